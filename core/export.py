@@ -10,12 +10,15 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
+from enum import Enum
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, StoreError
+from shrinkpoint.state.dtypes import PACKED
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.tree import join_path
 
@@ -137,6 +141,18 @@ def to_loadable(state: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _convert(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any:
+    if isinstance(value, Enum):
+        note(path, "enums are written as their values")
+        return _convert(value.value, path, note)
+    if isinstance(value, BytesIO):
+        note(path, "files are written as bytes")
+        return _convert(value.getvalue(), path, note)
+    if is_dataclass(value) and not isinstance(value, type):
+        note(path, "dataclasses are written as dicts")
+        return _convert({each.name: getattr(value, each.name) for each in fields(value)}, path, note)
+    if type(value).__module__.startswith("omegaconf."):
+        note(path, "OmegaConf's containers are written as dicts and lists")
+        return _convert(sys.modules["omegaconf"].OmegaConf.to_container(value), path, note)
     if isinstance(value, Namespace):
         note(path, "namespaces are written as dicts")
         return _convert(vars(value), path, note)
@@ -185,6 +201,8 @@ def _convert_leaf(value: Any, path: _Path, note: Callable[[_Path, str], None]) -
     if isinstance(value, bytes) and not value:
         note(path, "empty bytes are written as an empty bytearray")
         return bytearray()
+    if isinstance(value, torch.Tensor) and value.dtype in PACKED:
+        raise _refuse(value, path)
     if value is None or isinstance(
         value, (bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device)
     ):

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from shrinkpoint.export import model_places
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.meta import not_finite_text
+from shrinkpoint.saving.quantized import is_extra_state
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, dense_only, tensor_names
@@ -169,7 +170,10 @@ def load_weights(
     if device is None:
         return tensors
     moved: dict[int, torch.Tensor] = {}  # tied ones stay tied
-    return {name: moved.setdefault(id(tensor), tensor.to(device)) for name, tensor in tensors.items()}
+    return {
+        name: moved.setdefault(id(tensor), tensor.to(device)) if torch.is_tensor(tensor) else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _weights(
@@ -178,18 +182,42 @@ def _weights(
     prefix: str,
 ) -> dict[str, torch.Tensor]:
     """The model's tensors in one checkpoint, which `of_chain` finds."""
-    stored: dict[str, str] = {}
+    stored: dict[str, JSON] = {}
 
     def choose(header: Header) -> Collection[str]:
         stored.clear()
-        stored.update(_chosen(model_names(header), wanted, prefix))
-        return set(stored.values())
+        stored.update(_chosen(_model_nodes(header), wanted, prefix))
+        return {place for node in stored.values() for place in tensor_names(node)}
 
     def read(chain: Chain) -> tuple[Header, dict[str, torch.Tensor]]:
         return decode_selected(chain, choose, threads=_threads())
 
     tensors = of_chain(read)[1]
-    return {name: tensors[place] for name, place in stored.items()}
+    return {name: TrainingState(node, tensors, {}).to_object() for name, node in stored.items()}
+
+
+def _model_nodes(header: Header) -> dict[str, JSON]:
+    """What stands in the tree for each entry of the model's state; of what is no tensor, what ``get_extra_state`` gave alone."""
+    names, nodes = model_names(header), list(_dicts(header.tree))
+    found = max(nodes, key=lambda items: len(items.keys() & names.keys()), default={})
+    others = {
+        key: node
+        for key, node in found.items()
+        if key not in names and (is_extra_state(key) or (isinstance(node, dict) and node.get("$") == "flat"))
+    }
+    below = tuple(f"{key}." for key in others)
+    plain = {name: place for name, place in names.items() if not name.startswith(below)}
+    return {**{name: {"$": "tensor", "name": place} for name, place in plain.items()}, **others}
+
+
+def _dicts(node: JSON) -> Iterator[dict[str, JSON]]:
+    """Every dict of a tree, the outer ones first."""
+    if isinstance(node, dict):
+        is_tagged = node.get("$") in ("dict", "odict")
+        yield (items := {key: item for key, item in node["items"] if type(key) is str} if is_tagged else node)
+        node = list(items.values())
+    for item in node if isinstance(node, list) else ():
+        yield from _dicts(item)
 
 
 def _logged(
@@ -231,7 +259,8 @@ def weights_of_step(
     """
     store = RunStore(url, storage_options=storage_options)
     address = Address(url=url_text(url), step=step)
-    return _weights(lambda read: _read_run(address, store, read), None, "")
+    found = _weights(lambda read: _read_run(address, store, read), None, "")
+    return {name: value for name, value in found.items() if torch.is_tensor(value)}
 
 
 def _threads() -> int:
@@ -326,15 +355,17 @@ def model_names(header: Header) -> dict[str, str]:
     tensors, aliases = model_places(TrainingState(dense, empty, specs))
     places = {id(tensor): name for name, tensor in empty.items()}
     found = {name: places[id(tensor)] for name, tensor in tensors.items()}
-    for name, place in found.items():
-        if place in parts:
+    for name, place in list(found.items()):
+        if parts.get(place) in ("bytes", "ndarray"):  # of what get_extra_state gave
+            del found[name]
+        elif place in parts:
             raise CannotRepresentError(
                 f"{name} is sparse, which load_weights and safetensors do not know: shrinkpoint.load returns the whole state, and an export to .ckpt writes it"
             )
     return {**found, **{alias: found[kept] for alias, kept in aliases.items()}}
 
 
-def _chosen(places: Mapping[str, str], names: Collection[str] | None, prefix: str) -> dict[str, str]:
+def _chosen(places: Mapping[str, T], names: Collection[str] | None, prefix: str) -> dict[str, T]:
     below = {name[len(prefix) :]: place for name, place in places.items() if name.startswith(prefix)}
     if not below:
         first = sorted({name.partition(".")[0] + "." for name in places if "." in name})

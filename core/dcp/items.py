@@ -195,4 +195,4 @@ def _plain_types() -> list[Any]:
     array = np.zeros(1)
     rebuilt = array.__reduce__()[0], np.float64(0).__reduce__()[0]
     dtypes = {type(np.dtype(name)) for name in (*"?bhilqBHILQefdFD", "M8[s]", "m8[s]")}
-    return [*rebuilt, np.ndarray, np.dtype, *dtypes, timedelta, PosixPath]
+    return [*rebuilt, np.ndarray, np.dtype, *dtypes, timedelta, PosixPath, io.BytesIO]

@@ -19,9 +19,11 @@ from shrinkpoint.loop.identity import (
     rounded_weights,
     scheduler_classes,
 )
+from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
 from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.fitting import fitted
+from shrinkpoint.saving.quantized import quantized_as
 from shrinkpoint.saving.resume import (
     overridden_options,
     require_optimizers,
@@ -131,7 +133,7 @@ class LoopObjects:
         """Whether the state of an object has a parameter, or an equal copy of it."""
         state = {
             "others": self.weights()["stateful"],
-            "optimizers": [o.state_dict() for o in self.optimizers],
+            "optimizers": [with_object_states(o.state_dict()) for o in self.optimizers],
         }
         try:
             tensors = self.captured(state).tensors.values()
@@ -150,7 +152,7 @@ class LoopObjects:
             "format": _FORMAT,
             "step": step,
             "model": state_of(self.model),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": [with_object_states(optimizer.state_dict()) for optimizer in self.optimizers],
             "identities": self._identities(),
             "schedulers": scheduler_classes(self.stateful),
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
@@ -169,7 +171,8 @@ class LoopObjects:
     def live(self) -> dict[str, Any]:
         """The part of `state` whose tensors training may be given other values in."""
         # a tensor of a loader's or sampler's state is a copy: reading it may start their workers
-        return {**self.weights(), "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+        states = [with_object_states(optimizer.state_dict()) for optimizer in self.optimizers]
+        return {**self.weights(), "optimizers": states}
 
     def describe(self) -> Describe:
         """The roles of the tensors of `state`."""
@@ -193,7 +196,6 @@ class LoopObjects:
                 f"{url} was written by another framework's callback, not by a Checkpointer: resume it"
                 " there, or take its weights with `shrinkpoint export`"
             )
-        live = state_of(self.model)
         given = fitted(state["model"], self.model, url, warns=warns)
         untied = require_same_ties(state["model"], self.model, url)
         require_optimizers(state["optimizers"], self.optimizers, url)
@@ -205,15 +207,17 @@ class LoopObjects:
         overridden = overridden_options(state["optimizers"], self.optimizers, schedulers=schedulers)
         other_scheduler = other_schedulers(state.get("schedulers", {}), scheduler_classes(self.stateful))
         disabled = disabled_scalers(state["stateful"], self.stateful, url)
-        rounded = rounded_weights(state["model"], live)
         for name, value in self.stateful.items():
             require_same_workers(value, state["stateful"].get(name), name)
+        given = quantized_as(state["model"], given, self.model)
+        rounded = rounded_weights(given, state_of(self.model))
         for message in (untied, other_class, other_scheduler, disabled, rounded, overridden) if warns else ():
             if message is not None:
                 warn(message)
         load_stateful(self.model, given)
         for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, stored, same_dtypes=rounded is None)
+            put_back_objects(optimizer, stored)
         for name in sorted(state["stateful"].keys() ^ self.stateful.keys()) if warns else ():
             where = "the checkpoint" if name in self.stateful else "this run"
             warn(f"{name!r} is not in {where}: its state is not restored")

@@ -23,6 +23,7 @@ from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps, losses_of
 from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_state
 from shrinkpoint.runtime.processes import world_size
+from shrinkpoint.state.dtypes import as_bits
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
@@ -310,7 +311,7 @@ def _load_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
                 raise StateMismatchError(
                     f"{name} was saved with the shape {tuple(value.shape)} and now has {tuple(live[name].shape)}"
                 )
-            live[name].data.copy_(value)
+            as_bits(live[name].data).copy_(as_bits(value))
 
 
 def _load_optimizer(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:

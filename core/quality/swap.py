@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from shrinkpoint.arrays import overwrite
-from shrinkpoint.quality.preserve import is_plain_tensor, preserved_state
+from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_state
 from shrinkpoint.state.candidate import Candidate
+from shrinkpoint.state.dtypes import PACKED
+from shrinkpoint.state.flat import inner_tensors, is_flat
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
@@ -52,7 +54,12 @@ def swapped_weights(
 @contextmanager
 def _swapped(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
     buffers = dict(named_buffers(module))  # evaluations may change these
-    live: dict[str, torch.Tensor] = {**dict(named_parameters(module)), **buffers}
+    named = [*named_parameters(module), *buffers.items()]
+    # A weight that a library has packed for itself is frozen, and may be packed otherwise for an evaluation.
+    packed = [tensor for _, tensor in named if _is_packed(tensor)]
+    live = dict(
+        part for name, tensor in named if not _is_packed(tensor) for part in inner_tensors(name, tensor)
+    )
     lent = {
         name: weights[name]
         for name in (weights.lent if isinstance(weights, Candidate) else ())
@@ -60,6 +67,7 @@ def _swapped(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator
     }
     before = {name: tensor.detach().clone() for name, tensor in live.items() if name not in lent}
     memory = [(tensor, tensor.detach()) for tensor in live.values() if is_plain_tensor(tensor)]
+    packed_state = [(tensor, tensor.data, _members(tensor)) for tensor in packed]
     rng = capture_rng()
     exchanges: list[_Exchange] = []
     try:
@@ -68,7 +76,7 @@ def _swapped(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator
                 if name in lent:
                     exchanges.append(_Exchange(live[name].data, value))
                     exchanges[-1].forth()
-                else:
+                elif name in live:
                     overwrite(live[name].data, value)
             module.eval()
             yield
@@ -77,11 +85,34 @@ def _swapped(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator
             for tensor, alias in memory:
                 if _layout(tensor) != _layout(alias):
                     tensor.data = alias
+            for tensor, data, members in packed_state:
+                if _layout(tensor) != _layout(data):
+                    tensor.data = data
+                for owner, values in members:
+                    vars(owner).clear()
+                    vars(owner).update(values)
             for exchange in reversed(exchanges):
                 exchange.back()
             for name, value in before.items():
                 overwrite(live[name].data, value)
         restore_rng(rng)
+
+
+def _is_packed(tensor: torch.Tensor) -> bool:
+    """Whether nothing is to be swapped into a tensor: a frozen one of a library's class, or one of a dtype that torch does not copy."""
+    frozen = own_part(tensor) is None and not is_flat(tensor) and not tensor.requires_grad
+    return frozen or tensor.dtype in PACKED
+
+
+def _members(tensor: torch.Tensor) -> list[tuple[object, dict[str, object]]]:
+    """What a tensor of a library's class keeps in attributes, and in those of these objects."""
+    owners = [tensor, *vars(tensor).values()] if type(tensor) not in (torch.Tensor, nn.Parameter) else []
+    others = (torch.Tensor, nn.Module, type)
+    return [
+        (owner, dict(vars(owner)))
+        for owner in owners
+        if owner is tensor or (hasattr(owner, "__dict__") and not isinstance(owner, others))
+    ]
 
 
 def _not_distributed() -> bool:

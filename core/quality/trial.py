@@ -8,6 +8,7 @@ import torch
 from shrinkpoint.coding.encode import restored_values
 from shrinkpoint.schemes.base import ReferenceState, Scheme
 from shrinkpoint.state.averages import average_key
+from shrinkpoint.state.dtypes import PACKED, TRAINED
 from shrinkpoint.state.scratch import DiskTensor
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
@@ -147,8 +148,10 @@ def perturbed_model(
 
 
 def evaluated(state: TrainingState) -> Iterator[tuple[str, TensorSpec]]:
-    """The tensors that an evaluation gets, by the names that it uses."""
+    """The tensors that an evaluation gets, by the names that it uses: all but packed ones, which no training changes."""
     for spec in state.specs.values():
+        if spec.dtype in PACKED:
+            continue
         if spec.tag.role is Role.AVERAGE:
             yield average_key(spec.name), spec
         elif spec.tag.role in _MODEL and spec.tag.parameter is not None:
@@ -157,4 +160,4 @@ def evaluated(state: TrainingState) -> Iterator[tuple[str, TensorSpec]]:
 
 def _floating_weights(state: TrainingState, *, averages: bool = True) -> list[str]:
     roles = (Role.WEIGHT, Role.AVERAGE) if averages else (Role.WEIGHT,)
-    return [key for key, spec in evaluated(state) if spec.tag.role in roles and spec.dtype.is_floating_point]
+    return [key for key, spec in evaluated(state) if spec.tag.role in roles and spec.dtype in TRAINED]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from shrinkpoint.arrays import Float64s, widened
+from shrinkpoint.state.dtypes import TRAINED
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
 __all__ = ["Movement", "MovementTracker", "is_followed", "sampled_elements", "sampled_parameters"]
@@ -112,8 +113,8 @@ class MovementTracker:
 
 
 def is_followed(spec: TensorSpec) -> bool:
-    """Whether a tensor's movement is measured: weights, master copies and averages of floating-point dtypes."""
-    return spec.tag.role in _MOVED and spec.dtype.is_floating_point and spec.numel > 0
+    """Whether a tensor's movement is measured: weights, master copies and averages of dtypes that are trained."""
+    return spec.tag.role in _MOVED and spec.dtype in TRAINED and spec.numel > 0
 
 
 def sampled_parameters(state: TrainingState) -> frozenset[str]:

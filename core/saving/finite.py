@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from shrinkpoint.state.dtypes import PACKED
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
 __all__ = ["LOSS_ALONE", "not_finite"]
@@ -52,7 +53,8 @@ def _effective(spec: TensorSpec, optimized: Collection[str | None]) -> TensorSpe
 
 
 def _is_bad(tensor: torch.Tensor, spec: TensorSpec, no_roles: bool) -> bool:
-    if not (spec.dtype.is_floating_point or spec.dtype.is_complex) or not tensor.numel():
+    numbers = spec.dtype.is_floating_point or spec.dtype.is_complex
+    if not numbers or spec.dtype in PACKED or not tensor.numel():
         return False
     if spec.tag.role in _TRAINED:
         return not all(math.isfinite(value) for value in _extremes(tensor))

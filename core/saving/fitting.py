@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import _WrappedHook
 
 from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.saving.quantized import comparable_state, is_extra_state
 from shrinkpoint.saving.resume import require_same_model
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import state_of
@@ -42,6 +43,9 @@ def fitted(stored: Mapping[str, Any], model: nn.Module, url: str, *, warns: bool
     Raises:
         StateMismatchError: it is another model's, or the model does not take it; the message says why.
     """
+    stored, notes = comparable_state(stored, state_of(model), model)
+    for note in notes if warns else ():
+        warn(note)
     given, missing, refused = dict(stored), left_out(model, stored), None
     try:
         require_same_model(_shapes(stored), _shapes(state_of(model)), url)
@@ -195,4 +199,8 @@ def _own(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in state.items() if torch.is_tensor(value)}
+    return {
+        name: tuple(value.shape)
+        for name, value in state.items()
+        if torch.is_tensor(value) and not is_extra_state(name)
+    }

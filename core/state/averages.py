@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.state.candidate import Candidate
+from shrinkpoint.state.dtypes import TRAINED
 from shrinkpoint.state.training import Role, Tag, TrainingState
 from shrinkpoint.state.tree import Path
 from shrinkpoint.state.wrappers import named_parameters
@@ -29,7 +30,6 @@ __all__ = [
 _NEAR = (
     0.5  # relative distance: what is nearer has nearly the weight's direction, and at least half its length
 )
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MARK = "/"  # no path in a state, and no name in a model, begins with it
 
 
@@ -58,7 +58,7 @@ class AverageFinder:
             path: its place in the state.
             tensor: only its dtype and shape are looked at.
         """
-        if not path or tensor.dtype not in _DTYPES:
+        if not path or tensor.dtype not in TRAINED:
             return Tag()
         shape = tuple(tensor.shape)
         name = self._in_order(path[-1], shape) if path[-1].isdecimal() else self._by_name(path, shape)

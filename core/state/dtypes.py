@@ -10,24 +10,52 @@ import torch
 from shrinkpoint.arrays import UInt8s
 from shrinkpoint.errors import CannotRepresentError, FormatError
 
-__all__ = ["DTYPES", "dtype_from_name", "dtype_name", "tensor_from_bytes", "tensor_to_bytes"]
+__all__ = [
+    "DTYPES",
+    "PACKED",
+    "TRAINED",
+    "as_bits",
+    "dtype_from_name",
+    "dtype_name",
+    "tensor_from_bytes",
+    "tensor_to_bytes",
+]
 
+_PACKED = (
+    "float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16",
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)),
+)  # fmt: skip
 _NAMES = (
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
     "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
-    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", *_PACKED,
 )  # fmt: skip
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in _NAMES})
-"""Every storable dtype by its name in a header; the names are part of the format."""
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {name: getattr(torch, name) for name in _NAMES if hasattr(torch, name)}
+)
+"""Every storable dtype by its name in a header; the names are part of the format. Releases of torch add some."""
+
+TRAINED = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+"""Dtypes of numbers to which noise can be added; tensors of others are exact."""
+
+PACKED: frozenset[torch.dtype] = frozenset(DTYPES[name] for name in _PACKED if name in DTYPES)
+"""Dtypes with which torch neither calculates nor compares; some it cannot even copy."""
 
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _NUMPY = {
     DTYPES[name]: np.dtype(name)
     for name in _NAMES
-    if name != "complex32" and not name.startswith(("bfloat", "float8"))
+    if name not in ("complex32", *_PACKED) and not name.startswith(("bfloat", "float8"))
 }
 _ORDINARY = torch.Tensor, torch.nn.Parameter
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers, which torch can copy, if its dtype is one of `PACKED`; else the tensor itself."""
+    if tensor.dtype not in PACKED:
+        return tensor
+    return tensor.detach().view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -53,7 +81,8 @@ def dtype_from_name(name: str) -> torch.dtype:
     try:
         return DTYPES[name]
     except (KeyError, TypeError):
-        raise FormatError(f"unknown dtype {name!r} in the header") from None
+        newer = ": it needs a newer torch" if name in _NAMES else ""
+        raise FormatError(f"unknown dtype {name!r} in the header{newer}") from None
 
 
 def tensor_to_bytes(tensor: torch.Tensor) -> UInt8s:
@@ -65,7 +94,7 @@ def tensor_to_bytes(tensor: torch.Tensor) -> UInt8s:
         # What follows takes seven operations of torch, each of which gives Python's lock away and waits for it.
         array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
         return np.frombuffer(array, np.uint8) if array.size else np.empty(0, dtype=np.uint8)
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    dense = as_bits(tensor).detach().resolve_conj().resolve_neg().contiguous()
     if dense.numel() == 0:
         return np.empty(0, dtype=np.uint8)
     # Not reshape(-1): it keeps the odd strides that dimensions of size one may have, and view() refuses those.

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from shrinkpoint.state.dtypes import PACKED, as_bits
+
 __all__ = ["in_memory_order", "memory_order"]
 
 
@@ -47,5 +49,8 @@ def in_memory_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     if sorted(order) != list(range(tensor.dim())):
         raise ValueError(f"{list(order)[:9]} is no order of {tensor.dim()} dimensions")
     back = sorted(range(len(order)), key=order.__getitem__)
-    sorted_dimensions = tensor.permute(list(order))
-    return tensor if sorted_dimensions.is_contiguous() else sorted_dimensions.contiguous().permute(back)
+    sorted_dimensions = as_bits(tensor).permute(list(order))
+    if sorted_dimensions.is_contiguous():
+        return tensor
+    ordered = sorted_dimensions.contiguous().permute(back)
+    return ordered.view(tensor.dtype) if tensor.dtype in PACKED else ordered

@@ -1,12 +1,13 @@
 """Roles and layer types read off a plain ``torch.nn.Module`` and its optimizers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from shrinkpoint.state.averages import AverageFinder
+from shrinkpoint.state.dtypes import TRAINED
 from shrinkpoint.state.training import Describe, LayerType, Role, Tag
 from shrinkpoint.state.tree import Path
 from shrinkpoint.state.wrappers import named_parameters, plain_names, unwrapped
@@ -18,6 +19,7 @@ __all__ = [
     "moment_role",
     "named_role",
     "optimizer_parameter_names",
+    "part_tag",
     "state_tag",
 ]
 
@@ -44,7 +46,6 @@ _NAMES = {
     "square_avg": Role.SQUARES,  # RMSprop, Adadelta
     "sum": Role.SQUARES,  # Adagrad
 }
-_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CENTERED = (
     "a centered RMSprop divides by the root of square_avg less the square of grad_avg, which must not become negative: choose"
     " centered=False to have both coded"
@@ -102,12 +103,25 @@ def model_tags(module: nn.Module) -> dict[str, Tag]:
                 tags[first] = replace(tags[first], layer_type=layer_type)
             known = tags[first].layer_type if first in tags else layer_type
             frozen = not parameter.requires_grad
-            tags[name] = Tag(role=Role.WEIGHT, layer_type=known, parameter=first, frozen=frozen)
+            # bitsandbytes' weights of four bits are packed, whatever their dtype
+            role = Role.BUFFER if hasattr(parameter, "bnb_quantized") else Role.WEIGHT
+            tags[name] = Tag(role=role, layer_type=known, parameter=first, frozen=frozen)
         for key, buffer in layer.named_buffers(recurse=False):
             name = f"{prefix}.{key}" if prefix else key
             first = shared.setdefault(id(buffer), name)
             tags[name] = Tag(role=Role.BUFFER, layer_type=layer_type, parameter=first)
     return tags
+
+
+def part_tag(tags: Mapping[str, Tag], path: Path) -> Tag:
+    """The tag of a tensor in a module's state.
+
+    Args:
+        tags: as of `model_tags`.
+        path: in that state. Of what tensors are made of (`shrinkpoint.state.flat`), and modules add, it is longer, or not known.
+    """
+    name = ".".join(path)
+    return tags.get(name) or Tag(role=Role.BUFFER, parameter=name if path[0] in tags else None)
 
 
 def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[int, str | None]:
@@ -155,7 +169,7 @@ def state_tag(
         A tag with the parameter's name if the entry is floating-point and has its shape, otherwise the empty tag.
         `Tag.why` is set where it must be stored exactly.
     """
-    if tensor.shape != parameter.shape or tensor.dtype not in _NUMBERS or not tensor.dim():
+    if tensor.shape != parameter.shape or tensor.dtype not in TRAINED or not tensor.dim():
         return Tag()
     role, why = moment_role(key, optimizer), None
     if is_master(key, tensor, parameter):
@@ -220,7 +234,7 @@ def describe_training(
 
     def describe(path: Path, tensor: torch.Tensor) -> Tag:
         if path[: len(model_path)] == model_path:
-            return tags.get(".".join(path[len(model_path) :]), Tag())
+            return part_tag(tags, path[len(model_path) :])
         # Lookahead has a "slow_state" and a "fast_state"
         if path[:depth] == optimizers_path and len(path) == depth + 4 and path[depth + 1].endswith("state"):
             index, _, parameter, key = path[depth:]

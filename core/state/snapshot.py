@@ -11,6 +11,7 @@ import torch
 
 from shrinkpoint.runtime.memory import LARGE
 from shrinkpoint.runtime.packing import empty_tensors
+from shrinkpoint.state.dtypes import PACKED, as_bits
 from shrinkpoint.state.training import TrainingState
 
 __all__ = ["DeviceCopy", "Snapshot", "Snapshotter"]
@@ -128,6 +129,8 @@ class Snapshotter:
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype is not tensor.dtype:
                 buffer = _buffer_for(tensor)
             copies[name] = buffer
+            if tensor.dtype in PACKED:
+                buffer, tensor = as_bits(buffer), as_bits(tensor)
             if type(tensor) in _ORDINARY:
                 ordinary[0].append(buffer)
                 ordinary[1].append(tensor)
@@ -167,12 +170,13 @@ class Snapshotter:
         self._buffers |= empty_tensors(missing, pinned=True)
         copies = {name: self._buffer(name, tensor) for name, tensor in state.tensors.items()}
         for name, tensor in state.tensors.items():
+            buffer, tensor = as_bits(copies[name]), as_bits(tensor)
             if tensor.is_cuda:
                 with torch.cuda.stream(self._streams[tensor.device]):
-                    copies[name].copy_(tensor, non_blocking=True)
+                    buffer.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._streams[tensor.device])
             else:
-                copies[name].copy_(tensor)
+                buffer.copy_(tensor)
         self._buffers = copies
         for device in devices:
             torch.cuda.current_stream(device).wait_stream(self._streams[device])

@@ -5,6 +5,7 @@ its type (docs/format.md, "The tree"). Tensors are pulled out and leave a refere
 """
 
 import base64
+import dataclasses
 import math
 import re
 from argparse import Namespace
@@ -12,14 +13,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from enum import Enum
+from io import SEEK_CUR, BytesIO
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.errors import CannotRepresentError, FormatError, StateMismatchError
 from shrinkpoint.state.dtypes import dtype_from_name, dtype_name
+from shrinkpoint.state.flat import class_name, is_flat, loaded_class
 from shrinkpoint.state.memory_order import in_memory_order, memory_order
 
 __all__ = [
@@ -39,6 +42,7 @@ JSON: TypeAlias = Any
 Path: TypeAlias = tuple[str, ...]
 
 _TAG = "$"
+_LONG = 4096  # bytes, from which on they are stored as a tensor
 _MAX_DEPTH = 100
 """Containers within containers; far below what Python's own recursion limit allows on both sides."""
 _COMMON = frozenset({type(None), bool, int, float, str})
@@ -65,13 +69,14 @@ def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: P
     """Turn nested plain data into JSON.
 
     Args:
-        value: dicts, lists, tuples, sets, numbers, strings, bytes, numpy arrays and scalars, torch tensors, dtypes,
-            devices and sizes, enums' values, paths, timedeltas, namespaces.
+        value: dicts, lists, tuples, sets, numbers, strings, bytes, BytesIO, numpy arrays and scalars, torch tensors, dtypes,
+            devices and sizes, enums, dataclasses, OmegaConf's containers, paths, timedeltas, namespaces.
         put: takes a tensor's path and the tensor, and returns the name by which `decode_tree` asks for it.
         path: place of `value` in the whole; for error messages and names.
 
     Some types come back as a plainer type: subclasses of dict (but OrderedDict and Counter), list, tuple (named ones too), set,
-    str, int and float as these; enums as their values; bytearrays as bytes; paths as strings.
+    str, int and float as these; bytearrays as bytes; paths as strings. Enums, dataclasses and OmegaConf's containers come back as such where their
+    classes are loaded, else as values and dicts.
 
     Raises:
         CannotRepresentError: an object of another type; the message names its place and type.
@@ -82,10 +87,19 @@ def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: P
         return _encode_leaf(value, put, path)
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, put, path)
+    if type(value).__module__.startswith("omegaconf.") and hasattr(value, "_metadata"):
+        return {_TAG: "omegaconf", "content": encode_tree(_omegaconf().to_container(value), put, path)}
     if isinstance(value, Mapping):
         return _encode_mapping(value, put, path)
     if isinstance(value, (list, tuple, set, frozenset)):
         return _encode_sequence(value, put, path)
+    if isinstance(value, Enum):
+        return {_TAG: "enum", "class": class_name(type(value)), "value": encode_tree(value.value, put, path)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
+        members = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        if not getattr(value, "__dict__", {}).keys() - members.keys():
+            node = encode_tree(members, put, path)
+            return {_TAG: "dataclass", "class": class_name(type(value)), "value": node}
     return _encode_leaf(value, put, path)
 
 
@@ -94,6 +108,8 @@ def _encode_tensor(value: torch.Tensor, put: Callable[[Path, torch.Tensor], str]
         raise CannotRepresentError(f"{join_path(path)}: meta, quantized and nested tensors cannot be stored")
     if value.requires_grad:  # else it would only take time, of which DTensors need much
         value = value.detach()
+    if is_flat(value):
+        return _encode_flat(value, put, path)
     if value.layout == torch.sparse_coo:
         parts = {"indices": value._indices(), "values": value._values()}
         kind, more = "sparse_coo", {"coalesced": value.is_coalesced()}
@@ -108,6 +124,20 @@ def _encode_tensor(value: torch.Tensor, put: Callable[[Path, torch.Tensor], str]
         raise CannotRepresentError(f"{join_path(path)}: tensors of layout {value.layout} cannot be stored")
     names = {part: put((*path, part), tensor) for part, tensor in parts.items()}
     return {_TAG: kind, "size": list(value.shape), **names, **more}
+
+
+def _encode_flat(value: Any, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
+    names, context = value.__tensor_flatten__()
+    node = encode_tree(context, _no_tensor, path)
+    if repr(decode_tree(node, lambda _: torch.empty(0))) != repr(context):
+        raise _refused(value, path)
+    tensors = {name: _encode_tensor(getattr(value, name), put, (*path, name)) for name in names}
+    sizes = {"size": list(value.shape), "stride": list(value.stride())}
+    return {_TAG: "flat", "class": class_name(type(value)), "tensors": tensors, "context": node, **sizes}
+
+
+def _no_tensor(path: Path, tensor: torch.Tensor) -> str:
+    raise CannotRepresentError(f"{join_path(path)} is a tensor")
 
 
 def _encode_mapping(value: Mapping[Any, Any], put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
@@ -134,15 +164,23 @@ def _encode_sequence(value: Any, put: Callable[[Path, torch.Tensor], str], path:
     return {_TAG: kind, "items": items}
 
 
+def _omegaconf() -> Any:
+    """OmegaConf's functions."""
+    import omegaconf
+
+    return omegaconf.OmegaConf
+
+
 def _encode_leaf(value: object, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, Enum):
-        return encode_tree(value.value, put, path)
     if isinstance(value, str):
         return _encode_str(value)
     if isinstance(value, (bytes, bytearray)):
-        return {_TAG: "bytes", "data": _to_base64(bytes(value))}
+        return _encode_bytes(bytes(value), put, path)
+    if isinstance(value, BytesIO):
+        content = _encode_bytes(value.getvalue(), put, path)
+        return {_TAG: "file", "content": content, "position": value.seek(0, SEEK_CUR)}
     if isinstance(value, (np.ndarray, np.generic)):
         return _encode_numpy(value, put, path)
     if isinstance(value, int):
@@ -161,9 +199,14 @@ def _encode_leaf(value: object, put: Callable[[Path, torch.Tensor], str], path: 
         return str(value)
     if isinstance(value, Namespace):
         return {_TAG: "namespace", "items": _encode_mapping(vars(value), put, path)}
-    raise CannotRepresentError(
+    raise _refused(value, path)
+
+
+def _refused(value: object, path: Path) -> CannotRepresentError:
+    return CannotRepresentError(
         f"{join_path(path) or 'the state'} is a {type(value).__module__}.{type(value).__qualname__}: it cannot be"
-        " stored without pickle. Return numbers, strings, lists, dicts and tensors from your state_dict() instead"
+        " stored without pickle. Return numbers, strings, lists, dicts and tensors from your state_dict() instead; an object"
+        " that an optimizer keeps for a parameter may have a state_dict() and a load_state_dict()"
     )
 
 
@@ -172,6 +215,12 @@ def _encode_str(value: str) -> JSON:
     if _is_unicode(text):
         return text
     return {_TAG: "str", "data": _to_base64(text.encode("utf-8", "surrogatepass"))}
+
+
+def _encode_bytes(value: bytes, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
+    if len(value) < _LONG:
+        return {_TAG: "bytes", "data": _to_base64(value)}
+    return {_TAG: "bytes", "name": put(path, torch.frombuffer(bytearray(value), dtype=torch.uint8))}
 
 
 def _encode_numpy(value: Any, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
@@ -200,6 +249,7 @@ def decode_tree(node: JSON, get: Callable[[str], torch.Tensor], *, as_given: boo
 
     Raises:
         FormatError: not such JSON.
+        StateMismatchError: the class of a tensor that is made of others is not loaded.
     """
     try:
         return _decode(node, _Source(get, as_given), 0)
@@ -220,7 +270,7 @@ class _Source:
 
     def __init__(self, get: Callable[[str], torch.Tensor], as_given: bool) -> None:
         self._get = get
-        self._as_given = as_given
+        self.as_given = as_given
         self._ordered: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def __call__(self, name: str) -> torch.Tensor:
@@ -228,7 +278,7 @@ class _Source:
 
     def referred(self, node: Mapping[str, JSON]) -> torch.Tensor:
         name = node["name"]
-        if "order" not in node or self._as_given:
+        if "order" not in node or self.as_given:
             return self._get(name)
         key = name, tuple(node["order"])
         if key not in self._ordered:
@@ -254,6 +304,21 @@ def _decode(node: JSON, get: _Source, depth: int) -> Any:
             raise FormatError(f"the items of a {kind} in the tree of plain data are not a list")
         made = _COLLECTIONS[kind]([_decode(item, get, depth + 1) for item in node["items"]])
         return _counter(made) if kind == "dict" and node.get("counter") is True else made
+    if kind == "flat":
+        return _flat(node, get, depth)
+    if kind == "file":
+        file = BytesIO(_decode(node["content"], get, depth + 1))
+        file.seek(node["position"])
+        return file
+    if kind == "omegaconf":
+        content = _decode(node["content"], get, depth + 1)
+        try:
+            return _omegaconf().create(content)
+        except ImportError:
+            return content
+    if kind in ("enum", "dataclass"):
+        base = Enum if kind == "enum" else object
+        return _object(kind, _decode(node["value"], get, depth + 1), loaded_class(base, node["class"]))
     if kind == "namespace":
         return _namespace(_decode(node["items"], get, depth + 1))
     if kind in _TENSORS:
@@ -288,7 +353,26 @@ def frozen_replaced(node: JSON, put: Callable[[JSON], JSON], depth: int = 0) -> 
 _ABSENT = object()
 """Stands for a frozen tensor that the state does not hold; a dict leaves such members out."""
 
+
+def _flat(node: Mapping[str, JSON], get: _Source, depth: int) -> Any:
+    tensors = {name: _decode(item, get, depth + 1) for name, item in node["tensors"].items()}
+    if get.as_given:
+        return tensors
+    found, context = loaded_class(torch.Tensor, node["class"]), _decode(node["context"], get, depth + 1)
+    if not hasattr(found, "__tensor_unflatten__"):
+        raise StateMismatchError(
+            f"the state has a tensor of the class {node['class']!r:.99}, which this process has not: import the library that has it, and build"
+            " model and optimizer as the run did, before the state is read"
+        )
+    sizes = torch.Size(node["size"]), torch.Size(node["stride"])
+    try:
+        return found.__tensor_unflatten__(tensors, context, *sizes)
+    except Exception as error:
+        raise FormatError(f"no {node['class']} can be made of what is stored of it: {error!r}") from error
+
+
 _PARTS: Mapping[str, tuple[str, ...]] = {
+    "bytes": ("name",),
     "ndarray": ("name",),
     "sparse_coo": ("indices", "values"),
     "sparse_csr": ("crow", "col", "values"),
@@ -296,7 +380,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
 
 
 def dense_only(node: JSON) -> tuple[JSON, dict[str, str]]:
-    """A tree without arrays and sparse tensors, to be decoded with meta tensors (a shape, but no elements).
+    """A tree without arrays, files, sparse tensors and those that are made of others, to be decoded with meta tensors (a shape, but no elements).
 
     Args:
         node: JSON as `encode_tree` made it.
@@ -317,7 +401,9 @@ def dense_only(node: JSON) -> tuple[JSON, dict[str, str]]:
         if not isinstance(node, dict):
             return node
         kind = node.get(_TAG)
-        if not isinstance(kind, str) or kind not in _PARTS:
+        if kind in ("flat", "file"):
+            return cleared(node.get("tensors" if kind == "flat" else "content"), depth + 1)
+        if not isinstance(kind, str) or kind not in _PARTS or (kind == "bytes" and "data" in node):
             return {key: cleared(item, depth + 1) for key, item in node.items()}
         names = [name for part in _PARTS[kind] if isinstance(name := node.get(part), str)]
         if len(names) != len(_PARTS[kind]):
@@ -366,6 +452,19 @@ def _namespace(members: Any) -> Namespace:
     return namespace
 
 
+def _object(kind: str, value: Any, found: Any) -> Any:
+    """An enum's member, or a dataclass's object, of which no code is run; the value where the class is not loaded, or has changed."""
+    if kind == "enum":
+        return found(value) if found is not None and value in [each.value for each in found] else value
+    fields = dataclasses.fields(found) if dataclasses.is_dataclass(found) else ()
+    if found is None or value.keys() != {each.name for each in fields}:
+        return value
+    made: Any = object.__new__(found)
+    for name, member in value.items():
+        object.__setattr__(made, name, member)
+    return made
+
+
 def _sparse_coo(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) -> torch.Tensor:
     return torch.sparse_coo_tensor(
         get(node["indices"]),
@@ -379,6 +478,10 @@ def _sparse_coo(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) ->
 def _sparse_csr(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) -> torch.Tensor:
     crow, col, values = get(node["crow"]), get(node["col"]), get(node["values"])
     return torch.sparse_csr_tensor(crow, col, values, node["size"], check_invariants=True)
+
+
+def _bytes(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) -> bytes:
+    return get(node["name"]).numpy().tobytes() if "name" in node else _from_base64(node["data"])
 
 
 def _npscalar(node: Mapping[str, JSON]) -> Any:
@@ -411,6 +514,7 @@ _COLLECTIONS: Mapping[str, Callable[[list[Any]], Any]] = {
 _TENSORS: Mapping[str, Callable[[Mapping[str, JSON], _Source], Any]] = {
     "tensor": lambda node, get: get.referred(node),
     "ndarray": lambda node, get: get(node["name"]).numpy(),
+    "bytes": _bytes,
     "sparse_coo": _sparse_coo,
     "sparse_csr": _sparse_csr,
 }
@@ -419,7 +523,6 @@ _LEAVES: Mapping[str, Callable[[Mapping[str, JSON]], Any]] = {
     "int": lambda node: int(node["hex"], 16),
     "float": lambda node: float.fromhex(node["hex"]),
     "complex": lambda node: complex(float.fromhex(node["hex"][0]), float.fromhex(node["hex"][1])),
-    "bytes": lambda node: _from_base64(node["data"]),
     "str": lambda node: _from_base64(node["data"]).decode("utf-8", "surrogatepass"),
     "dtype": lambda node: dtype_from_name(node["name"]),
     "device": lambda node: torch.device(node["name"]),

@@ -19,7 +19,7 @@ from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.saving.fitting import fitted
 from shrinkpoint.saving.resume import require_same_groups, require_same_model
 from shrinkpoint.state.averages import AverageFinder
-from shrinkpoint.state.roles import model_tags, state_tag
+from shrinkpoint.state.roles import model_tags, part_tag, state_tag
 from shrinkpoint.state.training import Describe, Tag
 from shrinkpoint.state.tree import Path
 from shrinkpoint.state.wrappers import named_buffers, named_parameters, plain_names
@@ -182,8 +182,8 @@ def describe_state(state: State) -> Describe:
 
     def describe(path: Path, tensor: torch.Tensor) -> Tag:
         match path:
-            case ("state", "model", name):
-                return tags.get(name, Tag())
+            case ("state", "model", *more) if more:
+                return part_tag(tags, tuple(more))
             case ("state", "optimizers", kind, "state", name, key) if (
                 kind in optimizers and name in parameters
             ):

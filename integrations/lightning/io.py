@@ -1,5 +1,6 @@
 """A checkpoint plugin for Lightning that captures and reads shrinkpoint's checkpoints, and delegates everything else."""
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shrinkpoint.errors import CannotRepresentError, ConfigError, NoCheckpointError
 from shrinkpoint.integrations.lightning.state import with_own_names
 from shrinkpoint.loading import load_state
+from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.state.stateful import without_functions
@@ -27,6 +29,11 @@ Check = Callable[[dict[str, Any]], None]
 
 NAMES_KEY = "shrinkpoint_names"
 """The entry of a checkpoint with the names that the trained module had for its weights, where they were others."""
+_HYPER_PARAMETERS = {
+    "hyper_parameters": "hparams_type",
+    "datamodule_hyper_parameters": "datamodule_hparams_type",
+}
+_left_out: set[str] = set()  # what was warned of
 
 _SHARDED = {"DeepSpeedStrategy", "FSDPStrategy"}
 
@@ -191,8 +198,21 @@ def open_as_ckpt(
 
 
 def _to_ckpt(checkpoint: dict[str, Any]) -> BytesIO:
+    # As Lightning does: what load_from_checkpoint gives a module that takes them as one argument.
+    kinds = {
+        kind: type(checkpoint[key])
+        for key, kind in _HYPER_PARAMETERS.items()
+        if key in checkpoint and type(checkpoint[key]) is not dict
+    }
     file = BytesIO()
-    torch.save(checkpoint, file)
+    torch.save(checkpoint | kinds, file)
+    file.seek(0)
+    # torch.load reads by itself what a state holds, and asks for leave to make enums, dataclasses and OmegaConf's containers.
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    found = (
+        getattr(sys.modules.get(module), name, None) for module, _, name in (n.rpartition(".") for n in names)
+    )
+    torch.serialization.add_safe_globals([each for each in found if each is not None])
     file.seek(0)
     return file
 
@@ -214,20 +234,29 @@ def require_supported(strategy: Strategy) -> None:
 def storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint without entries that only pickle could store and that a resume does not need: some
     hyper-parameters, and the functions of torch's ``SWALR``, which its constructor sets."""
-    key, kind = "hyper_parameters", "hparams_type"
     of_schedulers = ("lr_schedulers", "callbacks")
     checkpoint = checkpoint | {
         name: without_functions(checkpoint[name]) for name in of_schedulers if name in checkpoint
     }
-    if key not in checkpoint:
-        return checkpoint
-    kept = {name: value for name, value in checkpoint[key].items() if _is_plain(value)}
-    if lost := sorted(set(checkpoint[key]) - set(kept)):
-        rank_zero_warn(
-            f"the hyper-parameters {', '.join(lost)} are objects that cannot be stored without pickle; the"
-            " checkpoints leave them out (save_hyperparameters(ignore=...) silences this)"
-        )
-    return {name: value for name, value in checkpoint.items() if name != kind} | {key: kept}
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [
+            with_object_states(state) for state in checkpoint["optimizer_states"]
+        ]
+    for key, kind in _HYPER_PARAMETERS.items():
+        given = checkpoint.get(key)
+        checkpoint.pop(kind, None)
+        if given is None or _is_plain(given):
+            continue
+        checkpoint[key] = {name: value for name, value in given.items() if _is_plain(value)}
+        whose = "data module's " if key.startswith("data") else ""
+        lost = ", ".join(sorted(given.keys() - checkpoint[key].keys()))
+        if lost not in _left_out:
+            _left_out.add(lost)
+            rank_zero_warn(
+                f"the {whose}hyper-parameters {lost} are objects that cannot be stored without pickle; the"
+                " checkpoints leave them out (save_hyperparameters(ignore=...) silences this)"
+            )
+    return checkpoint
 
 
 def _is_plain(value: object) -> bool:

@@ -31,9 +31,11 @@ from shrinkpoint.loop.identity import (
     rounded_weights,
     scheduler_classes,
 )
+from shrinkpoint.optimizers.objects import put_back_objects
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.quantized import quantized_as
 from shrinkpoint.saving.resume import overridden_options, require_optimizers
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.stateful import put_back_dtypes
@@ -197,6 +199,7 @@ class Session:
         """The iterators exist; no batch has been fetched, and Lightning has loaded the optimizers' states."""
         for optimizer, state in zip(trainer.optimizers, self._loaded_optimizers, strict=False):
             put_back_dtypes(optimizer, state)
+            put_back_objects(optimizer, state)
         self._loaded_optimizers = []
         Position.of(trainer).apply(trainer, module)
         self._trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
@@ -236,11 +239,15 @@ class Session:
         )
 
     def _require_model(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        stored = checkpoint.get("state_dict", {})
         if trainer.state.fn == TrainerFn.FITTING:
             first, url = trainer.is_global_zero, self.settings.run.url
             untied = require_module(checkpoint, trainer.lightning_module, url, warns=first)
             if untied is not None and first:
                 warn(untied)
+        if "state_dict" in checkpoint:
+            given = quantized_as(stored, checkpoint["state_dict"], trainer.lightning_module)
+            checkpoint["state_dict"] = given
 
     def _require_torch_distributed(self, trainer: Trainer) -> None:
         if trainer.world_size != world_size():

@@ -19,7 +19,9 @@ from shrinkpoint.loop.identity import (
     rounded_weights,
     scheduler_classes,
 )
+from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
 from shrinkpoint.saving.fitting import fitted
+from shrinkpoint.saving.quantized import quantized_as
 from shrinkpoint.saving.resume import (
     overridden_options,
     require_optimizers,
@@ -89,7 +91,7 @@ def stored_state(
         "format": FORMAT,
         "version": _VERSION,
         **followed_state(trainer),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers_of(trainer)],
+        "optimizers": [with_object_states(optimizer.state_dict()) for optimizer in optimizers_of(trainer)],
         "identities": known.of(trainer.model, optimizers_of(trainer)),
         "scheduler": None if scheduler is None else state_of(scheduler),
         "schedulers": scheduler_classes({"lr_scheduler": scheduler}),
@@ -199,7 +201,8 @@ def load_model(stored: Mapping[str, Any], model: nn.Module) -> None:
     untied = require_same_ties(stored["model"], model, "the run")
     if untied is not None:
         warn(untied)
-    load_stateful(model, fitted(stored["model"], model, "the run", warns=True))
+    given = fitted(stored["model"], model, "the run", warns=True)
+    load_stateful(model, quantized_as(stored["model"], given, model))
 
 
 def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
@@ -223,6 +226,7 @@ def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
     same_dtypes = rounded_weights(stored["model"], state_of(trainer.model)) is None
     for optimizer, state in zip(live, there, strict=True):
         put_optimizer_back(optimizer, state, same_dtypes=same_dtypes)
+        put_back_objects(optimizer, state)
     if trainer.lr_scheduler is not None and stored["scheduler"] is not None:
         trainer.lr_scheduler.load_state_dict(stored["scheduler"])
 

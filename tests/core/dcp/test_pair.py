@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import shrinkpoint
 from shrinkpoint.cli.app import app
 from shrinkpoint.container.reader import ContainerReader
-from shrinkpoint.dcp import StorageReader
+from shrinkpoint.dcp import StorageReader, StorageWriter
 from shrinkpoint.store.run import RunStore
 
 CHAIN = [(1, "base"), (2, "delta"), (3, "delta")]
@@ -52,6 +52,16 @@ def test_several_stores_of_which_one_is_lost_between_saves(tmp_path: Path) -> No
     assert [step for step, _ in launch(resumed, 2, tmp_path, urls, true)[0]] == [4, 5, 6]
     assert launch(loads, 2, tmp_path, urls, true) == [6, 6]
     assert [manifest.step for manifest in RunStore(urls).manifests()] == [6, 5]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_file_in_the_state_comes_back(tmp_path: Path) -> None:
+    writer = StorageWriter(str(tmp_path / "run"), threads=1)
+    for step, content in ((1, b"abc"), (2, bytes(range(256)) * 99)):
+        dcp.save({"w": torch.ones(3), "file": io.BytesIO(content)}, storage_writer=writer, checkpoint_id=step)
+    state = {"w": torch.zeros(3), "file": io.BytesIO()}
+    dcp.load(state, storage_reader=StorageReader(str(tmp_path / "run")))
+    assert state["file"].getvalue() == bytes(range(256)) * 99
 
 
 def test_one_process_loads_plain_tensors_without_ranks(made: tuple[str, str]) -> None:

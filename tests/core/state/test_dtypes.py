@@ -14,6 +14,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 
 def test_names_are_those_of_the_format():
+    small = [f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)]
+    newer = ["float4_e2m1fn_x2"] if hasattr(torch, "float4_e2m1fn_x2") else []
+    packed = ["bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"]
     assert list(DTYPES) == [
         "bool",
         "uint8",
@@ -35,6 +38,10 @@ def test_names_are_those_of_the_format():
         "float8_e5m2",
         "float8_e4m3fnuz",
         "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        *newer,
+        *packed,
+        *small,
     ]
 
 

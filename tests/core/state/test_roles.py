@@ -157,7 +157,6 @@ def test_the_slow_weights_of_lookahead_belong_to_their_parameters():
         ("optimizers", "0", "param_groups", "0", "exp_avg"),
         ("optimizers", "0", "state", "0", "exp_avg", "0"),
         ("optimizers", "0"),
-        ("a", "model", "unknown"),
         ("a",),
         (),
     ],
@@ -165,6 +164,13 @@ def test_the_slow_weights_of_lookahead_belong_to_their_parameters():
 def test_whatever_is_not_known_is_stored_exactly(path):
     model = nn.Linear(3, 3)
     assert describe(model, torch.optim.Adam(model.parameters()))(path, torch.ones(3, 3)) == Tag()
+
+
+def test_what_a_module_adds_to_its_state_is_a_buffer():
+    model = nn.Linear(3, 3)
+    tag_of = describe(model, torch.optim.Adam(model.parameters()))
+    assert tag_of(("a", "model", "weight.absmax"), torch.ones(3, 3)) == Tag(role=Role.BUFFER)
+    assert tag_of(("a", "model", "weight", "codes"), torch.ones(3)).parameter == "weight.codes"
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,6 @@ Point = namedtuple("Point", "x y")
 @pytest.mark.parametrize(
     ("value", "kin"),
     [
-        (Colour.RED, "red"),
-        (Level.LOW, 1),
         (Loud("quiet"), "quiet"),
         (Bag({1}), {1}),
         (Point(1, 2), (1, 2)),

@@ -1,0 +1,162 @@
+"""What other libraries put into a Lightning training: hyper-parameters of any kind, and weights that bitsandbytes has quantized."""
+
+import dataclasses
+import enum
+import functools
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.containers import identical
+from torch import nn
+
+import shrinkpoint
+from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.integrations.lightning.io import open_as_ckpt
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+class Activation(enum.Enum):
+    RELU = "relu"
+
+
+@dataclasses.dataclass
+class Sizes:
+    width: int
+    activation: Activation
+
+
+class Module(pl.LightningModule):
+    def __init__(self, config=None, activation=None, folder=None, sizes=None, loss=None, **more):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(4, 4)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], 0.01)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(
+            torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), batch_size=2
+        )
+
+
+class Taking(Module):
+    """Its hyper-parameters are one container."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.save_hyperparameters(config)
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, transform=None, sizes=None, config=None):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2)
+
+
+def fit(url, module, steps=2, datamodule=None, **options):
+    callback = CompressedCheckpoint(
+        str(url), every_n_train_steps=1, scheme="lossless", busy="wait", **options
+    )
+    trainer = pl.Trainer(
+        max_steps=steps,
+        callbacks=[callback],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, datamodule=datamodule)
+    return trainer
+
+
+def test_plain_hyperparameters_come_back_as_they_were(tmp_path):
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create({"rate": 0.5, "layers": [{"width": 4}, {"width": "${rate}"}]})
+    given = {
+        "config": {"nested": config, "list": config.layers},
+        "activation": Activation.RELU,
+        "folder": Path("some/where"),
+        "sizes": Sizes(3, Activation.RELU),
+    }
+    fit(tmp_path, Module(**given), datamodule=Data(sizes=given["sizes"], config=config))
+    hparams = Module.load_from_checkpoint(open_as_ckpt(str(tmp_path))).hparams
+    assert hparams["activation"] is Activation.RELU
+    assert (hparams["sizes"], hparams["folder"]) == (given["sizes"], "some/where")
+    assert (type(hparams["config"]["nested"]), hparams["config"]["nested"]) == (omegaconf.DictConfig, config)
+    assert type(hparams["config"]["list"]) is omegaconf.ListConfig
+    data = Data.load_from_checkpoint(open_as_ckpt(str(tmp_path)))
+    assert (data.hparams["sizes"], data.hparams["config"]) == (given["sizes"], config)
+
+
+def test_hyperparameters_that_are_one_container_come_back_as_such(tmp_path):
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create({"rate": 0.5, "again": "${rate}"})
+    fit(tmp_path, Taking(config))
+    loaded = Taking.load_from_checkpoint(open_as_ckpt(str(tmp_path)))
+    assert type(loaded.hparams) is omegaconf.DictConfig
+    assert loaded.hparams == config
+
+
+def test_what_cannot_be_stored_is_left_out_with_one_warning_for_each_owner(tmp_path):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        module = Module(loss=functools.partial(torch.mean), activation=Activation.RELU, hook=nn.Linear(2, 2))
+        fit(
+            tmp_path,
+            module,
+            steps=3,
+            datamodule=Data(transform=nn.Linear(2, 2), sizes=Sizes(1, Activation.RELU)),
+        )
+    told = [str(one.message) for one in seen if "cannot be stored without pickle" in str(one.message)]
+    assert len(told) == 2
+    assert "the hyper-parameters hook, loss are" in told[0]
+    assert "data module's hyper-parameters transform are" in told[1]
+    assert Module.load_from_checkpoint(open_as_ckpt(str(tmp_path))).hparams["activation"] is Activation.RELU
+    loaded = Data.load_from_checkpoint(open_as_ckpt(str(tmp_path)), transform=None)
+    assert loaded.hparams["sizes"] == Sizes(1, Activation.RELU)
+
+
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits, double", "8 bits"])
+def test_weights_of_bitsandbytes_are_resumed_bit_by_bit(tmp_path, kind):
+    bnb = pytest.importorskip("bitsandbytes")
+
+    class Quantized(Module):
+        def __init__(self, seed):
+            torch.manual_seed(2)
+            super().__init__()
+            torch.manual_seed(seed)
+            if kind == "8 bits":
+                base = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
+            else:
+                double = kind == "4 bits, double"
+                base = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32, compress_statistics=double)
+            self.base = base.requires_grad_(False)
+            torch.manual_seed(2)
+            self.more = nn.Linear(64, 64)
+
+        def training_step(self, batch, batch_idx):
+            inputs = batch.repeat(1, 16)
+            return (self.more(inputs) + self.base(inputs)).square().mean() + super().training_step(batch, 0)
+
+    whole, resumed = Quantized(1), Quantized(9)
+    fit(tmp_path / "whole", whole, steps=4)
+    fit(tmp_path / "run", Quantized(1), steps=2)
+    fit(tmp_path / "run", resumed, steps=4)
+    assert identical(dict(resumed.state_dict()), dict(whole.state_dict()))
+    weights = shrinkpoint.load_weights(tmp_path / "run")
+    assert identical(dict(weights), dict(whole.state_dict()))
