@@ -119,6 +119,7 @@ class CompressedCheckpoint(Checkpoint):
         adoptions: with `adopt`, the number of planned saves of the whole run; None takes it from the trainer's limits.
         grace_s: seconds that removed checkpoints' data is kept, for readers and writers that are under way.
         max_failures: so many failed saves in a row end training with an error.
+        deadline_s: seconds that a save at a signal may take; what would take longer is saved in a faster way, with a warning.
         signals: names of further signals that mean the same as a SIGTERM, such as ``["SIGUSR2"]``; earlier handlers are called after
             the save.
         threads: threads that encode and decode; None takes half of the processors.
@@ -175,6 +176,7 @@ class CompressedCheckpoint(Checkpoint):
         grace_s: float = 86400.0,
         max_failures: int = 3,
         signals: Sequence[str] = (),
+        deadline_s: float | None = None,
         threads: int | None = None,
         near: str | None = None,
         near_keep: int = 2,
@@ -222,6 +224,7 @@ class CompressedCheckpoint(Checkpoint):
                 "grace_s": grace_s,
                 "max_failures": max_failures,
                 "signals": signals,
+                "deadline_s": deadline_s,
                 "threads": threads,
                 "near": near,
                 "near_keep": near_keep,

@@ -120,6 +120,9 @@ class SaverConfig:
     signals: Sequence[str] = ()
     """Names of further signals that mean the same as a SIGTERM, such as ``["SIGUSR2"]`` of submitit or of SLURM's ``--signal``. The handlers
     of before are called after the save, and forked workers ignore them."""
+    deadline_s: float | None = None
+    """Seconds that a save which is to be exact, as at a signal, may take. Where this run's saves show that it would take longer, it is made with
+    the settings of planned saves, or of the weights alone, with a warning; where nothing fits, a warning comes before any signal."""
     commit_timeout_s: int = 300
     """Of a sharded training: seconds for which the first rank waits for the parts of the others, before a save has failed."""
     threads: int | None = None
@@ -197,8 +200,11 @@ class SaverConfig:
             ("max_degradation", 0, 1),
             ("search_overhead", 0, None),
             ("grace_s", 0, None),
+            ("deadline_s", 0, None),
         ):
             value = getattr(self, name)
+            if value is None and name == "deadline_s":
+                continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not value >= low or (high is not None and value > high):
                 raise ConfigError(

@@ -34,6 +34,7 @@ from shrinkpoint.saving.adoption import AdoptingCommitter
 from shrinkpoint.saving.arguments import check_parts, plain_metrics, plain_step, plain_timeout
 from shrinkpoint.saving.committer import Committer
 from shrinkpoint.saving.continuation import Continuation
+from shrinkpoint.saving.deadline import Deadline
 from shrinkpoint.saving.failures import Failures
 from shrinkpoint.saving.job import Job
 from shrinkpoint.saving.meta import is_weights_only
@@ -133,6 +134,7 @@ class Saver:
         self._newest: tuple[Manifest, Decoded] | None = None
         self._reports: list[SaveReport] = []
         self._failures = Failures(self.config, self.url)
+        self._deadline = Deadline(self.config.deadline_s)
         self._failed = False
         self._fatal: ShrinkpointError | None = None
         _savers.add(self)
@@ -324,7 +326,10 @@ class Saver:
         self._newest = None  # a later `restore` finds this checkpoint, or a newer one
         self._settle_if_idle()
         captured = self._captured(state, describe)
-        if self.config.weights_only:  # after a restore, a fresh optimizer makes the steps
+        exact, alone = self._deadline.choose(captured, self.reports(), exact=exact)
+        if alone:
+            self._committer.forget()
+        if self.config.weights_only or alone:  # after a restore, a fresh optimizer makes the steps
             captured, resumed, optimizers = without_optimizer(captured), None, ()
         self._evaluate, self._resumed = evaluate, resumed
         takeover = self._takeover(captured, describe, adoption, waited_s)
@@ -337,6 +342,7 @@ class Saver:
             gradients={name: value.detach().to("cpu", copy=True) for name, value in gradients.items()},
             optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
             exact=exact,
+            weights_only=self.config.weights_only or alone,
             blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
             takeover=takeover,
             step_log=step_log,

@@ -233,7 +233,7 @@ class Committer:
             encode_s=encoded_at - started,
         )
         noted: dict[str, JSON] = {"search": self.planner.state_dict()}
-        if self._config.weights_only:
+        if job.weights_only:
             noted[WEIGHTS_ONLY] = True
         if self._config.monitor is not None:
             noted["monitor"] = [self._config.monitor, self._config.mode]

@@ -28,6 +28,7 @@ class Job:
     gradients: Mapping[str, torch.Tensor] | None
     optimizers: Sequence[OptimizerKind] = ()
     exact: bool
+    weights_only: bool = False
     blocked_s: float
     takeover: Takeover | None = None
     """Of a planned save that training goes on from."""
