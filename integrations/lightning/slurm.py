@@ -26,7 +26,11 @@ def requeueing(trainer: Trainer, *, answered: Callable[[], bool]) -> Termination
     environment = trainer._accelerator_connector.cluster_environment
     requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
     number = (environment.requeue_signal if requeues else None) or signal.SIGUSR1
-    taken = [number] if requeues and signal.getsignal(number) in (None, signal.SIG_DFL) else []
+    present = signal.getsignal(number)
+    ours = isinstance(
+        getattr(present, "__self__", None), TerminationRequest
+    )  # of an earlier fit: Lightning puts it back
+    taken = [number] if requeues and (ours or present in (None, signal.SIG_DFL)) else []
 
     def requeue() -> None:
         trainer.save_checkpoint = lambda *args, **kwargs: None  # the run has been saved

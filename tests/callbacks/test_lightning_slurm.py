@@ -67,8 +67,9 @@ def test_the_run_is_saved_and_the_job_requeued(tmp_path: Path, job: Path) -> Non
     assert job.read_text() == "requeue 7\n"
     assert not list((tmp_path / "root").glob("hpc_ckpt*"))
     whole = fit()
-    part = _fit(tmp_path)
+    part = _fit(tmp_path, Signalled(20))
     assert part.trace == whole.trace[13:]
+    assert job.read_text() == "requeue 7\n" * 2
 
 
 def test_the_newer_of_the_run_and_of_lightnings_own_checkpoint_is_continued(tmp_path: Path) -> None:
