@@ -103,6 +103,8 @@ def show(
 
 def _report(header: "Header", size: int) -> dict[str, Any]:
     records = list(header.tensors.values())
+    from shrinkpoint.state.frozen import references
+
     reasons = unpack_reasons(header.exact, list(header.tensors))
     roles = sorted({record.spec.tag.role.value for record in records})
     totals = {role: _total(r for r in records if r.spec.tag.role.value == role) for role in roles}
@@ -119,6 +121,7 @@ def _report(header: "Header", size: int) -> dict[str, Any]:
         "scheme": header.scheme,
         "provenance": header.provenance,
         "totals": totals,
+        "references": len(references(header.tree)),
         "exact": [
             asdict(part) | {"reason": explained(part.code), "share": part.bytes / size if size else 0.0}
             for part in exact_parts(((record.spec, record.nbytes) for record in records), reasons)
@@ -204,6 +207,10 @@ def _print(report: Mapping[str, Any], *, everything: bool) -> None:
     left_out = len(report["tensors"]) - len(shown)
     if left_out:
         console().print(f"and {counted(left_out, 'scalar')} (--all shows them)")
+    if report["references"]:
+        console().print(
+            f"and references to {counted(report['references'], 'frozen tensor')}, whose values are not stored"
+        )
     console().print()
     totals = [(role, str(total["elements"]), *_sizes(total)) for role, total in report["totals"].items()]
     header = ("header and index", "", bytes_text(report["overhead_bytes"]), "", "")

@@ -19,7 +19,7 @@ from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, frozen_replaced
 from shrinkpoint.state.wrappers import named_parameters, plain_names
 
-__all__ = ["ADAPTERS", "FrozenTensors", "meta_filled"]
+__all__ = ["ADAPTERS", "FrozenTensors", "meta_filled", "references"]
 
 ADAPTERS = "peft"
 """The entry of a state that describes a model's adapters."""
@@ -98,7 +98,7 @@ class FrozenTensors:
         """
         self.note()
         _begun.add(self._model)
-        wanted = {name: node["digest"] for name, node in _references(state.tree).items()}
+        wanted = {name: node["digest"] for name, node in references(state.tree).items()}
         if isinstance(state.tree, dict):
             wanted |= state.tree.get(ADAPTERS, {}).get("base", {})
         live = {name: tensor for name, tensor in self._tensors().items() if name in wanted and _place(tensor)}
@@ -166,12 +166,13 @@ class FrozenTensors:
 
 def meta_filled(state: TrainingState) -> TrainingState:
     """A state with tensors without elements in the place of references."""
-    specs = {name: TensorSpec.from_json(node) for name, node in _references(state.tree).items()}
+    specs = {name: TensorSpec.from_json(node) for name, node in references(state.tree).items()}
     empty = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     return _filled(state, empty)
 
 
-def _references(tree: JSON) -> dict[str, JSON]:
+def references(tree: JSON) -> dict[str, JSON]:
+    """A tree's references to tensors that it does not contain, by their names in the model."""
     found: dict[str, JSON] = {}
     frozen_replaced(tree, lambda node: found.setdefault(node["name"] if node["$"] == "frozen" else "", node))
     return {name: node for name, node in found.items() if name}

@@ -158,6 +158,21 @@ def test_a_base_that_is_loaded_late_is_the_one_that_counts(tmp_path: Path) -> No
         resumed(1)
 
 
+def test_wrappers_do_not_change_what_is_referred_to(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from shrinkpoint.cli.app import app
+
+    train, model = TRAININGS["own loop"], adapted()
+    train(tmp_path / "run", torch.compile(model, backend="eager"), 4)
+    shown = CliRunner().invoke(app, ["show", str(tmp_path / "run")])
+    assert "and references to 8 frozen tensors" in shown.output
+    rest = adapted()
+    train(tmp_path / "run", rest, 6)
+    with pytest.raises(StateMismatchError, match=r"base_model\.model\.first\.weight"):
+        train(tmp_path / "run", torch.compile(adapted(1), backend="eager"), 8)
+
+
 @pytest.mark.parametrize("scheme", ["lossless", "auto"])
 def test_a_stored_base_is_stored_once(scheme: str, tmp_path: Path) -> None:
     from support.adapters import Net
