@@ -6,15 +6,18 @@ else refers to a list sees it as before. What cannot be put back, such as a file
 """
 
 import array
+import ctypes
 import gc
 import io
 import itertools
 import operator
 import random
+import socket
+import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MemberDescriptorType, ModuleType
@@ -25,6 +28,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.warn import brief
 
 __all__ = ["TraceError", "is_plain_tensor", "own_part", "preserved_state"]
 
@@ -44,7 +48,7 @@ _LEFT_ALONE = (
     " logging threading _thread weakref multiprocessing concurrent asyncio subprocess queue wandb mlflow tensorboard tqdm rich"
 )
 """Packages whose objects belong to the training, or to other threads; modules, tensors and generators of any package do not."""
-_OF_C = frozenset({"builtins", "itertools", "collections", "_collections", "_csv"})
+_SHARED = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _MISSING = object()
 
 Undo = Callable[[], object]
@@ -56,7 +60,11 @@ class TraceError(ShrinkpointError):
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is strided memory and nothing else: no shard, no sparse one, no wrapper of a library's."""
-    return type(tensor) in _TENSORS and tensor.layout == torch.strided and not tensor.is_meta
+    return (
+        type(tensor) in _TENSORS
+        and tensor.layout == torch.strided
+        and not (tensor.is_meta or tensor.is_nested)
+    )
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -142,16 +150,17 @@ class _Memory:
             kind = type(value)
             if kind in _ATOMS or id(value) in self._seen:
                 continue
-            plan = self._kinds.get(kind)
-            if plan is None:
-                plan = self._kinds[kind] = _kind_of(kind)
-            is_ours = not plan.left_alone or id(value) in named
-            if is_ours or plan.position is not None:  # others may still be named
-                self._seen[id(value)] = value
-            if plan.position is not None:
-                self._watch(value, plan.position)
-            if is_ours:
-                waiting.extend(self._remember(value, kind, plan))
+            with suppress(Exception):  # of an object whose own methods raise
+                plan = self._kinds.get(kind)
+                if plan is None:
+                    plan = self._kinds[kind] = _kind_of(kind)
+                is_ours = not plan.left_alone or id(value) in named
+                if is_ours or plan.position is not None:  # others may still be named
+                    self._seen[id(value)] = value
+                if plan.position is not None:
+                    self._watch(value, plan.position)
+                if is_ours:
+                    waiting.extend(self._remember(value, kind, plan))
         self._remember_large()
 
     def put_back(self) -> None:
@@ -196,7 +205,7 @@ class _Memory:
             if base not in (tuple, frozenset):
                 self._undo.append(_collection_undo(value, base, items))
             found = self._nearest(items)
-        elif (undo := _state_undo(value)) is not None:
+        elif (undo := _state_undo(value, kind)) is not None:
             self._undo.append(undo)
         elif not (plan.has_dict or plan.members) or kind is partial:  # of C, such as an iterator
             found = [part for part in gc.get_referents(value) if not isinstance(part, type)]
@@ -222,11 +231,13 @@ class _Memory:
                 self._watch(tensor, lambda value: value._version)
             return
         alias = own.detach()
-        gradient = tensor.grad if tensor.is_leaf else None
+        gradient, requires = tensor.grad if tensor.is_leaf else None, tensor.requires_grad
 
         def undo() -> None:
             if own is tensor and _layout(tensor) != _layout(alias):
                 tensor.data = alias
+            if tensor.requires_grad is not requires:
+                tensor.requires_grad_(requires)
             if tensor.is_leaf and tensor.grad is not gradient:
                 tensor.grad = gradient
 
@@ -293,9 +304,9 @@ class _Memory:
         self._undo.append(undo)
         return [item for item in before if type(item) not in _ATOMS]
 
-    def name(self, value: object, depth: int = 3) -> str:
+    def name(self, value: object, depth: int = 5) -> str:
         """An object by its class, and the attribute that refers to it."""
-        name = f"a {type(value).__name__}"
+        name = brief(value)
         for owner in list(self._seen.values()) if depth else ():
             if not _kind_of(type(owner)).has_dict:
                 inside = any(part is value for part in gc.get_referents(owner))
@@ -311,7 +322,9 @@ class _Memory:
 def _kind_of(kind: type) -> _Kind:
     if kind not in _kinds:
         package = str(kind.__module__).partition(".")[0]
-        ours = issubclass(kind, (nn.Module, torch.Tensor, torch.Generator))
+        ours = issubclass(kind, (nn.Module, torch.Tensor, torch.Generator)) or hasattr(
+            kind, "get_obj"
+        )  # shared
         foreign = issubclass(kind, (type, torch.optim.Optimizer, torch.utils.data.Dataset))
         left_alone = not ours and (foreign or package in _LEFT_ALONE.split())
         own = [
@@ -320,19 +333,22 @@ def _kind_of(kind: type) -> _Kind:
         members = [item for part in own for item in part.values() if type(item) is MemberDescriptorType]
         base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
         has_dict = bool(kind.__dictoffset__) and kind is not base
-        position = None if ours else _position_of(kind, left_alone)
+        is_opaque = left_alone or not (has_dict or members)
+        position = None if ours else _position_of(kind, is_opaque)
         _kinds[kind] = _Kind(base, left_alone, has_dict, members, position)
     return _kinds[kind]
 
 
-def _position_of(kind: type, left_alone: bool) -> Callable[[Any], object] | None:
+def _position_of(kind: type, is_opaque: bool) -> Callable[[Any], object] | None:
     if issubclass(kind, (io.BytesIO, io.StringIO)):
         return None
     if issubclass(kind, io.IOBase):
-        return lambda file: file.tell()
+        return lambda file: None if file in (sys.stdout, sys.stderr) else file.tell()
     if hasattr(kind, "qsize"):
         return operator.methodcaller("qsize")
-    if hasattr(kind, "__next__") and (left_alone or kind.__module__ in _OF_C):
+    if hasattr(kind, "fileno"):
+        return _traffic
+    if hasattr(kind, "__next__") and is_opaque:
         return _progress
     return None
 
@@ -349,6 +365,19 @@ def _progress(iterator: Any) -> object:
         repr(iterator),  # a count of itertools shows its number
         operator.length_hint(iterator.__reduce__()[1][0]) if type(iterator) is itertools.cycle else None,
     )
+
+
+def _traffic(connection: Any) -> object:
+    """What changes as a socket or a pipe is read or written: bytes that wait, and of TCP (on Linux) segments with data."""
+    import fcntl
+    import termios
+
+    waiting = [
+        fcntl.ioctl(connection.fileno(), number, bytes(4)) for number in (termios.FIONREAD, termios.TIOCOUTQ)
+    ]
+    with suppress(AttributeError, OSError):
+        waiting.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)[152:])
+    return waiting
 
 
 def _looked(look: Callable[[Any], object], value: object) -> object:
@@ -398,25 +427,28 @@ def _collection_undo(value: Any, base: Any, items: list[object]) -> Undo:
     return undo
 
 
-def _state_undo(value: Any) -> Undo | None:
+def _state_undo(value: Any, kind: type) -> Undo | None:
     """How to put back an object that gives its state and takes it; None of others."""
-    if isinstance(value, torch.Generator):
+    if issubclass(kind, torch.Generator):
         state = value.get_state()
         return lambda: _discard(value.set_state(state))
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
         words = value.getstate()
         return lambda: value.setstate(words)
-    if isinstance(value, np.random.RandomState):
+    if issubclass(kind, np.random.RandomState):
         legacy = value.get_state()
         return lambda: value.set_state(legacy)
-    if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+    if issubclass(kind, (np.random.Generator, np.random.BitGenerator)):
         bits: Any = getattr(value, "bit_generator", value)
         position = bits.state
         return lambda: setattr(bits, "state", position)
-    if isinstance(value, (io.BytesIO, io.StringIO)) and not value.closed:
+    if issubclass(kind, (io.BytesIO, io.StringIO)) and not value.closed:
         written: Any = value.__getstate__()
         return lambda: value.__setstate__(written)  # type: ignore[union-attr]
-    if isinstance(value, (bytearray, array.array)):
+    if issubclass(kind, _SHARED):
+        octets = bytes(value)
+        return lambda: ctypes.memmove(ctypes.addressof(value), octets, len(octets))
+    if issubclass(kind, (bytearray, array.array)):
         elements = value[:]
         return lambda: operator.setitem(value, slice(None), elements)
     return None

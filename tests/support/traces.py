@@ -3,7 +3,9 @@
 import array
 import io
 import itertools
+import multiprocessing
 import random
+import socket
 from collections import Counter, OrderedDict, defaultdict, deque
 from functools import cached_property
 from types import SimpleNamespace
@@ -97,6 +99,7 @@ class Traces:
         )
         self.metrics = {"mean": torchmetrics.MeanMetric(), "all": torchmetrics.CatMetric()}
         self.draws = [random.Random(1), np.random.default_rng(1), torch.Generator().manual_seed(1)]
+        self.shared = multiprocessing.Value("i", 0)
         self.record = self.losses.append
 
     def touch(self, value: float) -> None:
@@ -134,6 +137,7 @@ class Traces:
         self.numbers.append(value)
         for metric in self.metrics.values():
             metric.update(value)
+        self.shared.value += 1
         python, numpy, generator = self.draws
         self.losses.append([python.random(), numpy.random(), torch.rand((), generator=generator).item()])
 
@@ -147,7 +151,13 @@ class Traces:
             *(self.memory_bank.sum(1)[: self.count + 2].tolist(), self.replaced, self.tensors, self.outputs),
             *(self.meter.history, "first" in vars(self.meter), self.slotted.seen(), list.copy(self.own)),
             *(self.own.total, vars(self.config), self.pair, self.buffer.getvalue(), self.buffer.tell()),
-            *(self.text_buffer.getvalue(), self.octets, self.numbers, self.draws[0].random()),
+            *(
+                self.shared.value,
+                self.text_buffer.getvalue(),
+                self.octets,
+                self.numbers,
+                self.draws[0].random(),
+            ),
             *(metric.compute() if metric.update_called else None for metric in self.metrics.values()),
         ]
         return "\n".join(map(repr, everything))
@@ -175,6 +185,7 @@ class Lasting:
             "loader": lambda: iter(torch.utils.data.DataLoader(range(1000))),  # type: ignore[arg-type]
             "enumerated": lambda: enumerate(iter([0] * 1000)),
         }.get(kind, lambda: None)()
+        self.ends = socket.socketpair()
         self.large = np.zeros(2**24) if kind == "large array" else None
 
     def touch(self) -> None:
@@ -183,6 +194,8 @@ class Lasting:
             self.file.readline()
         elif self.file is not None:
             self.file.write("line\n")
+        elif self.kind == "socket":
+            self.ends[0].send(b"line")
         elif self.large is not None:
             self.large[len(CALLS)] = 1.0
         else:
@@ -199,5 +212,5 @@ LASTING = (
         "cycle of a list",
         "loader",
     ),
-    *("enumerated", "large array"),
+    *("enumerated", "large array", "socket"),
 )
