@@ -444,7 +444,7 @@ def _state_undo(value: Any, kind: type) -> Undo | None:
         return lambda: setattr(bits, "state", position)
     if issubclass(kind, (io.BytesIO, io.StringIO)) and not value.closed:
         written: Any = value.__getstate__()
-        return lambda: value.__setstate__(written)  # type: ignore[union-attr]
+        return lambda: value.__setstate__(written)
     if issubclass(kind, _SHARED):
         octets = bytes(value)
         return lambda: ctypes.memmove(ctypes.addressof(value), octets, len(octets))
