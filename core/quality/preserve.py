@@ -214,6 +214,10 @@ class _Memory:
             if type(own) is dict and id(own) not in self._seen:
                 self._seen[id(own)] = own
                 found += self._remember_mapping(own, dict)
+                if issubclass(kind, nn.Module):  # FSDP2 adds hooks in the first forward pass, and never again
+                    hooks = {id(item): item for key, item in own.items() if "_hooks" in key}
+                    found = [item for item in found if id(item) not in hooks]
+                    found += [hook for item in hooks.values() for hook in getattr(item, "values", tuple)()]
         if plan.members:
             found += self._remember_slots(value, plan.members)
         return found
@@ -327,9 +331,9 @@ def _kind_of(kind: type) -> _Kind:
         )  # shared
         foreign = issubclass(kind, (type, torch.optim.Optimizer, torch.utils.data.Dataset))
         left_alone = not ours and (foreign or package in _LEFT_ALONE.split())
-        own = [
-            vars(base) for base in kind.__mro__ if "__slots__" in vars(base)
-        ]  # others are of C, and made anew when read
+        # Members of C are made anew when read, and FSDP2 gives a DTensor other memory in the first forward pass.
+        slotted = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+        own = slotted if not issubclass(kind, torch.Tensor) else []
         members = [item for part in own for item in part.values() if type(item) is MemberDescriptorType]
         base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
         has_dict = bool(kind.__dictoffset__) and kind is not base
