@@ -33,9 +33,8 @@ def comparable_state(
     """
     state, notes = dict(stored), []
     for name, _, parameter in _quantized(model, stored):
-        per_byte = (
-            2 if hasattr(parameter, "bnb_quantized") else 1
-        )  # one that is not quantized yet has another shape
+        # one that is not quantized yet has another shape
+        per_byte = 2 if hasattr(parameter, "bnb_quantized") else 1
         if stored[name].numel() * stored[name].element_size() * per_byte == parameter.numel():
             state[name] = live[name]
         for key in _parts(name, parameter, stored):
@@ -75,8 +74,8 @@ def quantized_as(stored: Mapping[str, Any], given: Mapping[str, Any], model: nn.
     for name, module, parameter in list(_quantized(model, stored)):
         _quantize(name, module, parameter, stored)
         state[name] = stored[name]
-        for key in [*_parts(name, parameter, state)]:
-            del state[key]
+        for key in _parts(name, parameter, given):
+            state.pop(key, None)
     named = (*named_parameters(model, remove_duplicate=False), *named_buffers(model, remove_duplicate=False))
     for name, tensor in named:
         if tensor.dtype in PACKED and getattr(state.get(name), "dtype", None) is tensor.dtype:
