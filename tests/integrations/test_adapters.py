@@ -158,6 +158,33 @@ def test_a_base_that_is_loaded_late_is_the_one_that_counts(tmp_path: Path) -> No
         resumed(1)
 
 
+def test_a_quantized_base_is_referred_to(tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from support.adapters import Net
+
+    def quantized(seed: int = 0) -> Any:
+        import peft
+
+        adapted()  # as it sees to what PEFT refuses
+        net = Net(seed)
+        layer = bitsandbytes.nn.Linear4bit(96, 96, compute_dtype=torch.float32, quant_type="nf4")
+        layer.load_state_dict(net.second.state_dict())
+        net.second = layer.to("cpu")
+        torch.manual_seed(100)
+        return peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["second"]))
+
+    train, whole, rest = TRAININGS["own loop"], quantized(), quantized()
+    train(tmp_path / "whole", whole, 6)
+    train(tmp_path / "run", quantized(), 4)
+    train(tmp_path / "run", rest, 6)
+    assert_same(whole, rest)
+    stored = shrinkpoint.load_weights(str(tmp_path / "run"))
+    assert "base_model.model.second.base_layer.weight" not in stored
+    assert all(value.nbytes < 2000 for value in stored.values())
+    with pytest.raises(StateMismatchError, match=r"second\.base_layer\.weight"):
+        train(tmp_path / "run", quantized(1), 8)
+
+
 def test_wrappers_do_not_change_what_is_referred_to(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
