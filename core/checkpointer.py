@@ -149,9 +149,6 @@ class Checkpointer:
         replicated = several and not sharded and (config.adopt or logged)
         kind = ShardedObjects if sharded else ReplicatedObjects if replicated else LoopObjects
         self._objects = kind(model, optimizer, stateful)
-        unsaved = self._objects.unsaved()
-        if unsaved is not None:
-            warn(unsaved)
         self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
         self._every = every
         self._settings = {"every": every, "clip_grad_norm": clip_grad_norm}

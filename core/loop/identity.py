@@ -1,10 +1,10 @@
 """Whether a resumed run's objects are the stored one's: what names and shapes of weights, and options of optimizers, do not show."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,7 +13,7 @@ from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.state.wrappers import plain_names, scheduler_in
 
 __all__ = [
-    "Identities",
+    "add_late_parameters",
     "disabled_scalers",
     "identities",
     "other_schedulers",
@@ -25,8 +25,8 @@ __all__ = [
 _ALIKE = {"torch.optim.Adam", "torch.optim.AdamW"}
 
 
-def identities(model: nn.Module, optimizers: Sequence[Any]) -> list[dict[str, str]]:
-    """The class of each optimizer, and a digest of its parameters' names in their order.
+def identities(model: nn.Module, optimizers: Sequence[Any]) -> list[dict[str, Any]]:
+    """The class of each optimizer, and its parameters' names, by groups, or the shapes of those that the model has not.
 
     Names are those of ``state_dict()``, with `plain_names`.
 
@@ -34,41 +34,77 @@ def identities(model: nn.Module, optimizers: Sequence[Any]) -> list[dict[str, st
         model: which has the parameters; shards as they are between steps.
         optimizers: without wrappers.
     """
-    names: dict[int, str] = {}
+    names = _names(model)
+    return [{"class": _class_name(each), "parameters": _groups(each, names)} for each in optimizers]
+
+
+def _names(model: nn.Module) -> dict[int, tuple[Any, str]]:
+    """The model's parameters, and the first name of each."""
+    names: dict[int, tuple[Any, str]] = {}
     with plain_names(model) as inner:
         for name, parameter in inner.state_dict(keep_vars=True).items():
-            names.setdefault(id(parameter), name)
+            names.setdefault(id(parameter), (parameter, name))
+    return names
+
+
+def _groups(optimizer: Any, names: Mapping[int, tuple[Any, str]]) -> list[list[str]]:
     return [
-        {"class": _class_name(optimizer), "parameters": _digest(optimizer, names)} for optimizer in optimizers
+        [names[id(p)][1] if id(p) in names else str(tuple(p.shape)) for p in group["params"]]
+        for group in optimizer.param_groups
     ]
 
 
-class Identities:
-    """`identities` for each save; found once, as long as the optimizers get no further parameters: training waits for it."""
+def add_late_parameters(
+    stored: Sequence[Mapping[str, Any]],
+    states: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Any],
+    model: nn.Module,
+) -> str | None:
+    """Give optimizers the model's parameters that were added to the run's after it had begun, as by unfreezing them.
 
-    def __init__(self) -> None:
-        self._counts: list[list[int]] | None = None
-        self._found: list[dict[str, str]] = []
+    Args:
+        stored: as `identities` gave them.
+        states: the stored ``state_dict()`` of each.
+        optimizers: of this run, without wrappers.
+        model: that has the parameters.
 
-    def of(
-        self, model: nn.Module, optimizers: Sequence[Any], prepare: Callable[[], None] = lambda: None
-    ) -> list[dict[str, str]]:
-        """As `identities`.
-
-        Args:
-            model: always the same one.
-            optimizers: always the same ones.
-            prepare: called before the parameters are looked at.
-        """
-        counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
-        if counts != self._counts:
-            prepare()
-            self._found, self._counts = identities(model, optimizers), counts
-        return self._found
+    Returns:
+        One line, where there were such parameters; else None. Where others differ as well, nothing is changed, and the comparisons that
+        follow refuse the state.
+    """
+    own = _names(model)
+    named = {name: parameter for parameter, name in own.values()}
+    added: list[str] = []
+    for there, state, optimizer in zip(stored, states, optimizers, strict=False):
+        here, wanted = _groups(optimizer, own), [*there["parameters"]]
+        sizes = [*map(len, here), *[0] * len(wanted)]
+        late = [group[size:] for group, size in zip(wanted, sizes, strict=False)]
+        whole = all(group[: len(mine)] == mine for group, mine in zip(wanted, here, strict=False))
+        names = set(chain.from_iterable(late))
+        if (
+            not names
+            or not whole
+            or len(here) > len(wanted)
+            or not names <= named.keys() - set(chain.from_iterable(here))
+        ):
+            continue
+        for index, group in enumerate(late):
+            options = {key: value for key, value in state["param_groups"][index].items() if key != "params"}
+            more = [named[name] for name in group]
+            if index < len(here):
+                optimizer.param_groups[index]["params"] += more
+            else:
+                titles = options.pop("param_names", None)
+                params = more if titles is None else list(zip(titles, more, strict=True))
+                optimizer.add_param_group({**options, "params": params})
+        added += names
+    if not added:
+        return None
+    return f"resume: the optimizer goes on with {len(added)} parameters that the run had added to it, such as {min(added)}"
 
 
 def require_same_optimizers(
-    stored: Sequence[Mapping[str, str]], here: Sequence[Mapping[str, str]], url: str, *, ordered: bool = True
+    stored: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]], url: str, *, ordered: bool = True
 ) -> str | None:
     """Refuse to give one optimizer the state of another one, or of other parameters.
 
@@ -206,11 +242,3 @@ def _functions(scheduler: LRScheduler) -> list[str]:
         name: None for name in (getattr(given, "__name__", "<") for given in functions) if "<" not in name
     }
     return list(names)
-
-
-def _digest(optimizer: Any, names: Mapping[int, str]) -> str:
-    digest = xxhash.xxh3_64()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            digest.update(f"{names.get(id(parameter), tuple(parameter.shape))}\n".encode())
-    return digest.hexdigest()

@@ -9,17 +9,19 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shrinkpoint.errors import CannotRepresentError, ConfigError, StateMismatchError
+from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.loop.data import in_use, other_data, require_same_workers, sizes_of
 from shrinkpoint.loop.identity import (
-    Identities,
+    add_late_parameters,
     disabled_scalers,
+    identities,
     other_schedulers,
     require_same_optimizers,
     rounded_weights,
     scheduler_classes,
 )
 from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
+from shrinkpoint.loop.trained import Trained, load_trained
 from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.fitting import fitted
@@ -39,7 +41,6 @@ from shrinkpoint.warn import brief, warn
 __all__ = ["LoopObjects", "Stateful"]
 
 _FORMAT = "torch-loop"
-_NAMED = 5
 
 
 class Stateful(Protocol):
@@ -103,62 +104,48 @@ class LoopObjects:
             raise ConfigError(
                 f"model has parameters without a shape, such as {lazy[0]}: call it on one batch before its Checkpointer is made"
             )
-        self._parameters = list(model.parameters())
+        self._undone = self._replaced = 0
+        self._trained = Trained(warn)
+        self._trained.begin(model)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Count changes of the parameters that the model has now."""
+        self._parameters = list(self.model.parameters())
         # Parameters made in inference mode have no count of changes; those that are made of others, as shards are, no place.
         self._versioned = [parameter for parameter in self._parameters if not parameter.is_inference()]
         self._placed = [p for p in self._parameters if type(p) in (torch.Tensor, nn.Parameter)]
         self._places, self._kinds = _places(self._placed), _kinds(self._placed)
-        self._undone = self._replaced = 0
-        self._known_identities = Identities()
 
-    def unsaved(self) -> str | None:
-        """A warning, if the optimizers train parameters that are nowhere in the state; else None."""
-        known = {id(parameter) for parameter in self._parameters}
-        for value in self.stateful.values():
-            known |= {id(part) for part in value.parameters()} if isinstance(value, nn.Module) else set()
-        for optimizer in self.optimizers:
-            groups = [group["params"] for group in optimizer.param_groups]
-            others = [p for group in groups for p in group if id(p) not in known and not is_lazy(p)]
-            lost = [parameter for parameter in others if not self._holds(parameter)] if others else []
-            if lost:
-                shapes = ", ".join(str(tuple(parameter.shape)) for parameter in lost[:_NAMED])
-                return (
-                    f"{type(optimizer).__name__} trains {len(lost)} parameters that are neither the model's nor in another object with a"
-                    f" state, of shapes {shapes}{', ...' if len(lost) > _NAMED else ''}: they are not saved, and a resumed run would go on"
-                    " with whatever they are then. Give the module that has them by name, as in Checkpointer(..., head=head)"
-                )
-        return None
-
-    def _holds(self, parameter: torch.Tensor) -> bool:
-        """Whether the state of an object has a parameter, or an equal copy of it."""
-        state = {
-            "others": self.weights()["stateful"],
-            "optimizers": [with_object_states(o.state_dict()) for o in self.optimizers],
-        }
-        try:
-            tensors = self.captured(state).tensors.values()
-        except CannotRepresentError:
-            return True  # the save will name what cannot be stored
-        plain = parameter.detach()
-        return any(
-            tensor.shape == plain.shape and torch.equal(tensor.to(plain.device, plain.dtype), plain)
-            for tensor in tensors
-            if type(tensor) in (torch.Tensor, nn.Parameter)
-        )
+    def _follow(self) -> None:
+        """Count changes of the parameters that have taken the places of others."""
+        if list(map(id, self._parameters)) != list(map(id, self.model.parameters())):
+            counted = self._counted()
+            self._begin()
+            self._replaced += counted - self._counted()
 
     def state(self, step: int) -> dict[str, Any]:
-        """The whole state after a step; its tensors are the live ones."""
-        return {
+        """The whole state after a step; its tensors are the live ones.
+
+        Raises:
+            StateMismatchError: as `Trained.state`.
+        """
+        self._follow()
+        state = {
             "format": _FORMAT,
             "step": step,
             "model": state_of(self.model),
             "optimizers": [with_object_states(optimizer.state_dict()) for optimizer in self.optimizers],
-            "identities": self._identities(),
             "schedulers": scheduler_classes(self.stateful),
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
             "data": self._data(),
             "rng": capture_rng(),
         }
+        trained = self._trained.state(self.model, self.inner, state["model"], lambda: state, self._modules())
+        return {**state, **trained}
+
+    def _modules(self) -> dict[str, nn.Module]:
+        return {name: value for name, value in self.stateful.items() if isinstance(value, nn.Module)}
 
     def weights(self) -> dict[str, Any]:
         """The part of `state` that holds the weights and may hold averages of them."""
@@ -198,11 +185,14 @@ class LoopObjects:
             )
         given = fitted(state["model"], self.model, url, warns=warns)
         untied = require_same_ties(state["model"], self.model, url)
+        self.settle()
+        self._trained.check(self.model, self.inner)
+        self._follow()
+        stored, trained = state["identities"], state["trained"]
+        late = add_late_parameters(stored, state["optimizers"], self.inner, self.model)
         require_optimizers(state["optimizers"], self.optimizers, url)
-        stored = state.get("identities", ())
-        other_class = require_same_optimizers(
-            stored, self._identities()[: len(stored)], url, ordered=self.ordered
-        )
+        own = identities(self.model, self.inner)
+        other_class = require_same_optimizers(stored, own, url, ordered=self.ordered)
         schedulers = [value for value in self.stateful.values() if scheduler_in(value)]
         overridden = overridden_options(state["optimizers"], self.optimizers, schedulers=schedulers)
         other_scheduler = other_schedulers(state.get("schedulers", {}), scheduler_classes(self.stateful))
@@ -211,7 +201,9 @@ class LoopObjects:
             require_same_workers(value, state["stateful"].get(name), name)
         given = quantized_as(state["model"], given, self.model)
         rounded = rounded_weights(given, state_of(self.model))
-        for message in (untied, other_class, other_scheduler, disabled, rounded, overridden) if warns else ():
+        unfrozen = load_trained(trained, self.model, self.inner, url, self._modules())
+        told = (untied, late, other_class, other_scheduler, disabled, rounded, overridden, unfrozen)
+        for message in told if warns else ():
             if message is not None:
                 warn(message)
         load_stateful(self.model, given)
@@ -224,6 +216,7 @@ class LoopObjects:
         for name, value in self.stateful.items():
             if name in state["stateful"]:
                 load_stateful(value, state["stateful"][name])
+        self._trained.begin(self.model)
         # now that buffers of samples have their length back
         data = other_data(state.get("data", {}), self._data())
         if data is not None and warns:
@@ -277,9 +270,6 @@ class LoopObjects:
 
     def settle(self) -> None:
         """Let all parameters be in memory of their own."""
-
-    def _identities(self) -> list[dict[str, str]]:
-        return self._known_identities.of(self.model, self.inner, self.settle)
 
     def _counted(self) -> int:
         return sum(parameter._version for parameter in self._versioned)

@@ -77,6 +77,7 @@ class ReplicatedObjects(LoopObjects):
         groups = {
             "rng": capture_rng(),
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
+            "trained": self._trained.values(),
         }
         return OwnState.take(groups, self._ranks.rank)
 

@@ -144,6 +144,7 @@ class ShardedObjects(LoopObjects):
         return {
             "rng": capture_rng(),
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
+            "trained": self._trained.values(),
         }
 
     def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:

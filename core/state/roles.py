@@ -21,6 +21,7 @@ __all__ = [
     "optimizer_parameter_names",
     "part_tag",
     "state_tag",
+    "unnamed",
 ]
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -134,6 +135,16 @@ def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Modul
     return {index: names.get(id(parameter)) for index, parameter in enumerate(parameters)}
 
 
+def unnamed(index: int, number: int) -> str:
+    """How a checkpoint refers to a parameter that an optimizer trains and the model has not.
+
+    Args:
+        index: of the optimizer among the training's.
+        number: of the parameter among all of that optimizer's groups.
+    """
+    return f"optimizers[{index}][{number}]"
+
+
 def moment_role(key: str, optimizer: torch.optim.Optimizer) -> Role:
     """The role of an optimizer state's entry by its key; `Role.STATE` for an unknown key.
 
@@ -223,12 +234,16 @@ def describe_training(
     tags = model_tags(module)
     inner = [unwrapped(optimizer) for optimizer in optimizers]
     # by text, as in a path: an optimizer of another library may have keys that are not numbers
-    names = {
-        (str(index), str(parameter)): name
-        for index, optimizer in enumerate(inner)
-        for parameter, name in optimizer_parameter_names(optimizer, module).items()
-    }
-    parameters = dict(named_parameters(module))
+    names: dict[tuple[str, str], str] = {}
+    parameters: dict[str, torch.Tensor] = dict(named_parameters(module))
+    known = dict(tags)
+    for index, optimizer in enumerate(inner):
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, name in optimizer_parameter_names(optimizer, module).items():
+            names[str(index), str(number)] = name or unnamed(index, number)
+            if name is None:  # beside the model: a checkpoint has it exactly
+                parameters[unnamed(index, number)] = trained[number]
+                known[unnamed(index, number)] = Tag(parameter=unnamed(index, number))
     depth = len(optimizers_path)
     averages = AverageFinder(module, tags)
 
@@ -238,9 +253,9 @@ def describe_training(
         # Lookahead has a "slow_state" and a "fast_state"
         if path[:depth] == optimizers_path and len(path) == depth + 4 and path[depth + 1].endswith("state"):
             index, _, parameter, key = path[depth:]
-            name = names.get((index, parameter))
-            weight = tags.get(name) if name is not None else None
-            if name is None or weight is None:
+            name = names.get((index, parameter), "")
+            weight = known.get(name)
+            if weight is None:
                 return Tag()
             return state_tag(key, tensor, parameters[name], weight, inner[int(index)])
         if path[:depth] == optimizers_path:

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.hook_states import HookStates
-from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_every, on_first, world_size
+from shrinkpoint.integrations.common.ranks import broadcast, gather, is_first, on_every, on_first, world_size
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.step_log import SessionLog
+from shrinkpoint.loop.trained import Trained
 from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.resumed_steps import UntilFailure
@@ -29,6 +30,7 @@ from shrinkpoint.saving.meta import is_finite, lineage_of
 from shrinkpoint.saving.resume import resume_from
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.blocks import whole_specs
+from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.frozen import meta_filled
 from shrinkpoint.state.training import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
@@ -61,6 +63,8 @@ class RunSession:
             top_k=settings.saver.save_top_k,
         )
         """The last and the best checkpoint: on the first rank at any time, on the others after `finish`."""
+        self.trained = Trained(self.warn_once)
+        """What optimizers train and what is frozen."""
         self.saved_step = 0
         """The step of this run's last checkpoint; the framework's session keeps it up to date on every rank."""
         self.hooks = HookStates(wanted=settings.saver.scheme == "lossless")
@@ -337,11 +341,21 @@ class RunSession:
         )
         return accepted is not None
 
-    def warn_once(self, message: str, *, topic: str | None = None) -> None:
-        """Warn, unless the same message, or another one of the same `topic`, was given before."""
-        if (topic or message) not in self._warned:
+    def warn_once(self, message: str | None, *, topic: str | None = None) -> None:
+        """Warn on the first rank, unless it is None, or the same message, or another one of the same `topic`, was given before."""
+        if message is not None and is_first() and (topic or message) not in self._warned:
             self._warned.add(topic or message)
             warn(message)
+
+    def warn_apart(self) -> None:
+        """Warn where parameters beside the model, which DDP leaves alone, are not the same on all ranks."""
+        beside = self.trained.beside
+        digests = gather({name: tensor_digest(value) for name, value in beside.items()}) if beside else []
+        if any(digests[0] != each for each in digests):
+            self.warn_once(
+                f"{', '.join(beside)}, which the optimizer trains beside the model, have other values on each process, since DDP does not"
+                " average their gradients: checkpoints hold the first process's. Make them the model's"
+            )
 
     def check_hooks(self, model: object) -> None:
         """Warn where checkpoints leave out the states of DDP's communication hooks.

@@ -46,8 +46,10 @@ from shrinkpoint.loop.gradient_buckets import (
     bucket_order,
     restore_buckets,
 )
+from shrinkpoint.loop.trained import load_trained
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saving.takeover import Adoption
+from shrinkpoint.state.wrappers import named_parameters
 from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
@@ -74,6 +76,7 @@ class Session:
         self._data = DataPlace()
         self._buckets: Buckets = []
         self._hooks: Sequence[Any] = []
+        self._stored_trained: Mapping[str, Any] | None = None
         self._gradients = GradientCollector()
         self._termination = TerminationRequest(more=signals_of(self.settings.run.saver.signals))
         self._loaded_lineage: str | None = None
@@ -141,11 +144,17 @@ class Session:
         )
 
     def _take(self, stored: Mapping[str, Any]) -> None:
+        self._stored_trained = stored["trained"]
         if self._path is not None:
             self._path.take_from(stored)
 
     def fit_starts(self, state: State) -> None:
-        """Training starts or continues."""
+        """Training starts or continues.
+
+        Raises:
+            ConfigError: the optimizer trains what is not in the model.
+        """
+        self._begin_trained(state)
         if (
             int(state.timestamp.batch) < self.run.saved_step
         ):  # ``fit(reset_time=True)``: the count of batches restarts
@@ -164,6 +173,30 @@ class Session:
         self._data.fit_starts(state)
         self._steps.starts(state)
         self._begin_saving(state)
+
+    def _begin_trained(self, state: State) -> None:
+        module, optimizers = trained_module(state), list(state.optimizers)
+        if self._stored_trained is not None:
+            url = self.run.settings.url
+            self.run.warn_once(load_trained(self._stored_trained, module, optimizers, url))
+            self._stored_trained = None
+        self.run.trained.begin(module)
+        if self._trained_part(state)["beside"]:
+            raise ConfigError(
+                f"the optimizer trains {len(self.run.trained.beside)} parameters that are not in the model, whose state Composer cannot name: make"
+                " them parameters of the ComposerModel, such as a loss or a head that is an attribute of it"
+            )
+
+    def _trained_part(self, state: State) -> dict[str, Any]:
+        """The entry of a checkpoint with what is frozen.
+
+        Raises:
+            StateMismatchError: what would be saved is not what is trained.
+        """
+        module, optimizers = trained_module(state), list(state.optimizers)
+        names = dict(named_parameters(module, remove_duplicate=False))
+        part: dict[str, Any] = self.run.trained.state(module, optimizers, names, tuple)["trained"]
+        return part
 
     def _begin_saving(self, state: State) -> None:
         weights = followed_state(state)
@@ -353,12 +386,14 @@ class Session:
 
     def _stored(self, state: State) -> dict[str, Any]:
         places, buckets = gather(self._data.state(state)), bucket_order(state.model)
+        trained = self._trained_part(state)
         if state.fsdp_enabled:
-            return stored_state(state, places, buckets)
+            return {**stored_state(state, places, buckets), "trained": trained}
         hooks = self.run.hooks.capture(state.model)
-        return on_every(
+        stored = on_every(
             lambda: stored_state(state, places, buckets, hooks)
         )  # a callback's own state may fail on one rank alone
+        return {**stored, "trained": trained}
 
     def _evaluation(self, state: State) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
         evaluate = self._probe.evaluate_sharded if state.fsdp_enabled else self._probe.evaluation()

@@ -145,7 +145,7 @@ class ShardedSession(Session):
             return
         reshard(trained_module(state))
         place = self._data.state(state)
-        stored = on_every(lambda: sharded_state(state, place))
+        stored = on_every(lambda: {**sharded_state(state, place), "trained": self._trained_part(state)})
         self._own = {_PLACE: place}
         measures = self._shards.measures
         saved = self._shards.hand_over(

@@ -2,8 +2,8 @@
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -306,12 +306,31 @@ def load_state(
     values = stored["state"]
     if not optimizers:  # torch refuses to load the groups alone: they start as built
         values = {name: value for name, value in values.items() if name != "optimizers"}
-    with _plainly_named(state):
+    with _plainly_named(state), _growing(values.get("optimizers", {}), trained_module(state)):
         state.load_state_dict(values, logger)
     state.run_name = run_name  # as in Composer: a continued run may have another name
     if missing:
         live = model_state(state)  # with FSDP the first rank alone gets it
         on_first(lambda: require_same_model(_shapes(stored["state"]["model"]), _shapes(live), url))
+
+
+@contextmanager
+def _growing(stored: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
+    """Inside the block exactly the parameters that have a state in a checkpoint require gradients: torch loads it for these alone, and
+    fails where it lacks one, as of parameters that no loss depends on."""
+    held = {name for optimizer in stored.values() for name in optimizer["state"]}
+    wrong = [
+        parameter
+        for name, parameter in named_parameters(module)
+        if held and parameter.requires_grad != (_without_wrappers(name) in held)
+    ]
+    try:
+        for parameter in wrong:
+            parameter.requires_grad_(not parameter.requires_grad)
+        yield
+    finally:
+        for parameter in wrong:
+            parameter.requires_grad_(not parameter.requires_grad)
 
 
 def _missing_algorithms(stored: Mapping[str, Any], state: State) -> set[str]:

@@ -21,10 +21,15 @@ from shrinkpoint.integrations.lightning.reports import Measured, log_reports
 from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, require_module
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.slurm import requeueing
-from shrinkpoint.integrations.lightning.state import describe_checkpoint, followed_state, plainly_named
+from shrinkpoint.integrations.lightning.state import (
+    describe_checkpoint,
+    followed_state,
+    plainly_named,
+    trained_key,
+)
 from shrinkpoint.integrations.lightning.step_log import capture_rest, replay, rest_of
 from shrinkpoint.loop.identity import (
-    Identities,
+    add_late_parameters,
     identities,
     other_schedulers,
     require_same_optimizers,
@@ -32,6 +37,7 @@ from shrinkpoint.loop.identity import (
     scheduler_classes,
 )
 from shrinkpoint.optimizers.objects import put_back_objects
+from shrinkpoint.loop.trained import load_trained
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
@@ -45,6 +51,7 @@ from shrinkpoint.warn import warn
 __all__ = ["Session"]
 
 _IDENTITIES = "identities"  # of the optimizers, in its position
+_TRAINED = "trained"  # as of `Trained.state`, in the same place
 _SCHEDULERS = "schedulers"  # their classes, in the same place
 _STOPPED = "stopped"  # whether early stopping has ended training here
 
@@ -85,9 +92,9 @@ class Session:
         self._ending = False
         self._stored_optimizers: list[dict[str, Any]] = []
         self._loaded_optimizers: list[dict[str, Any]] = []
-        self._stored_identities: list[dict[str, str]] = []
+        self._stored_identities: list[dict[str, Any]] = []
         self._stored_schedulers: dict[str, str] = {}
-        self._identities = Identities()
+        self._stored_trained: dict[str, Any] | None = None
         self._validation_pending = False
         self._measured = Measured()
         self._continues = self._began = self._stopped = False
@@ -144,6 +151,7 @@ class Session:
             self._stored_optimizers = checkpoint.get("optimizer_states", [])
             self._stored_identities = own.get(_IDENTITIES, [])
             self._stored_schedulers = own.get(_SCHEDULERS, {})
+            self._stored_trained = own.get(_TRAINED)
             if self._path is not None:
                 self._path.take_from(own)
             Position.of(trainer).load(trainer, checkpoint)
@@ -160,12 +168,14 @@ class Session:
             self._stored_optimizers, self._stored_identities, self._stored_schedulers = [], [], {}
         if self._active:
             self.run.refer_to(module)
+        if self._stored_trained is not None:
+            here = module, trainer.optimizers, str(trainer.ckpt_path)
+            self.run.warn_once(load_trained(self._stored_trained, *here))
         if self._active and self.run.log.is_wanted:
             self._start_log(trainer, module)
         loaded = trainer._checkpoint_connector._loaded_checkpoint
         own = POSITION_KEY in loaded and rounded_weights(loaded["state_dict"], module.state_dict()) is None
         self._loaded_optimizers = loaded.get("optimizer_states", []) if own else []
-        self._identities = Identities()  # another fit may be of another module
         address = Address.parse(str(trainer.ckpt_path))
         self._continues = self._active and address is not None and address.url == self.settings.run.url
         self._began = False
@@ -174,13 +184,16 @@ class Session:
         Position.of(trainer).fit_starts(trainer)
 
     def _require_optimizers(self, trainer: Trainer, stored: list[dict[str, Any]], url: str) -> None:
+        there, module = self._stored_identities, trainer.lightning_module
+        late = add_late_parameters(there, stored, trainer.optimizers, module)
         require_optimizers(stored, trainer.optimizers, url)
-        there, here = self._stored_identities, identities(trainer.lightning_module, trainer.optimizers)
-        other_class = require_same_optimizers(there, here[: len(there)], url)
+        other_class = require_same_optimizers(
+            there, identities(module, trainer.optimizers)[: len(there)], url
+        )
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         overridden = overridden_options(stored, trainer.optimizers, schedulers=schedulers)
         other_scheduler = other_schedulers(self._stored_schedulers, _scheduler_classes(trainer))
-        for message in (other_class, other_scheduler, overridden) if trainer.is_global_zero else ():
+        for message in (late, other_class, other_scheduler, overridden) if trainer.is_global_zero else ():
             if message is not None:
                 warn(message)
 
@@ -201,6 +214,10 @@ class Session:
             put_back_dtypes(optimizer, state)
             put_back_objects(optimizer, state)
         self._loaded_optimizers = []
+        if self._stored_trained is not None:
+            self._load_trained(trainer, self._stored_trained)
+            self._stored_trained = None
+        self.run.trained.begin(module)
         Position.of(trainer).apply(trainer, module)
         self._trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
         self._seen_step = trainer.global_step
@@ -227,6 +244,21 @@ class Session:
                 f"the run in {self.settings.run.url} is complete: it ended at step {trainer.global_step}. {way_on}; there is"
                 " nothing to do now"
             )
+
+    def _load_trained(self, trainer: Trainer, stored: dict[str, Any]) -> None:
+        here = trainer.lightning_module, trainer.optimizers, str(trainer.ckpt_path)
+        self.run.warn_once(load_trained(stored, *here))
+        hook = trainer.strategy.on_train_start
+
+        def on_train_start() -> (
+            None
+        ):  # after the module's own hook of this name, which may freeze parts as at the first start
+            vars(trainer.strategy).pop("on_train_start", None)
+            load_trained(stored, *here)
+            self.run.trained.begin(trainer.lightning_module)
+            hook()
+
+        vars(trainer.strategy)["on_train_start"] = on_train_start
 
     def _begin_saving(self, trainer: Trainer, module: LightningModule) -> None:
         self.run.check_hooks(trainer.strategy.model)
@@ -380,10 +412,19 @@ class Session:
                 sharded=self._sharded,
                 hooks=self.run.hooks.capture(trainer.strategy.model),
             )
-            if not self._sharded:
-                found = self._identities.of(trainer.lightning_module, trainer.optimizers)
-                checkpoint[POSITION_KEY][_IDENTITIES] = found
-                checkpoint[POSITION_KEY][_SCHEDULERS] = _scheduler_classes(trainer)
+            here = trainer.lightning_module, trainer.optimizers
+            weights = checkpoint[trained_key(checkpoint)]
+
+            def state() -> object:
+                return checkpoint, [optimizer.state_dict() for optimizer in trainer.optimizers]
+
+            found = self.run.trained.state(*here, weights, state)
+            if self._sharded:
+                del found[_IDENTITIES]
+            else:
+                found[_SCHEDULERS] = _scheduler_classes(trainer)
+                self.run.warn_apart()
+            checkpoint[POSITION_KEY] |= found
             stopping = trainer.early_stopping_callbacks
             if trainer.should_stop and any(c.stopped_epoch == trainer.current_epoch for c in stopping):
                 checkpoint[POSITION_KEY][_STOPPED] = True

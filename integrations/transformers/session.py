@@ -56,7 +56,7 @@ from shrinkpoint.loop.gradient_buckets import (
     bucket_order,
     restore_buckets,
 )
-from shrinkpoint.loop.identity import Identities
+from shrinkpoint.loop.trained import load_trained
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.takeover import Adoption
@@ -91,7 +91,6 @@ class Session:
         self._termination = TerminationRequest(more=signals_of(self.settings.run.saver.signals))
         self._progress = Progress()
         self._warned: set[str] = set()
-        self._identities = Identities()
         self._trainer: Any = None
         self._stored: Mapping[str, Any] | None = None
         self._seen_step = 0
@@ -219,6 +218,8 @@ class Session:
             )
         trainer, buckets, hooks = self._trainer, Buckets(), []
         if self._stored is not None:
+            here = trainer.model, optimizers_of(trainer), self.run.settings.url
+            self.run.warn_once(load_trained(self._stored["trained"], *here))
             if len(self._stored["ranks"]) == world_size():
                 buckets, hooks = self._stored["buckets"], self._stored.get("hooks", [])
                 load_generated(self._stored["ranks"][rank()]["generated"], trainer)
@@ -233,6 +234,7 @@ class Session:
         restore_buckets(trainer.model_wrapped, buckets)
         restore_hook_states(trainer.model_wrapped, hooks)
         self._steps.starts(trainer)
+        self.run.trained.begin(trainer.model)
         self.run.check_hooks(trainer.model_wrapped)
         if is_first():
             self.run.saver.begin(
@@ -435,7 +437,9 @@ class Session:
         ranks = gather({"place": place, "generated": generated, **self._progress.state(trainer, tr_loss)})
         buckets = bucket_order(trainer.model_wrapped)
         hooks = self.run.hooks.capture(trainer.model_wrapped)
-        return on_every(lambda: stored_state(trainer, ranks, buckets, hooks, known=self._identities))
+        stored = on_every(lambda: stored_state(trainer, ranks, buckets, hooks, trained=self.run.trained))
+        self.run.warn_apart()
+        return stored
 
     # ---- after training
 

@@ -12,7 +12,7 @@ from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.integrations.transformers.generated import reference_of
 from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.loop.identity import (
-    Identities,
+    add_late_parameters,
     identities,
     other_schedulers,
     require_same_optimizers,
@@ -20,6 +20,7 @@ from shrinkpoint.loop.identity import (
     scheduler_classes,
 )
 from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
+from shrinkpoint.loop.trained import Trained
 from shrinkpoint.saving.fitting import fitted
 from shrinkpoint.saving.quantized import quantized_as
 from shrinkpoint.saving.resume import (
@@ -75,7 +76,7 @@ def stored_state(
     buckets: Buckets,
     hooks: Sequence[Any] = (),
     *,
-    known: Identities,
+    trained: Trained,
 ) -> dict[str, Any]:
     """The complete state from which a run is continued; its tensors are the live ones.
 
@@ -84,15 +85,14 @@ def stored_state(
         ranks: every process's own part.
         buckets: in which gradients are summed.
         hooks: the states of all processes' communication hooks.
-        known: of this training's optimizers.
+        trained: of this training.
     """
     scheduler, scaler = trainer.lr_scheduler, _scaler(trainer)
-    return {
+    stored = {
         "format": FORMAT,
         "version": _VERSION,
         **followed_state(trainer),
         "optimizers": [with_object_states(optimizer.state_dict()) for optimizer in optimizers_of(trainer)],
-        "identities": known.of(trainer.model, optimizers_of(trainer)),
         "scheduler": None if scheduler is None else state_of(scheduler),
         "schedulers": scheduler_classes({"lr_scheduler": scheduler}),
         "scaler": None if scaler is None else scaler.state_dict(),
@@ -104,6 +104,7 @@ def stored_state(
         "buckets": buckets,
         **({"hooks": list(hooks)} if hooks else {}),
     }
+    return stored | trained.state(trainer.model, optimizers_of(trainer), stored["model"], lambda: stored)
 
 
 def arguments(args: Any) -> dict[str, Any]:
@@ -212,15 +213,14 @@ def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
         StateMismatchError: the optimizer is another one.
     """
     live, there = optimizers_of(trainer), stored["optimizers"]
+    late = add_late_parameters(stored["identities"], there, live, trainer.model)
     require_optimizers(there, live, url)
-    identified = stored.get("identities", [])
-    here = identities(trainer.model, live)[: len(identified)]
-    other_class = require_same_optimizers(identified, here, url)
+    other_class = require_same_optimizers(stored["identities"], identities(trainer.model, live), url)
     schedulers = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
     overridden = overridden_options(there, live, schedulers=schedulers)
     classes = scheduler_classes({"lr_scheduler": trainer.lr_scheduler})
     other_scheduler = other_schedulers(stored.get("schedulers", {}), classes)
-    for message in (other_class, other_scheduler, overridden):
+    for message in (late, other_class, other_scheduler, overridden):
         if message is not None:
             warn(message)
     same_dtypes = rounded_weights(stored["model"], state_of(trainer.model)) is None

@@ -1147,26 +1147,6 @@ def test_a_state_of_weights_in_another_dtype_is_converted_with_them(tmp_path):
     assert state["master"].dtype is torch.float64
 
 
-def test_parameters_that_are_trained_and_not_saved_are_told(tmp_path):
-    model, critic, scale = TinyMLP(), nn.Linear(4, 1), nn.Parameter(torch.randn(3))
-    both = [torch.optim.Adam(model.parameters()), torch.optim.Adam([*critic.parameters(), scale])]
-    with pytest.warns(
-        ShrinkpointWarning, match=r"Adam trains 3 parameters .* of shapes \(1, 4\), \(1,\), \(3,\)"
-    ):
-        Checkpointer(str(tmp_path / "one"), model, both)
-    with pytest.warns(ShrinkpointWarning, match=r"Adam trains 1 parameters .* of shapes \(3,\)"):
-        Checkpointer(str(tmp_path / "two"), model, both, critic=critic)
-
-    class Holder:
-        def state_dict(self):
-            return {"scale": scale.detach().clone()}
-
-        def load_state_dict(self, state):
-            scale.data.copy_(state["scale"])
-
-    Checkpointer(str(tmp_path / "three"), model, both, critic=critic, scale=Holder())
-
-
 def test_a_model_without_shapes_is_refused_at_once(tmp_path):
     model = nn.Sequential(nn.LazyLinear(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -188,7 +188,7 @@ def test_wrappers_that_state_dicts_do_not_name_may_come_and_go(tmp_path):
 def test_names_are_looked_up_once_for_all_saves(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "shrinkpoint.loop.identity.identities", lambda *given: calls.append(1) or identities(*given)
+        "shrinkpoint.loop.trained.identities", lambda *given: calls.append(1) or identities(*given)
     )
     net = model()
     optimizer = torch.optim.SGD(net[0].parameters(), 1e-3)

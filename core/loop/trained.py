@@ -1,0 +1,272 @@
+"""What a training's optimizers train: stored where no object's state has it, frozen again as it was, and missed where it is replaced."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.loop.identity import identities
+from shrinkpoint.state.roles import unnamed
+from shrinkpoint.state.wrappers import named_parameters, plain_names
+
+__all__ = ["Trained", "load_trained"]
+
+_NAMED = 5
+_IN_ORDER = "Change or wrap the model first, then make its optimizer, then what saves both, and then resume"
+
+
+class Trained:
+    """The parameters of one training, for each of its saves.
+
+    Args:
+        say: gets one line, where something was replaced or cannot be saved in whole.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._parameters: dict[str, _Seen] = {}
+        self._counts: list[list[int]] = []
+        self._identities: list[dict[str, Any]] = []
+        self._told: set[str] = set()
+        self.beside: dict[str, torch.Tensor] = {}
+        """As of the last save: what optimizers train and no object's state has."""
+
+    def begin(self, model: nn.Module) -> None:
+        """Compare with the model as it is now from here on."""
+        self._parameters = {name: _Seen.of(parameter) for name, parameter in named_parameters(model)}
+        self._counts = []
+
+    def state(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        weights: Collection[str],
+        state: Callable[[], object],
+        others: Mapping[str, nn.Module] | None = None,
+    ) -> dict[str, Any]:
+        """The entries of a checkpoint that `load_trained` and `require_same_optimizers` take.
+
+        What is looked up is kept as long as the optimizers get no further parameters: training waits for it.
+
+        Args:
+            model: the trained one.
+            optimizers: without wrappers.
+            weights: the names in the model's part of the checkpoint.
+            state: gives the whole of the checkpoint.
+            others: further modules whose parameters may be frozen.
+
+        Raises:
+            StateMismatchError: as `check`; or a parameter beside the model is a shard.
+        """
+        self.check(model, optimizers)
+        counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        if counts != self._counts:
+            self.beside = _beside(model, optimizers, weights, state)
+            self._identities, self._counts = identities(model, optimizers), counts
+            if self.beside:
+                shapes = ", ".join(str(tuple(p.shape)) for p in [*self.beside.values()][:_NAMED])
+                self._tell(
+                    f"the optimizer trains {len(self.beside)} parameters that are neither the model's nor in another object with a state, of shapes"
+                    f" {shapes}{', ...' if len(self.beside) > _NAMED else ''}: they are saved by their places in the optimizer. Buffers of the module"
+                    " that has them, as BatchNorm's statistics, are not: make it a part of the model, or give it to Checkpointer by name"
+                )
+        flags = _flags({"": model, **(others or {})}, self.beside)
+        frozen = [name for name, (owner, flag) in flags.items() if not getattr(owner, flag)]
+        trained = {"frozen": frozen, **self.values()}
+        return {"identities": self._identities, "trained": trained}
+
+    def values(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What parameters beside the model hold now, and their gradients: Hugging Face's Trainer sets the model's alone to zero."""
+        return {
+            "beside": {name: parameter.detach() for name, parameter in self.beside.items()},
+            "gradients": {name: p.grad for name, p in self.beside.items() if p.grad is not None},
+        }
+
+    def check(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        """Say what of the model was replaced since `begin` or the last call, unless the same was said before.
+
+        Args:
+            model: the trained one.
+            optimizers: without wrappers.
+
+        Raises:
+            StateMismatchError: what would be saved is not what is trained.
+        """
+        before, now = self._parameters, dict(named_parameters(model))
+        trained = {id(p): p for optimizer in optimizers for p in _parameters(optimizer)}
+        here, known = set(map(id, now.values())), {id(seen.parameter) for seen in before.values()}
+        gone = [n for n, seen in before.items() if id(seen.parameter) in trained.keys() - here]
+        new = [name for name, p in now.items() if id(p) not in known]
+        idle = [n for n in new if n not in before and now[n].requires_grad and id(now[n]) not in trained]
+        left = [seen.parameter for seen in before.values() if seen.grows and id(seen.parameter) in trained]
+        if gone:
+            raise StateMismatchError(
+                f"the optimizer trains {_some(gone)}, which the model has no more: other parameters, or none, have taken the places since this"
+                f" training began to be saved. A checkpoint would not hold what is trained. {_IN_ORDER}"
+            )
+        if idle and not all(p.requires_grad for p in left):
+            raise StateMismatchError(
+                f"since this training began to be saved the model has got {_some(idle)}, and parameters that the optimizer trains were frozen:"
+                f" another optimizer must train the new ones, whose state a checkpoint would lack. {_IN_ORDER}"
+            )
+        same = [
+            (name, before[name].kind, _kind(p))
+            for name, p in now.items()
+            if name in before and before[name].grows and name not in new
+        ]
+        cast = [f"{name}: {old} before, {kind} now" for name, old, kind in same if kind != old]
+        changes = [f"other parameters ({_some(new)})"] if new else []
+        changes += [f"{_some(idle)}, which no optimizer here trains"] if idle and optimizers else []
+        changes += [f"another dtype or shape ({_some(cast)})"] if cast else []
+        if changes or before.keys() != now.keys():
+            self.begin(model)
+        if changes:
+            self._tell(
+                f"since this training began to be saved the model has got {', and '.join(changes)}: checkpoints hold what it has now, and a"
+                " script that resumes must change it before it resumes"
+            )
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._say(line)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    parameter: torch.Tensor
+    kind: tuple[object, ...]
+    grows: bool
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> "_Seen":
+        return cls(parameter, _kind(parameter), parameter.requires_grad)
+
+
+def _kind(parameter: torch.Tensor) -> tuple[object, ...]:
+    return parameter.dtype, tuple(parameter.shape)
+
+
+def load_trained(
+    stored: Mapping[str, Any],
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    url: str,
+    others: Mapping[str, nn.Module] | None = None,
+) -> str | None:
+    """Give parameters beside the model their values, and all parameters their ``requires_grad``, as in a checkpoint.
+
+    Args:
+        stored: its entry ``trained``.
+        model: the trained one.
+        optimizers: without wrappers, whose groups are the stored ones.
+        url: the run, for the message.
+        others: as of `Trained.state`.
+
+    Returns:
+        One line, where ``requires_grad`` has changed; else None.
+
+    Raises:
+        StateMismatchError: an optimizer lacks such a parameter; nothing is changed then.
+    """
+    owned = {unnamed(i, n): p for i, each in enumerate(optimizers) for n, p in enumerate(_parameters(each))}
+    values = stored["beside"]
+    lacking = [
+        name for name, value in values.items() if name not in owned or owned[name].shape != value.shape
+    ]
+    if lacking:
+        raise StateMismatchError(
+            f"{url} holds a run whose optimizer trains {_some(lacking)}, beside the model, and here it has no such parameters. Build"
+            " the optimizer that the run was made with, or give this run a URL of its own"
+        )
+    with torch.no_grad():
+        for name, value in values.items():
+            owned[name].copy_(value)
+    for name, gradient in stored["gradients"].items():
+        owned[name].grad = gradient.to(owned[name].device, owned[name].dtype, copy=True)
+    frozen, flags = (
+        set(stored["frozen"]),
+        _flags({"": model, **(others or {})}, {n: owned[n] for n in values}),
+    )
+    changed = [name for name, (owner, flag) in flags.items() if getattr(owner, flag) == (name in frozen)]
+    for name in changed:
+        setattr(*flags[name], name not in frozen)
+    return (
+        f"resume: requires_grad of {_some(changed)} is the checkpoint's, and not what this process set: to change it, set it after resuming"
+        if changed
+        else None
+    )
+
+
+def _flags(modules: Mapping[str, nn.Module], beside: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """What freezing sets, by name: of parameters, and of normalizations with statistics, which Lightning's BaseFinetuning stops."""
+    flags: dict[str, tuple[Any, str]] = {
+        name: (parameter, "requires_grad") for name, parameter in beside.items()
+    }
+    for prefix, module in modules.items():
+        start = f"{prefix}." if prefix else ""
+        for name, parameter in named_parameters(module, remove_duplicate=False):
+            flags[f"{start}{name}"] = (parameter, "requires_grad")
+        with plain_names(module) as inner:
+            for name, part in inner.named_modules():
+                if getattr(part, "running_mean", None) is not None and hasattr(part, "track_running_stats"):
+                    flags[f"{start}{name}.track_running_stats"] = (part, "track_running_stats")
+    return flags
+
+
+def _beside(
+    model: nn.Module, optimizers: Sequence[Any], weights: Collection[str], state: Callable[[], object]
+) -> dict[str, torch.Tensor]:
+    """What optimizers train and no tensor of a state has, by `unnamed`."""
+    seen = {id(p) for name, p in named_parameters(model, remove_duplicate=False) if name in weights}
+    places: set[object] | None = None
+    found: dict[str, torch.Tensor] = {}
+    for index, optimizer in enumerate(optimizers):
+        for number, parameter in enumerate(_parameters(optimizer)):
+            if id(parameter) in seen or is_lazy(parameter):
+                continue
+            seen.add(id(parameter))
+            if places is None:
+                places = {place for tensor in _tensors(state()) for place in _parts(tensor)}
+            if not places.issuperset(_parts(parameter)):
+                found[unnamed(index, number)] = parameter
+    shards = [name for name, parameter in found.items() if type(parameter).__name__ == "DTensor"]
+    if shards:
+        raise StateMismatchError(
+            f"the optimizer trains {_some(shards)}, shards of parameters that are neither the model's nor in another object's state: they cannot"
+            " be saved. Make them the model's, or give the module that has them by name"
+        )
+    return found
+
+
+def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _tensors(node: object) -> Iterator[torch.Tensor]:
+    if isinstance(node, torch.Tensor):
+        yield node
+    elif isinstance(node, Mapping):
+        yield from chain.from_iterable(map(_tensors, node.values()))
+    elif isinstance(node, (list, tuple)):
+        yield from chain.from_iterable(map(_tensors, node))
+
+
+def _parts(tensor: Any) -> Iterator[object]:
+    """Where a tensor's elements are: that of ties and views of all of it is the same."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    elif tensor.numel():
+        yield tensor.device, tensor.data_ptr(), tensor.numel()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"

@@ -1,0 +1,298 @@
+"""What optimizers train is stored, frozen again as it was, and missed where it is replaced; the loop of a `Checkpointer`."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import shrinkpoint
+from shrinkpoint import Checkpointer
+from shrinkpoint.errors import ShrinkpointWarning, StateMismatchError
+
+beside = pytest.mark.filterwarnings("ignore:the optimizer trains .* are saved by their places")
+
+
+class Loss(nn.Module):
+    """With weights, as sentence-transformers' SoftmaxLoss."""
+
+    def __init__(self):
+        super().__init__()
+        self.classifier = nn.Linear(6, 3)
+
+    def forward(self, out, target):
+        return nn.functional.cross_entropy(self.classifier(out), target)
+
+
+class Training:
+    """Its optimizers train a loss and a list of heads that nothing stores; parts are unfrozen by step."""
+
+    def __init__(self, url, *, unfreeze_at=None, several=False, **options):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6))
+        self.loss, self.heads = Loss(), [nn.Linear(6, 2) for _ in range(2)]
+        self.scale = nn.Parameter(torch.ones(()))
+        beside = [*self.loss.parameters(), *(p for head in self.heads for p in head.parameters()), self.scale]
+        self.unfreeze_at, trained = unfreeze_at, list(self.model.parameters())
+        if unfreeze_at is not None:
+            for parameter in self.model[0].parameters():
+                parameter.requires_grad_(False)
+            self.model[1].track_running_stats = False
+            trained = list(self.model[3].parameters())
+        if several:
+            self.optimizers = [torch.optim.Adam(trained, 0.01), torch.optim.SGD(beside, 0.01, momentum=0.9)]
+        else:
+            self.optimizers = [torch.optim.AdamW([{"params": beside, "lr": 0.02}, {"params": trained}], 0.01)]
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 2, 0.9)
+        given = {"scheme": "lossless", "every": 2, "busy": "wait", **options}
+        self.checkpointer = Checkpointer(url, self.model, self.optimizers, scheduler=self.scheduler, **given)
+
+    def run(self, until):
+        first = self.checkpointer.resume()
+        for step in range(first, until):
+            if step == self.unfreeze_at:
+                self.model[0].requires_grad_(True)
+                self.model[1].track_running_stats = True
+                more = [*self.model[0].parameters(), *self.model[1].parameters()]
+                self.optimizers[0].add_param_group({"params": more, "lr": 0.003})
+            generator = torch.Generator().manual_seed(step)
+            out = self.model(torch.randn(4, 5, generator=generator))
+            loss = self.loss(out, torch.randint(3, (4,), generator=generator)) * self.scale
+            for head in self.heads:
+                loss = loss + head(out).square().mean()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.scheduler.step()
+            self.checkpointer.step(step + 1)
+        self.checkpointer.close()
+        return self.values()
+
+    def values(self):
+        parts = [self.model, self.loss, *self.heads]
+        tensors = [value for part in parts for value in part.state_dict().values()]
+        return [*tensors, self.scale.detach()]
+
+    def moments(self):
+        states = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+        return [value for state in states for entry in state.values() for value in entry.values()]
+
+
+def equal(one, other):
+    return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@beside
+@pytest.mark.parametrize("several", [False, True])
+def test_parameters_that_no_object_stores_go_on_bit_by_bit(tmp_path, several):
+    whole = Training(tmp_path / "whole", several=several)
+    values = whole.run(8)
+    Training(tmp_path / "parts", several=several).run(5)
+    again = Training(tmp_path / "parts", several=several)
+    assert equal(again.run(8), values)
+    assert equal(again.moments(), whole.moments())
+    assert list(shrinkpoint.load_weights(tmp_path / "parts")) == list(again.model.state_dict())
+
+
+@beside
+def test_their_moments_are_coded_and_they_themselves_exact(tmp_path):
+    def made():
+        torch.manual_seed(0)
+        model, head = nn.Linear(64, 64), nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], 1e-3)
+        data = torch.randn(256, 64)
+
+        def evaluate():
+            return [float(head(model(part)).square().mean()) for part in data.split(64)]
+
+        return model, head, optimizer, data, evaluate
+
+    model, head, optimizer, data, evaluate = made()
+    checkpointer = Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, busy="wait", every=20)
+    for step in range(40):
+        head(model(data)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpointer.step(step + 1)
+    checkpointer.close()
+    again, other, optimizer, _, _ = made()
+    assert Checkpointer(tmp_path, again, optimizer).resume() == 40
+    assert equal(list(other.parameters()), list(head.parameters()))
+    report = checkpointer.reports()[-1]
+    size = 4 * sum(p.numel() for p in (*model.parameters(), *head.parameters()))
+    for role in ("exp_avg", "exp_avg_sq"):
+        assert report.raw_sections[role] == size
+        assert report.sections[role] < size / 4
+
+
+def test_what_another_object_stores_is_stored_once(tmp_path):
+    def made(**more):
+        torch.manual_seed(1)
+        model, head = nn.Linear(3, 3), nn.Linear(3, 3)
+        optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()])
+        return Checkpointer(tmp_path, model, optimizer, scheme="lossless", head=head), head
+
+    checkpointer, head = made()
+    checkpointer.save(1, wait=True)
+    state = shrinkpoint.load(tmp_path)
+    found = []
+
+    def look(node):
+        if torch.is_tensor(node):
+            found.append(node)
+        for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            look(child)
+
+    look(state)
+    assert sum(one.shape == (3, 3) and torch.equal(one, head.weight) for one in found) == 1
+
+
+@beside
+def test_another_optimizer_beside_the_model_is_refused(tmp_path):
+    def made(*shapes):
+        model = nn.Linear(3, 3)
+        more = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        optimizer = torch.optim.SGD([*model.parameters(), *more])
+        return Checkpointer(tmp_path, model, optimizer, scheme="lossless")
+
+    checkpointer = made((2,), (4,))
+    checkpointer.save(1, wait=True)
+    checkpointer.close()
+    for shapes in (((2,),), ((4,), (2,)), ()):
+        with pytest.raises(StateMismatchError):
+            made(*shapes).resume()
+    assert made((2,), (4,)).resume() == 1
+
+
+@pytest.mark.filterwarnings("default::shrinkpoint.errors.ShrinkpointWarning")
+@pytest.mark.parametrize("killed", [2, 5, 6])
+def test_parts_that_were_unfrozen_and_added_to_the_optimizer_go_on_so(tmp_path, killed):
+    whole = Training(tmp_path / "whole", unfreeze_at=3)
+    values = whole.run(10)
+    Training(tmp_path / "parts", unfreeze_at=3).run(killed)
+    again = Training(tmp_path / "parts", unfreeze_at=3)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert equal(again.run(10), values)
+    assert equal(again.moments(), whole.moments())
+    messages = [str(one.message) for one in told]
+    unfrozen = [message for message in messages if "requires_grad" in message]
+    assert len(unfrozen) == (killed > 3)
+    assert all("0.weight" in message for message in unfrozen)
+    assert sum("parameters that the run had added to it" in message for message in messages) == (killed > 3)
+
+
+def test_buffers_beside_the_model_are_told(tmp_path):
+    model, other = nn.Linear(3, 3), nn.BatchNorm1d(3)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()])
+    checkpointer = Checkpointer(tmp_path, model, optimizer, scheme="lossless")
+    with pytest.warns(
+        ShrinkpointWarning, match=r"trains 2 parameters .* of shapes \(3,\), \(3,\): .* BatchNorm"
+    ) as told:
+        checkpointer.save(1, wait=True)
+    assert len(told) == 1
+    checkpointer.save(2, wait=True)
+
+
+def test_a_head_given_by_name_is_frozen_again(tmp_path):
+    def made():
+        model, head = nn.Linear(3, 3), nn.Linear(3, 3)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], 0.1)
+        return head, model, Checkpointer(tmp_path, model, optimizer, head=head, scheme="lossless")
+
+    head, model, checkpointer = made()
+    head.weight.requires_grad_(False)
+    checkpointer.save(1, wait=True)
+    checkpointer.close()
+    head, model, checkpointer = made()
+    with pytest.warns(ShrinkpointWarning, match=r"requires_grad of head\.weight is the checkpoint's"):
+        checkpointer.resume()
+    assert [p.requires_grad for p in (*head.parameters(), *model.parameters())] == [False, True, True, True]
+
+
+def _resumed(folder):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = Checkpointer(folder, model, optimizer, scheme="lossless")
+    checkpointer.resume()
+    return model, optimizer, checkpointer
+
+
+def _new_head(model, optimizer):
+    model[1] = nn.Linear(3, 2)
+
+
+def _tied(model, optimizer):
+    model[0].bias = model[1].bias = nn.Parameter(torch.zeros(3))
+
+
+def _adapters(model, optimizer):
+    model.requires_grad_(False)
+    model.add_module("adapter", nn.Linear(2, 2, bias=False))
+
+
+def _converted(model, optimizer):
+    for module in model:
+        module.weight = nn.Parameter(module.weight.detach().to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(_new_head, "1.weight"), (_tied, "0.bias"), (_adapters, "adapter.weight"), (_converted, "0.weight")]
+)  # fmt: skip
+def test_a_model_of_which_other_parameters_are_trained_than_saved_is_an_error(tmp_path, change, name):
+    model, optimizer, checkpointer = _resumed(tmp_path)
+    checkpointer.save(1, wait=True)
+    change(model, optimizer)
+    with pytest.raises(StateMismatchError, match=name):
+        checkpointer.save(2, wait=True)
+    assert [report.step for report in checkpointer.reports()] == [1]
+    model, optimizer, checkpointer = _resumed(tmp_path)
+    change(model, optimizer)
+    with pytest.raises(StateMismatchError):
+        checkpointer.resume()
+
+
+def _cast(model, optimizer):
+    model.to(torch.bfloat16)
+    return "0.weight.*float32.*bfloat16"
+
+
+def _grown(model, optimizer):
+    model.add_module("head", nn.Linear(2, 2))
+    optimizer.add_param_group({"params": model.head.parameters()})
+    return "other parameters .head.weight, head.bias"
+
+
+def _replaced_in_both(model, optimizer):
+    model[1] = nn.Linear(3, 2)
+    [group] = optimizer.param_groups
+    group["params"][2:] = model[1].parameters()
+    return "other parameters .1.weight, 1.bias"
+
+
+def _snapshot(model, optimizer):
+    model.add_module("best", nn.Linear(2, 2))
+    return "best.weight, best.bias, which no optimizer here trains"
+
+
+@pytest.mark.parametrize("change", [_cast, _grown, _replaced_in_both, _snapshot])
+def test_a_model_that_was_changed_after_it_was_given_is_told_once(tmp_path, change):
+    model, optimizer, checkpointer = _resumed(tmp_path)
+    expected = change(model, optimizer)
+    with pytest.warns(ShrinkpointWarning, match=expected) as told:
+        checkpointer.save(1, wait=True)
+    assert len(told) == 1
+    checkpointer.save(2, wait=True)
+    assert equal(list(shrinkpoint.load_weights(tmp_path).values()), list(model.state_dict().values()))
+
+
+def test_moves_and_wrappers_that_keep_parameters_are_not_told(tmp_path):
+    model, _, checkpointer = _resumed(tmp_path)
+    nn.Sequential(model).double().float()
+    torch.compile(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().clone()
+    checkpointer.save(1, wait=True)
