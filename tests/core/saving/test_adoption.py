@@ -162,6 +162,7 @@ def test_an_exact_save_without_its_predecessor_restores_what_was_given(tmp_path)
         "model",
         "optimizers",
         "identities",
+        "trained",
         "schedulers",
         "data",
         "stateful",
