@@ -202,8 +202,8 @@ class LoopObjects:
         given = quantized_as(state["model"], given, self.model)
         rounded = rounded_weights(given, state_of(self.model))
         unfrozen = load_trained(trained, self.model, self.inner, url, self._modules())
-        told = (untied, late, other_class, other_scheduler, disabled, rounded, overridden, unfrozen)
-        for message in told if warns else ():
+        said = (untied, late, other_class, other_scheduler, disabled, rounded, overridden, unfrozen)
+        for message in said if warns else ():
             if message is not None:
                 warn(message)
         load_stateful(self.model, given)

@@ -33,8 +33,8 @@ class Trained:
         self._parameters: dict[str, _Seen] = {}
         self._counts: list[list[int]] = []
         self._identities: list[dict[str, Any]] = []
-        self._told: set[str] = set()
-        self.beside: dict[str, torch.Tensor] = {}
+        self._said: set[str] = set()
+        self.outside: dict[str, torch.Tensor] = {}
         """As of the last save: what optimizers train and no object's state has."""
 
     def begin(self, model: nn.Module) -> None:
@@ -62,30 +62,30 @@ class Trained:
             others: further modules whose parameters may be frozen.
 
         Raises:
-            StateMismatchError: as `check`; or a parameter beside the model is a shard.
+            StateMismatchError: as `check`; or a parameter outside the model is a shard.
         """
         self.check(model, optimizers)
         counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         if counts != self._counts:
-            self.beside = _beside(model, optimizers, weights, state)
+            self.outside = _outside(model, optimizers, weights, state)
             self._identities, self._counts = identities(model, optimizers), counts
-            if self.beside:
-                shapes = ", ".join(str(tuple(p.shape)) for p in [*self.beside.values()][:_NAMED])
-                self._tell(
-                    f"the optimizer trains {len(self.beside)} parameters that are neither the model's nor in another object with a state, of shapes"
-                    f" {shapes}{', ...' if len(self.beside) > _NAMED else ''}: they are saved by their places in the optimizer. Buffers of the module"
+            if self.outside:
+                shapes = ", ".join(str(tuple(p.shape)) for p in [*self.outside.values()][:_NAMED])
+                self._report(
+                    f"the optimizer trains {len(self.outside)} parameters that are neither the model's nor in another object with a state, of shapes"
+                    f" {shapes}{', ...' if len(self.outside) > _NAMED else ''}: they are saved by their places in the optimizer. Buffers of the module"
                     " that has them, as BatchNorm's statistics, are not: make it a part of the model, or give it to Checkpointer by name"
                 )
-        flags = _flags({"": model, **(others or {})}, self.beside)
+        flags = _flags({"": model, **(others or {})}, self.outside)
         frozen = [name for name, (owner, flag) in flags.items() if not getattr(owner, flag)]
         trained = {"frozen": frozen, **self.values()}
         return {"identities": self._identities, "trained": trained}
 
     def values(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What parameters beside the model hold now, and their gradients: Hugging Face's Trainer sets the model's alone to zero."""
+        """What parameters outside the model hold now, and their gradients: Hugging Face's Trainer sets the model's alone to zero."""
         return {
-            "beside": {name: parameter.detach() for name, parameter in self.beside.items()},
-            "gradients": {name: p.grad for name, p in self.beside.items() if p.grad is not None},
+            "outside": {name: parameter.detach() for name, parameter in self.outside.items()},
+            "gradients": {name: p.grad for name, p in self.outside.items() if p.grad is not None},
         }
 
     def check(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -127,14 +127,14 @@ class Trained:
         if changes or before.keys() != now.keys():
             self.begin(model)
         if changes:
-            self._tell(
+            self._report(
                 f"since this training began to be saved the model has got {', and '.join(changes)}: checkpoints hold what it has now, and a"
                 " script that resumes must change it before it resumes"
             )
 
-    def _tell(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+    def _report(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
             self._say(line)
 
 
@@ -160,7 +160,7 @@ def load_trained(
     url: str,
     others: Mapping[str, nn.Module] | None = None,
 ) -> str | None:
-    """Give parameters beside the model their values, and all parameters their ``requires_grad``, as in a checkpoint.
+    """Give parameters outside the model their values, and all parameters their ``requires_grad``, as in a checkpoint.
 
     Args:
         stored: its entry ``trained``.
@@ -176,13 +176,13 @@ def load_trained(
         StateMismatchError: an optimizer lacks such a parameter; nothing is changed then.
     """
     owned = {unnamed(i, n): p for i, each in enumerate(optimizers) for n, p in enumerate(_parameters(each))}
-    values = stored["beside"]
+    values = stored["outside"]
     lacking = [
         name for name, value in values.items() if name not in owned or owned[name].shape != value.shape
     ]
     if lacking:
         raise StateMismatchError(
-            f"{url} holds a run whose optimizer trains {_some(lacking)}, beside the model, and here it has no such parameters. Build"
+            f"{url} holds a run whose optimizer trains {_some(lacking)}, outside the model, and here it has no such parameters. Build"
             " the optimizer that the run was made with, or give this run a URL of its own"
         )
     with torch.no_grad():
@@ -204,10 +204,10 @@ def load_trained(
     )
 
 
-def _flags(modules: Mapping[str, nn.Module], beside: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+def _flags(modules: Mapping[str, nn.Module], outside: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """What freezing sets, by name: of parameters, and of normalizations with statistics, which Lightning's BaseFinetuning stops."""
     flags: dict[str, tuple[Any, str]] = {
-        name: (parameter, "requires_grad") for name, parameter in beside.items()
+        name: (parameter, "requires_grad") for name, parameter in outside.items()
     }
     for prefix, module in modules.items():
         start = f"{prefix}." if prefix else ""
@@ -220,7 +220,7 @@ def _flags(modules: Mapping[str, nn.Module], beside: Mapping[str, Any]) -> dict[
     return flags
 
 
-def _beside(
+def _outside(
     model: nn.Module, optimizers: Sequence[Any], weights: Collection[str], state: Callable[[], object]
 ) -> dict[str, torch.Tensor]:
     """What optimizers train and no tensor of a state has, by `unnamed`."""

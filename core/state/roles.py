@@ -241,7 +241,7 @@ def describe_training(
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, name in optimizer_parameter_names(optimizer, module).items():
             names[str(index), str(number)] = name or unnamed(index, number)
-            if name is None:  # beside the model: a checkpoint has it exactly
+            if name is None:  # outside the model: a checkpoint has it exactly
                 parameters[unnamed(index, number)] = trained[number]
                 known[unnamed(index, number)] = Tag(parameter=unnamed(index, number))
     depth = len(optimizers_path)

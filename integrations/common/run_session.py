@@ -348,12 +348,12 @@ class RunSession:
             warn(message)
 
     def warn_apart(self) -> None:
-        """Warn where parameters beside the model, which DDP leaves alone, are not the same on all ranks."""
-        beside = self.trained.beside
-        digests = gather({name: tensor_digest(value) for name, value in beside.items()}) if beside else []
+        """Warn where parameters outside the model, which DDP leaves alone, are not the same on all ranks."""
+        outside = self.trained.outside
+        digests = gather({name: tensor_digest(value) for name, value in outside.items()}) if outside else []
         if any(digests[0] != each for each in digests):
             self.warn_once(
-                f"{', '.join(beside)}, which the optimizer trains beside the model, have other values on each process, since DDP does not"
+                f"{', '.join(outside)}, which the optimizer trains outside the model, have other values on each process, since DDP does not"
                 " average their gradients: checkpoints hold the first process's. Make them the model's"
             )
 

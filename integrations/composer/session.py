@@ -181,9 +181,9 @@ class Session:
             self.run.warn_once(load_trained(self._stored_trained, module, optimizers, url))
             self._stored_trained = None
         self.run.trained.begin(module)
-        if self._trained_part(state)["beside"]:
+        if self._trained_part(state)["outside"]:
             raise ConfigError(
-                f"the optimizer trains {len(self.run.trained.beside)} parameters that are not in the model, whose state Composer cannot name: make"
+                f"the optimizer trains {len(self.run.trained.outside)} parameters that are not in the model, whose state Composer cannot name: make"
                 " them parameters of the ComposerModel, such as a loss or a head that is an attribute of it"
             )
 

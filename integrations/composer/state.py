@@ -318,11 +318,11 @@ def load_state(
 def _growing(stored: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
     """Inside the block exactly the parameters that have a state in a checkpoint require gradients: torch loads it for these alone, and
     fails where it lacks one, as of parameters that no loss depends on."""
-    held = {name for optimizer in stored.values() for name in optimizer["state"]}
+    kept = {name for optimizer in stored.values() for name in optimizer["state"]}
     wrong = [
         parameter
         for name, parameter in named_parameters(module)
-        if held and parameter.requires_grad != (_without_wrappers(name) in held)
+        if kept and parameter.requires_grad != (_without_wrappers(name) in kept)
     ]
     try:
         for parameter in wrong:
