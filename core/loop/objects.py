@@ -20,8 +20,8 @@ from shrinkpoint.loop.identity import (
     rounded_weights,
     scheduler_classes,
 )
-from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
 from shrinkpoint.loop.trained import Trained, load_trained
+from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
 from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.fitting import fitted

@@ -36,8 +36,8 @@ from shrinkpoint.loop.identity import (
     rounded_weights,
     scheduler_classes,
 )
-from shrinkpoint.optimizers.objects import put_back_objects
 from shrinkpoint.loop.trained import load_trained
+from shrinkpoint.optimizers.objects import put_back_objects
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address

@@ -19,8 +19,8 @@ from shrinkpoint.loop.identity import (
     rounded_weights,
     scheduler_classes,
 )
-from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
 from shrinkpoint.loop.trained import Trained
+from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
 from shrinkpoint.saving.fitting import fitted
 from shrinkpoint.saving.quantized import quantized_as
 from shrinkpoint.saving.resume import (
