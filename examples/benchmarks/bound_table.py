@@ -215,7 +215,7 @@ def _costs(rows: Sequence[Row]) -> list[str]:
 
 def _verdict(name: str, rows: Sequence[Row]) -> list[str]:
     judged = [row for row in rows if row.truths]
-    kept, chaotic = sum(row.kept for row in judged), [row.training for row in judged if row.is_chaotic]
+    kept, chaotic = sum(row.kept for row in judged), {row.training: 1 for row in judged if row.is_chaotic}
     within = [one for row in judged for one in row.within.values()]
     known = [row for row in judged if row.covered is not None]
     missed = [row.training for row in known if not row.covered]
