@@ -310,6 +310,8 @@ class Checkpointer:
             self.saver.poll()
             if not self._began:
                 self._begin(step)
+            if self._last_step in (None, self._resumed_from):
+                self._objects.rehearse()
             before = self._last_step if self._last_step is not None else step - 1
             self._last_step = step
             self._last_metrics = _kept(metrics)
@@ -377,6 +379,7 @@ class Checkpointer:
         wait: bool = False,
         planned: bool = False,
     ) -> Accepted | None:
+        self._objects.rehearse()
         adopts = planned and self.saver.config.adopt
         if metrics is None or isinstance(metrics, Mapping):  # else the save refuses them
             self._require_monitor(step, metrics or {})

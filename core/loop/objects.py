@@ -26,6 +26,7 @@ from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.fitting import fitted
 from shrinkpoint.saving.quantized import quantized_as
+from shrinkpoint.saving.rehearsal import DryRestore
 from shrinkpoint.saving.resume import (
     overridden_options,
     require_optimizers,
@@ -105,7 +106,7 @@ class LoopObjects:
                 f"model has parameters without a shape, such as {lazy[0]}: call it on one batch before its Checkpointer is made"
             )
         self._undone = self._replaced = 0
-        self._trained = Trained(warn)
+        self._trained, self._dry = Trained(warn), DryRestore()
         self._trained.begin(model)
         self._begin()
 
@@ -135,7 +136,7 @@ class LoopObjects:
             "format": _FORMAT,
             "step": step,
             "model": state_of(self.model),
-            "optimizers": [with_object_states(optimizer.state_dict()) for optimizer in self.optimizers],
+            "optimizers": [with_object_states(state_of(optimizer)) for optimizer in self.optimizers],
             "schedulers": scheduler_classes(self.stateful),
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
             "data": self._data(),
@@ -146,6 +147,21 @@ class LoopObjects:
 
     def _modules(self) -> dict[str, nn.Module]:
         return {name: value for name, value in self.stateful.items() if isinstance(value, nn.Module)}
+
+    def rehearse(self) -> None:
+        """See `DryRestore.check`."""
+
+        def capture() -> tuple[TrainingState, Any]:
+            others = {name: value for name, value in self.stateful.items() if not hasattr(value, "dataset")}
+            state = {
+                "model": state_of(self.model),
+                "optimizers": [with_object_states(state_of(optimizer)) for optimizer in self.optimizers],
+                "stateful": {name: state_of(value) for name, value in others.items()},
+            }
+            found = self.captured(state, self.describe())
+            return found, lambda state: (state["model"], state["optimizers"])
+
+        self._dry.check(capture, self.model, self.optimizers)
 
     def weights(self) -> dict[str, Any]:
         """The part of `state` that holds the weights and may hold averages of them."""
@@ -158,7 +174,7 @@ class LoopObjects:
     def live(self) -> dict[str, Any]:
         """The part of `state` whose tensors training may be given other values in."""
         # a tensor of a loader's or sampler's state is a copy: reading it may start their workers
-        states = [with_object_states(optimizer.state_dict()) for optimizer in self.optimizers]
+        states = [with_object_states(state_of(optimizer)) for optimizer in self.optimizers]
         return {**self.weights(), "optimizers": states}
 
     def describe(self) -> Describe:

@@ -123,6 +123,9 @@ class ShardedObjects(LoopObjects):
         reshard(self.model)
         return super().state(step)
 
+    def rehearse(self) -> None:
+        """Nothing: shards are compared with the checkpoint's tensors at a resume."""
+
     def swapped(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """See `LoopObjects.swapped`; the weights are this rank's shards, and what is inside the block is a collective."""
         return swapped_shards(self.model, weights, [*self.stateful.values()])

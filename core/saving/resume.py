@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchError
+from shrinkpoint.state.stateful import parts_of
 from shrinkpoint.state.wrappers import plain_names, scheduler_in, unwrapped
 
 __all__ = [
@@ -179,7 +180,8 @@ def require_optimizers(
             f"{url} holds {len(stored)} optimizers, and this run has {len(live)}: build the same ones, or use a fresh URL"
         )
     for state, optimizer in zip(stored, live, strict=True):
-        require_same_groups(state, optimizer, url)
+        for part, inner in parts_of(state, optimizer):
+            require_same_groups(part, inner, url)
 
 
 def require_same_groups(stored: Mapping[str, Any], live: torch.optim.Optimizer, url: str) -> None:
@@ -202,7 +204,7 @@ def require_same_groups(stored: Mapping[str, Any], live: torch.optim.Optimizer, 
         )
     for group, live_group in zip(stored["param_groups"], live.param_groups, strict=True):
         # One side alone may lack options: releases of torch add some, and users may add their own.
-        lacking = sorted(live.defaults.keys() - group.keys())
+        lacking = sorted(getattr(live, "defaults", {}).keys() - group.keys())
         unknown = sorted(group.keys() - live_group.keys() - _OF_SCHEDULERS)
         if lacking and unknown:
             raise StateMismatchError(
@@ -229,7 +231,8 @@ def overridden_options(
         One line; None where the options are the same.
     """
     inner = [scheduler_in(given) or given for given in schedulers]
-    for state, optimizer in zip(stored, live, strict=True):
+    parts = [part for pair in zip(stored, live, strict=True) for part in parts_of(*pair)]
+    for state, optimizer in parts:
         for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
             rates = _rates(there, here, scheduled=bool(inner))
             others = list(_others(optimizer, there, here, scheduled=bool(inner)))
@@ -293,7 +296,7 @@ def _others(
     options = _given(optimizer)
     if isinstance(unwrapped(optimizer), torch.optim.AdamW):
         options -= {_OF_CLASS}
-    for name in optimizer.defaults:
+    for name in getattr(optimizer, "defaults", ()):
         if name == "lr" or name in _KERNELS or not {name} <= options & there.keys() & here.keys():
             continue
         if scheduled and name in _CYCLED:
@@ -308,7 +311,8 @@ def _given(optimizer: torch.optim.Optimizer) -> set[str]:
     kinds = type(unwrapped(optimizer)).__mro__
     made = [vars(kind)["__init__"] for kind in kinds if "__init__" in vars(kind)]
     named = {name for method in made for name in inspect.signature(method).parameters}
-    return named & optimizer.defaults.keys() or set(optimizer.defaults)
+    defaults = getattr(optimizer, "defaults", {})  # schedule-free's wrapper has none
+    return named & defaults.keys() or set(defaults)
 
 
 def _plain(value: Any) -> Any:

@@ -1,13 +1,14 @@
 """Gives objects of a training, such as schedulers and loaders, their state back."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from shrinkpoint.state.wrappers import plain_names, unwrapped
+from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.state.wrappers import optimizers_in, plain_names, unwrapped
 
 __all__ = [
     "forget_position",
@@ -30,7 +31,16 @@ def state_of(value: Any) -> Any:
     if isinstance(value, nn.Module):
         with plain_names(value) as inner:
             return inner.state_dict()
-    state = value.state_dict()
+    if getattr(value, "world_size", 0) == 1 and hasattr(value, "consolidate_state_dict"):
+        value.consolidate_state_dict()  # torch's ZeroRedundancyOptimizer, in one process
+    try:
+        state = value.state_dict()
+    except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError) as error:
+        kind = type(value)
+        raise CannotRepresentError(
+            f"the state of the {kind.__module__}.{kind.__qualname__} cannot be saved, since its state_dict() fails with"
+            f" {type(error).__name__}: {error}. Use another one, or an ordinary optimizer in each process"
+        ) from error
     return without_functions(state) if isinstance(value, LRScheduler) else state
 
 
@@ -71,6 +81,40 @@ def forget_position(loader: Any) -> None:
         loader.next_iter_state = None
 
 
+def parts_of(state: Any, optimizer: Any) -> list[tuple[Mapping[str, Any], Any]]:
+    """The states in the form of ``torch.optim.Optimizer`` in an optimizer's state, and the optimizers that have them.
+
+    Args:
+        state: an optimizer's, or of one that has others inside, as Lookahead and containers.
+        optimizer: that it is of.
+
+    Returns:
+        Pairs; none where it is not clear which belong together.
+    """
+    states = list(_states_in(state))
+    if len(states) == 1 and states[0] is state:
+        return [(state, optimizer)]
+    inner = [one for one in optimizers_in(optimizer) if one is not optimizer]
+    fits = len(states) == len(inner) and all(map(_same_sizes, states, inner))
+    return list(zip(states, inner, strict=True)) if fits else []
+
+
+def _states_in(state: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(state, dict) and isinstance(state.get("param_groups"), list):
+        yield state
+    elif isinstance(state, (dict, list, tuple)):
+        for item in state.values() if isinstance(state, dict) else state:
+            yield from _states_in(item)
+
+
+def _same_sizes(state: Mapping[str, Any], optimizer: Any) -> bool:
+    there, here = (
+        [len(group["params"]) for group in groups]
+        for groups in (state["param_groups"], optimizer.param_groups)
+    )
+    return there == here
+
+
 def load_optimizer(optimizer: Any, state: Mapping[str, Any], *, same_dtypes: bool) -> None:
     """Load an optimizer's state as it was saved.
 
@@ -80,8 +124,8 @@ def load_optimizer(optimizer: Any, state: Mapping[str, Any], *, same_dtypes: boo
         same_dtypes: whether the parameters have the dtypes that they had when it was saved; else torch converts it to theirs.
     """
     optimizer.load_state_dict(state)
-    if same_dtypes:
-        put_back_dtypes(optimizer, state)
+    for part, inner in parts_of(state, optimizer) if same_dtypes else ():
+        put_back_dtypes(inner, part)
 
 
 def put_back_dtypes(optimizer: Any, state: Mapping[str, Any]) -> None:

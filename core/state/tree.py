@@ -141,6 +141,11 @@ def _no_tensor(path: Path, tensor: torch.Tensor) -> str:
 
 
 def _encode_mapping(value: Mapping[Any, Any], put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
+    if any(isinstance(key, torch.Tensor) for key in value):
+        raise CannotRepresentError(
+            f"{join_path(path) or 'the state'} is a dict whose keys are tensors, which are others after a resume, so that nothing would be found"
+            " in it: return numbers or names in their place from your state_dict()"
+        )
     plain = all(type(key) is str and _is_unicode(key) for key in value) and _TAG not in value
     kind = "odict" if isinstance(value, OrderedDict) else "dict"
     counter = isinstance(value, Counter)  # MultiStepLR has one, and asks it for its elements

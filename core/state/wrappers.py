@@ -14,9 +14,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["named_buffers", "named_parameters", "own_names", "plain_names", "scheduler_in", "unwrapped"]
+__all__ = [
+    "named_buffers",
+    "named_parameters",
+    "optimizers_in",
+    "own_names",
+    "plain_names",
+    "scheduler_in",
+    "unwrapped",
+]
 
 _DEEPEST = 8
+_MANY = 64  # a longer list or dict of an optimizer's is one of tensors
 _INSIDE = {  # the child that a wrapper's class puts into the names of parameters
     "OptimizedModule": "_orig_mod",
     "DistributedDataParallel": "module",
@@ -105,3 +114,24 @@ def scheduler_in(given: Any) -> LRScheduler | None:
     """An object itself, or what accelerate's wrapper has inside, if that is one of torch's learning rate schedulers; else None."""
     inner = given if isinstance(given, LRScheduler) else getattr(given, "scheduler", None)
     return inner if isinstance(inner, LRScheduler) else None
+
+
+def optimizers_in(optimizer: Any) -> list[Any]:
+    """The optimizers inside a wrapper or a container of some, outermost first; those with no others inside: themselves.
+
+    Args:
+        optimizer: anything with ``state_dict``.
+    """
+    found: dict[int, Any] = {}
+    waiting = [optimizer]
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, (list, tuple, dict)):
+            items = value.values() if isinstance(value, dict) else value
+            waiting += items if len(value) <= _MANY else ()
+        elif value is optimizer or (isinstance(value, Optimizer) and id(value) not in found):
+            if isinstance(getattr(value, "state", None), dict) and hasattr(value, "param_groups"):
+                found[id(value)] = value
+            own = vars(value).items() if hasattr(value, "__dict__") else ()
+            waiting += [item for name, item in own if name not in ("state", "param_groups", "defaults")]
+    return list(found.values())

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -27,6 +28,7 @@ from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.progress import say
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.meta import is_finite, lineage_of
+from shrinkpoint.saving.rehearsal import DryRestore
 from shrinkpoint.saving.resume import resume_from
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.blocks import whole_specs
@@ -79,6 +81,7 @@ class RunSession:
         self._monitored = self._lacked = False
         self._warned: set[str] = set()
         self._until_failure = UntilFailure(self.warn_once)
+        self._dry = DryRestore()
 
     fills_in_place = False
     """Whether `restore` fills the training's own tensors, so that what is wrong must be found before."""
@@ -273,6 +276,34 @@ class RunSession:
         self._take_reports()
         reports, self._unreported = self._unreported, []
         return reports
+
+    def rehearse(
+        self,
+        state: Callable[[], Any],
+        describe: Callable[[Any], Describe],
+        parts: Callable[[Any], tuple[Any, Sequence[Any]]],
+        model: nn.Module,
+        optimizers: Sequence[Any],
+    ) -> None:
+        """Refuse a training whose state could not be continued; once, and again when its structure has changed.
+
+        Args:
+            state: gives it, as a save would.
+            describe: gives the roles of its tensors.
+            parts: takes the model's and the optimizers' states out of it.
+            model: live.
+            optimizers: live.
+
+        Raises:
+            CannotRepresentError, StateMismatchError: as `DryRestore.check`; on every rank.
+        """
+
+        def capture() -> tuple[TrainingState, Any]:
+            given = state()
+            return TrainingState.capture(given, describe(given)), parts
+
+        if not self._dry.knows(optimizers):
+            on_every(lambda: self._dry.check(capture, model, optimizers))
 
     def wants(self, *, last: bool) -> bool:
         """Whether a due save is made now; the same on all ranks, called before they gather a state.

@@ -275,6 +275,17 @@ class Session:
         )
         if failed:
             on_every(asked.get)
+        if not state.fsdp_enabled:  # whose shards would have to be gathered
+            self.run.rehearse(
+                lambda: stored_state(state, [], []),
+                lambda _: describe_state(state),
+                lambda stored: (
+                    stored["state"]["model"],
+                    [],
+                ),  # Composer loads optimizers in a way of its own
+                trained_module(state),
+                [],
+            )
         self._attend(state, logger, wanted=wanted)
         if event is Event.BATCH_CHECKPOINT:
             self.run.log.end_step(int(state.timestamp.batch), lambda: rest_of(self._stored(state)))

@@ -322,6 +322,7 @@ class Session:
         position = Position.of(trainer)
         position.batch_ends(trainer, validation_follows=self._validation_pending)
         if self._stepped:
+            self._rehearse(trainer, module)
             self._trigger.after_step(step, agree=broadcast)
         if self._last_batch:
             self._trigger.after_epoch(trainer.current_epoch + 1)
@@ -340,6 +341,21 @@ class Session:
             self._save_if_due(trainer, module, terminated=terminated)
             if interrupted:
                 self._end(trainer)
+
+    def _rehearse(self, trainer: Trainer, module: LightningModule) -> None:
+        """See `RunSession.rehearse`; hooks see a checkpoint that is not written."""
+
+        def state() -> dict[str, Any]:
+            with plainly_named(trainer, module):
+                return storable(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+
+        self.run.rehearse(
+            state,
+            lambda checkpoint: describe_checkpoint(trainer, module, checkpoint),
+            lambda checkpoint: (checkpoint[trained_key(checkpoint)], checkpoint["optimizer_states"]),
+            module,
+            trainer.optimizers,
+        )
 
     def _is_asked_to_end(self, trainer: Trainer) -> tuple[bool, bool]:
         """Whether by any signal, and whether by a Ctrl-C, which Lightning does not handle.

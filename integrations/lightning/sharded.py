@@ -140,6 +140,9 @@ class ShardedSession(Session):
     def _begin_saving(self, trainer: Trainer, module: LightningModule) -> None:
         self._preemption.watch()
 
+    def _rehearse(self, trainer: Trainer, module: LightningModule) -> None:
+        """Nothing: shards are compared with the checkpoint's tensors at a resume."""
+
     def before_step(self, trainer: Trainer, module: LightningModule) -> None:
         """Nothing: no averages of gradients are taken."""
 

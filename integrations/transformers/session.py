@@ -330,6 +330,13 @@ class Session:
         if state.global_step != self._seen_step:
             self._trigger.after_step(state.global_step, agree=broadcast)
             self._seen_step = state.global_step
+            self.run.rehearse(
+                lambda: stored_state(self._trainer, [], [], trained=self.run.trained),
+                lambda _: describe_state(self._trainer),
+                lambda stored: (stored["model"], stored["optimizers"]),
+                self._trainer.model,
+                optimizers_of(self._trainer),
+            )
         if epoch_over and not inside_epoch(state):
             self._trigger.after_epoch(round(state.epoch))
         if state.best_metric != self._best_metric:

@@ -92,7 +92,7 @@ def stored_state(
         "format": FORMAT,
         "version": _VERSION,
         **followed_state(trainer),
-        "optimizers": [with_object_states(optimizer.state_dict()) for optimizer in optimizers_of(trainer)],
+        "optimizers": [with_object_states(state_of(optimizer)) for optimizer in optimizers_of(trainer)],
         "scheduler": None if scheduler is None else state_of(scheduler),
         "schedulers": scheduler_classes({"lr_scheduler": scheduler}),
         "scaler": None if scaler is None else scaler.state_dict(),

@@ -1,0 +1,254 @@
+"""What could not be continued is refused after the first step, long before a save is due."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+from torch.utils.data import DataLoader
+
+import shrinkpoint
+from shrinkpoint.errors import CannotRepresentError, ShrinkpointError, StateMismatchError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+INPUTS = torch.linspace(-1, 1, 24).view(8, 3)
+NEVER = 1000
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.two(torch.tanh(self.one(x)))
+
+
+class Both:
+    """Two optimizers as one, whose state is in no form of torch's."""
+
+    def __init__(self, model: Net) -> None:
+        self.inner = [Adam(model.one.parameters(), 0.01), SGD(model.two.parameters(), 0.1, momentum=0.9)]
+
+    @property
+    def param_groups(self) -> Any:
+        return [group for one in self.inner for group in one.param_groups]
+
+    def zero_grad(self) -> None:
+        for one in self.inner:
+            one.zero_grad()
+
+    def step(self) -> None:
+        for one in self.inner:
+            one.step()
+
+    def state_dict(self) -> Any:
+        return [one.state_dict() for one in self.inner]
+
+    def load_state_dict(self, state: Any) -> None:
+        for one, part in zip(self.inner, state, strict=True):
+            one.load_state_dict(part)
+
+
+class Hidden(torch.optim.Optimizer):
+    """As the SAM that is in use: its state is not the inner optimizer's."""
+
+    def __init__(self, model: Net) -> None:
+        super().__init__(model.parameters(), {})
+        self.base_optimizer = SGD(self.param_groups, 0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        self.base_optimizer.step()
+
+
+class ByTensor(SGD):
+    def state_dict(self) -> Any:
+        return super().state_dict() | {"seen": dict.fromkeys(self.param_groups[0]["params"], 1)}
+
+
+class OneWay(SGD):
+    def state_dict(self) -> Any:
+        return {"mine": super().state_dict()}
+
+
+def lookahead(model: Net) -> Any:
+    optimizers = pytest.importorskip("pytorch_optimizer")
+    return optimizers.Lookahead(Adam(model.parameters(), 0.01), k=2)
+
+
+def schedule_free(model: Net) -> Any:
+    optimizers = pytest.importorskip("schedulefree")
+    return optimizers.ScheduleFreeWrapper(SGD(model.parameters(), 0.01), momentum=0.9)
+
+
+def trained(url: Path, model: Net, optimizer: Any, steps: int, every: int, **more: Any) -> Net:
+    with shrinkpoint.Checkpointer(
+        str(url), model, optimizer, every=every, scheme="lossless", busy="wait", **more
+    ) as checkpointer:
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        for step in range(checkpointer.resume(), steps):
+            optimizer.zero_grad()
+            model(INPUTS).square().mean().backward()
+            optimizer.step()
+            checkpointer.step(step + 1)
+    return model
+
+
+@pytest.mark.parametrize("make", [Both, lookahead, schedule_free])
+def test_optimizers_of_other_forms_are_continued(tmp_path: Path, make: Any) -> None:
+    for url, steps in (("run", 3), ("run", 6), ("whole", 6)):
+        model = Net()
+        trained(tmp_path / url, model, make(model), steps, every=3)
+    run, whole = (shrinkpoint.load_weights(str(tmp_path / url)) for url in ("run", "whole"))
+    assert all(torch.equal(run[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "match"),
+    [
+        (Net, Hidden, "Hidden has an optimizer inside, a SGD, whose state is not in"),
+        (
+            Net,
+            lambda model: ByTensor(model.parameters(), 0.1),
+            "optimizers/0/seen is a dict whose keys are tensors",
+        ),
+        (Net, lambda model: OneWay(model.parameters(), 0.1), "OneWay.load_state_dict.* does not take"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(tmp_path: Path, kind: Any, make: Any, match: str) -> None:
+    model = kind()
+    with pytest.raises((CannotRepresentError, StateMismatchError), match=match):
+        trained(tmp_path / "run", model, make(model), 1, every=NEVER, save_last=False)
+
+
+class Odd:
+    def __init__(self) -> None:
+        self.value: object = object()
+        self.loads = 0
+
+    def state_dict(self) -> Any:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loads += 1
+
+
+def test_an_object_that_cannot_be_stored(tmp_path: Path) -> None:
+    model, odd = Net(), Odd()
+    options: dict[str, Any] = {"every": NEVER, "save_last": False, "odd": odd}
+    with pytest.raises(CannotRepresentError, match=r"stateful/odd/value is a builtins.object"):
+        trained(tmp_path / "run", model, SGD(model.parameters(), 0.1), 1, **options)
+
+
+def test_nothing_is_changed(tmp_path: Path) -> None:
+    model, odd = Net().eval(), Odd()
+    odd.value = 1
+    optimizer = Both(model)
+    before = torch.get_rng_state()
+    state = copy.deepcopy(optimizer.state_dict())
+    with shrinkpoint.Checkpointer(
+        str(tmp_path), model, optimizer, every=NEVER, save_last=False, odd=odd
+    ) as checkpointer:
+        checkpointer.step(1)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not model.training
+    assert odd.loads == 0
+    assert all(p.grad is None and not p.is_meta for p in model.parameters())
+    assert str(state) == str(optimizer.state_dict())
+    assert optimizer.inner[0].param_groups[0]["params"][0] is model.one.weight
+
+
+def test_lightning(tmp_path: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+
+    class Module(Net, LightningModule):
+        def training_step(self, batch: torch.Tensor) -> Any:
+            return self(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return SGD(self.parameters(), 0.1)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = object()
+
+    callback = CompressedCheckpoint(str(tmp_path), every_n_train_steps=NEVER, save_last=False)
+    trainer = Trainer(max_steps=3, limit_val_batches=0, callbacks=[callback], accelerator="cpu", **QUIET)
+    with pytest.raises(CannotRepresentError, match=r"mine is a builtins\.object"):
+        trainer.fit(Module(), DataLoader(INPUTS, batch_size=2))
+    assert trainer.global_step == 1
+
+
+def test_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers import Trainer, TrainingArguments
+
+    from shrinkpoint.callbacks.transformers import CompressedCheckpoint
+
+    class Model(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"loss": super().forward(x).square().mean()}
+
+    class Own(SGD):
+        def state_dict(self) -> Any:
+            return {**super().state_dict(), "mine": object()}
+
+    model = Model()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        max_steps=3,
+        save_steps=NEVER,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    callback = CompressedCheckpoint(str(tmp_path / "run"), save_last=False)
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=[{"x": x} for x in INPUTS],
+        callbacks=[callback],
+        optimizers=(Own(model.parameters(), 0.1), None),
+    )
+    with pytest.raises(CannotRepresentError, match=r"mine is a builtins\.object"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_composer(tmp_path: Path) -> None:
+    pytest.importorskip("composer")
+    from composer import Callback, ComposerModel, Trainer
+
+    from shrinkpoint.callbacks.composer import CompressedCheckpoint
+
+    class Model(Net, ComposerModel):
+        def loss(self, outputs: torch.Tensor, batch: torch.Tensor) -> Any:
+            return outputs.square().mean()
+
+    class Own(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"mine": object()}
+
+    model = Model()
+    trainer = Trainer(
+        model=model,
+        train_dataloader=DataLoader(INPUTS, batch_size=2),
+        optimizers=SGD(model.parameters(), 0.1),
+        max_duration="3ba",
+        device="cpu",
+        callbacks=[CompressedCheckpoint(str(tmp_path), save_interval="1000ba", save_last=False), Own()],
+        progress_bar=False,
+    )
+    with pytest.raises(ShrinkpointError, match=r"mine is a builtins\.object"):
+        trainer.fit()
+    assert int(trainer.state.timestamp.batch) == 1
+    trainer.close()
