@@ -227,7 +227,7 @@ class Training:
 
     def values(self) -> dict[str, Any]:
         """Everything that the training goes on from."""
-        named = {name: p for name, p in self.model.named_parameters()} | dict(self.model.named_buffers())
+        named = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         others = {} if self.average is None else self.average.state_dict()
         extra = [
             part.get_extra_state() for part in self.model.modules() if isinstance(part, ExtraState.Scaled)
@@ -304,7 +304,7 @@ def test_saved_resumed_read_and_exported_bit_by_bit_or_refused(
     assert same(again.values(), undisturbed.values())
 
     weights = shrinkpoint.load_weights(f"{url}#step={SAVED}")
-    wanted = {name: value for name, value in first.model.named_parameters()}
+    wanted = dict(first.model.named_parameters())
     for name, value in weights.items():
         live = wanted.get(name, stored.get(name))
         if torch.is_tensor(live):
