@@ -173,7 +173,7 @@ def _after(
     optimizer = kind.with_state([made], {})
     for gradient in gradients:
         parameter.grad = gradient.clone()
-        kind.kind.step(optimizer)
+        kind.step(optimizer)
     entries = optimizer.state[parameter].items()
     return {
         key: value.detach().double()

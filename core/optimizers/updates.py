@@ -6,16 +6,19 @@ current learning rate.
 """
 
 import copy
+import inspect
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shrinkpoint.errors import ScratchError
 from shrinkpoint.runtime.threads import usable_threads
@@ -90,6 +93,43 @@ class OptimizerKind:
         made.param_groups = groups
         made.state = defaultdict(dict, state)
         return made
+
+    def step(self, made: Optimizer) -> None:
+        """Step what `with_state` has made, on any thread.
+
+        Raises:
+            TypeError: the step draws from global random generators, which are the training's.
+        """
+        kind: Any = self.kind  # mypy takes no class of optimizers as hashable
+        if _draws(kind):
+            raise TypeError("it draws random numbers")
+        with _NoDraws():  # type: ignore[no-untyped-call]
+            self.kind.step(made)
+
+
+class _NoDraws(TorchDispatchMode):
+    """Refuses torch's random operations on this thread."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise TypeError("it draws random numbers")
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _draws(kind: Any) -> bool:
+    """Whether an optimizer's code names numpy's or Python's generators: nothing shows on one thread alone that they are drawn from."""
+    found = [function for _, function in inspect.getmembers(kind, inspect.isfunction)]
+    for function in found:  # which grows
+        inner = inspect.unwrap(function)
+        if inner.__module__.startswith("torch."):
+            continue
+        names = inner.__code__.co_names
+        if "random" in names:
+            return True
+        called = [inner.__globals__.get(name) for name in names]
+        found += [one for one in called if inspect.isfunction(one) and one not in found]
+    return False
 
 
 def _shallow(value: Any) -> Any:
@@ -247,7 +287,7 @@ def _momentum_step(
         for key in firsts:
             entry[key] *= factor
         groups = [copied_group(group, {index: parameter}) for group in node["param_groups"]]
-        kind.kind.step(kind.with_state([group for group in groups if group["params"]], {parameter: entry}))
+        kind.step(kind.with_state([group for group in groups if group["params"]], {parameter: entry}))
         lengths.append(float(torch.linalg.vector_norm(parameter.detach() - _widened(weights[index]))))
     return lengths[0], lengths[1]
 
@@ -354,7 +394,7 @@ def _displacements(
             mean, spread = sizes[index]
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.grad = (mean + spread * noise).to(parameter.dtype)
-        kind.kind.step(optimizer)
+        kind.step(optimizer)
         if step in (0, _STEPS - 1):
             yield [parameters[index].detach() - _widened(weight) for index, weight in weights.items()]
 

@@ -1,0 +1,79 @@
+"""Optimizers that do more than torch's own: a save does not change how they go on."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shrinkpoint
+
+SIZE = 16
+
+
+class Noisy(torch.optim.Optimizer):
+    """Langevin dynamics, whose noise is drawn from a global generator."""
+
+    def __init__(self, params, draw):
+        super().__init__(params, {"lr": 1e-2})
+        self.draw = draw
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                moment = self.state[parameter].setdefault("strange", torch.zeros_like(parameter))
+                moment.lerp_(parameter.grad, 0.1)
+                parameter.sub_(group["lr"] * (moment + self.noise(parameter)))
+
+    def noise(self, parameter):
+        if self.draw == "torch":
+            return torch.randn_like(parameter)
+        return np.random.random() if self.draw == "numpy" else helped()
+
+
+def helped():
+    return random.gauss(0, 1)
+
+
+def train(url, model, optimizer, until, **stateful):
+    """Train from where the run is, as far as there is one."""
+    checkpointer = None
+    begin = 0
+    if url is not None:
+        checkpointer = shrinkpoint.Checkpointer(
+            url, model, optimizer, every=3, scheme="lossless", busy="wait", **stateful
+        )
+        begin = checkpointer.resume()
+    for step in range(begin, until):
+        inputs = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        if checkpointer is not None:
+            checkpointer.step(step + 1)
+    if checkpointer is not None:
+        checkpointer.close()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def built(make, seed):
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    model = nn.Linear(SIZE, SIZE)
+    return model, make(model.parameters())
+
+
+@pytest.mark.parametrize("draw", ["torch", "numpy", "python"])
+def test_a_save_draws_no_random_numbers(tmp_path, draw):
+    def make(params):
+        return Noisy(params, draw)
+
+    undisturbed = train(None, *built(make, 1), until=9)
+    saved = train(tmp_path / "run", *built(make, 1), until=9)
+    assert all(map(torch.equal, saved, undisturbed))
+    train(tmp_path / "again", *built(make, 1), until=3)
+    resumed = train(tmp_path / "again", *built(make, 2), until=9)
+    assert all(map(torch.equal, resumed, undisturbed))
