@@ -107,7 +107,7 @@ class LoopObjects:
             )
         self._undone = self._replaced = 0
         self._trained, self._dry = Trained(warn), DryRestore()
-        self._trained.begin(model)
+        self._trained.begin(model, self.inner)
         self._begin()
 
     def _begin(self) -> None:

@@ -1,9 +1,11 @@
-"""What a training's optimizers train: stored where no object's state has it, frozen again as it was, and missed where it is replaced."""
+"""What a training's optimizers train, and keep on themselves: stored where no object's state has it, frozen again as it was, and missed where it is
+replaced."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -13,11 +15,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.loop.identity import identities
 from shrinkpoint.state.roles import unnamed
-from shrinkpoint.state.wrappers import named_parameters, plain_names
+from shrinkpoint.state.wrappers import named_parameters, optimizers_in, plain_names
 
 __all__ = ["Trained", "load_trained"]
 
 _NAMED = 5
+_MOST_ELEMENTS = 1 << 20  # a longer tensor that an optimizer keeps is a buffer for its work
+_FIRST: WeakKeyDictionary[Any, dict[str, Any]] = (
+    WeakKeyDictionary()
+)  # what optimizers kept on themselves when they were first seen
 _IN_ORDER = "Change or wrap the model first, then make its optimizer, then what saves both, and then resume"
 
 
@@ -37,8 +43,9 @@ class Trained:
         self.outside: dict[str, torch.Tensor] = {}
         """As of the last save: what optimizers train and no object's state has."""
 
-    def begin(self, model: nn.Module) -> None:
-        """Compare with the model as it is now from here on."""
+    def begin(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
+        """Compare with the model, and with the optimizers if they are new, as they are now from here on."""
+        _changed(optimizers)
         self._parameters = {name: _Seen.of(parameter) for name, parameter in named_parameters(model)}
         self._counts = []
 
@@ -78,7 +85,7 @@ class Trained:
                 )
         flags = _flags({"": model, **(others or {})}, self.outside)
         frozen = [name for name, (owner, flag) in flags.items() if not getattr(owner, flag)]
-        trained = {"frozen": frozen, **self.values()}
+        trained = {"frozen": frozen, "attributes": _changed(optimizers), **self.values()}
         return {"identities": self._identities, "trained": trained}
 
     def values(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -185,6 +192,18 @@ def load_trained(
             f"{url} holds a run whose optimizer trains {_some(lacking)}, outside the model, and here it has no such parameters. Build"
             " the optimizer that the run was made with, or give this run a URL of its own"
         )
+    _changed(optimizers)
+    for optimizer, kept in zip(_inner(optimizers), stored["attributes"], strict=False):
+        device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+        for name, value in kept.items():
+            here = vars(optimizer).get(name)
+            if isinstance(here, torch.Generator):
+                here.set_state(value.cpu())
+            elif isinstance(value, list):  # a tensor, and whether it was on the host
+                value, on_host = value
+                setattr(optimizer, name, value.to("cpu" if on_host else device, copy=True))
+            else:
+                setattr(optimizer, name, value)
     with torch.no_grad():
         for name, value in values.items():
             owned[name].copy_(value)
@@ -243,6 +262,34 @@ def _outside(
             " be saved. Make them the model's, or give the module that has them by name"
         )
     return found
+
+
+def _inner(optimizers: Sequence[Any]) -> list[Any]:
+    return [one for optimizer in optimizers for one in optimizers_in(optimizer)]
+
+
+def _changed(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
+    """The numbers, tensors and generators that optimizers keep as attributes, as far as they may not be as they were first seen.
+
+    Flags and words are left out: they may stand for what a process has set up.
+    """
+    found = []
+    for optimizer in _inner(optimizers):
+        own = {name: _plain(value) for name, value in vars(optimizer).items()}
+        own = {name: value for name, value in own.items() if value is not None}
+        first = _FIRST.setdefault(optimizer, {n: v for n, v in own.items() if type(v) in (int, float)})
+        found.append(
+            {name: value for name, value in own.items() if name not in first or first[name] != value}
+        )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if type(value) is torch.Tensor and value.layout is torch.strided and value.numel() <= _MOST_ELEMENTS:
+        return [value.detach(), value.device.type == "cpu"]
+    return value if type(value) in (int, float) else None
 
 
 def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -81,4 +81,4 @@ def _require_inner(optimizer: Any, kept: set[int]) -> None:
 
 def _tensors(entries: Any) -> Iterator[torch.Tensor]:
     values = entries.values() if isinstance(entries, dict) else ()
-    return (value for value in values if type(value) is torch.Tensor)
+    return (value for value in values if type(value) is torch.Tensor and value.layout is torch.strided)

@@ -180,7 +180,7 @@ class Session:
             url = self.run.settings.url
             self.run.warn_once(load_trained(self._stored_trained, module, optimizers, url))
             self._stored_trained = None
-        self.run.trained.begin(module)
+        self.run.trained.begin(module, optimizers)
         if self._trained_part(state)["outside"]:
             raise ConfigError(
                 f"the optimizer trains {len(self.run.trained.outside)} parameters that are not in the model, whose state Composer cannot name: make"

@@ -217,7 +217,7 @@ class Session:
         if self._stored_trained is not None:
             self._load_trained(trainer, self._stored_trained)
             self._stored_trained = None
-        self.run.trained.begin(module)
+        self.run.trained.begin(module, trainer.optimizers)
         Position.of(trainer).apply(trainer, module)
         self._trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
         self._seen_step = trainer.global_step

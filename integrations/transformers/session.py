@@ -234,7 +234,7 @@ class Session:
         restore_buckets(trainer.model_wrapped, buckets)
         restore_hook_states(trainer.model_wrapped, hooks)
         self._steps.starts(trainer)
-        self.run.trained.begin(trainer.model)
+        self.run.trained.begin(trainer.model, optimizers_of(trainer))
         self.run.check_hooks(trainer.model_wrapped)
         if is_first():
             self.run.saver.begin(

@@ -77,3 +77,50 @@ def test_a_save_draws_no_random_numbers(tmp_path, draw):
     train(tmp_path / "again", *built(make, 1), until=3)
     resumed = train(tmp_path / "again", *built(make, 2), until=9)
     assert all(map(torch.equal, resumed, undisturbed))
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps on itself what its steps depend on."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+        self.steps, self.mean, self.late = 0, torch.zeros(()), None
+        self.generator = torch.Generator().manual_seed(torch.initial_seed())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        self.late = torch.ones(2) if self.late is None else self.late + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                noise = torch.randn(parameter.shape, generator=self.generator)
+                self.mean = 0.9 * self.mean + parameter.grad.mean()
+                factor = self.steps + self.mean + self.late[0]
+                parameter.sub_(group["lr"] * factor * (parameter.grad + noise))
+
+
+@pytest.mark.parametrize("saved", [3, 6])
+def test_what_an_optimizer_keeps_on_itself_goes_on(tmp_path, saved):
+    undisturbed = train(None, *built(Counting, 1), until=9)
+    train(tmp_path, *built(Counting, 1), until=3)
+    train(tmp_path, *built(Counting, 2), until=saved)
+    assert all(map(torch.equal, train(tmp_path, *built(Counting, 3), until=9), undisturbed))
+
+
+def test_sparse_moments_go_on(tmp_path):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(SIZE, SIZE, sparse=True)
+
+        def forward(self, inputs):
+            return self.table(inputs.argmax(1))
+
+    def words(seed):
+        torch.manual_seed(seed)
+        model = Words()
+        return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    undisturbed = train(None, *words(1), until=9)
+    train(tmp_path, *words(1), until=3)
+    assert all(map(torch.equal, train(tmp_path, *words(2), until=9), undisturbed))
