@@ -148,6 +148,7 @@ def _list_runs(url: str, names: Sequence[str], options: Options, *, as_json: boo
             warnings.simplefilter("ignore", ShrinkpointWarning)
             manifests = run.store.manifests()
         sizes = run.sizes()
+        bad = sum(find_damage(run, manifest, sizes) is not None for manifest in manifests)
         runs.append(
             {
                 "run": name,
@@ -156,6 +157,7 @@ def _list_runs(url: str, names: Sequence[str], options: Options, *, as_json: boo
                 "stored_bytes": sum(sizes.get(key, 0) for key in run.keys(manifests)),
                 "raw_bytes": _raw_bytes([describe_manifest(manifest) for manifest in manifests]),
                 "wall_time": manifests[0].wall_time if manifests else None,
+                "damaged": bad + len(run.store.damaged),
             }
         )
     runs.sort(key=lambda run: -(run["wall_time"] or 0.0))
@@ -178,6 +180,10 @@ def _list_runs(url: str, names: Sequence[str], options: Options, *, as_json: boo
     ]
     columns = ("run", "checkpoints", "newest step", "on disk", "instead of", "ratio", "age")
     print_table(columns, rows, left=("run",), optional=("instead of", "checkpoints"), crop="run")
+    for one in runs:
+        if one["damaged"]:
+            damaged = counted(one["damaged"], "checkpoint")
+            console().print(f"{one['run']}: {damaged} DAMAGED; `shrinkpoint ls` of this run says how")
 
 
 def _print(checkpoints: Sequence[Mapping[str, Any]], unreadable: Sequence[Mapping[str, Any]]) -> None:

@@ -148,7 +148,8 @@ class Planner:
         exact: bool,
     ) -> Plan:
         if exact or self._strategy is None:
-            return exactly("exact storage was asked for, as a signal to end does", is_explained=True)
+            why = ", as a signal to end does" if exact else ""
+            return exactly(f"exact storage was asked for{why}", is_explained=True)
         finite, not_finite = snapshot.weights(self._strategy)
         self._warn_not_finite(not_finite)
         if not finite:

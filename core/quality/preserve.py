@@ -16,16 +16,17 @@ import socket
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import CellType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.warn import brief
@@ -40,9 +41,7 @@ _ATTEMPTS = 3
 
 _TENSORS = (torch.Tensor, nn.Parameter)
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, tuple, frozenset)
-_ATOMS = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, range, slice, FunctionType, ModuleType}
-)
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, slice, ModuleType})
 _LEFT_ALONE = (
     "shrinkpoint torch torchdata lightning pytorch_lightning lightning_fabric composer streaming transformers accelerate datasets"
     " logging threading _thread weakref multiprocessing concurrent asyncio subprocess queue wandb mlflow tensorboard tqdm rich"
@@ -81,7 +80,8 @@ def preserved_state(
 
     Tensors are copied meanwhile, each piece of memory once, and get their values back in place, so that
     references to them stay valid; of DTensors this process's shards. Gradients are kept by reference, so the block must take its own. Numbers,
-    containers, arrays, generators and other objects' attributes are kept; not what classes, functions and modules of Python refer to.
+    containers, arrays, generators, other objects' and their classes' attributes are kept, and what functions close over; not global variables.
+    Of optimizers that are no roots, the groups alone.
 
     Args:
         roots: modules, optimizers and containers, whose tensors are copied to the host, however large.
@@ -154,6 +154,7 @@ class _Memory:
                 plan = self._kinds.get(kind)
                 if plan is None:
                     plan = self._kinds[kind] = _kind_of(kind)
+                    waiting.extend(self._remember_class(kind) if not plan.left_alone else ())
                 is_ours = not plan.left_alone or id(value) in named
                 if is_ours or plan.position is not None:  # others may still be named
                     self._seen[id(value)] = value
@@ -161,6 +162,8 @@ class _Memory:
                     self._watch(value, plan.position)
                 if is_ours:
                     waiting.extend(self._remember(value, kind, plan))
+                elif isinstance(value, torch.optim.Optimizer):
+                    waiting.append(value.param_groups)
         self._remember_large()
 
     def put_back(self) -> None:
@@ -205,6 +208,10 @@ class _Memory:
             if base not in (tuple, frozenset):
                 self._undo.append(_collection_undo(value, base, items))
             found = self._nearest(items)
+        elif kind is FunctionType:
+            found = [*(value.__closure__ or ())] if not _is_left_alone(value) else []
+        elif kind is CellType:
+            found = self._remember_slots(value, [CellType.cell_contents])
         elif (undo := _state_undo(value, kind)) is not None:
             self._undo.append(undo)
         elif not (plan.has_dict or plan.members) or kind is partial:  # of C, such as an iterator
@@ -297,6 +304,19 @@ class _Memory:
         self._undo.append(undo)
         return [item for item in values if type(item) not in _ATOMS]
 
+    def _remember_class(self, kind: type) -> list[object]:
+        """As `_remember`, of what a class and its bases have for all their objects."""
+        found: list[object] = []
+        for base in kind.__mro__:
+            if id(base) in self._seen or _is_left_alone(base):
+                continue
+            self._seen[id(base)] = base
+            names = [name for name in vars(base) if not name.startswith(("__", "_abc_"))]
+            before = {name: vars(base)[name] for name in names if not hasattr(vars(base)[name], "__get__")}
+            self._undo.append(partial(_set_attributes, base, before))
+            found += [item for item in before.values() if type(item) not in _ATOMS]
+        return found
+
     def _remember_slots(self, value: object, members: list[Any]) -> list[object]:
         before = [_slot(value, member) for member in members]
 
@@ -325,16 +345,14 @@ class _Memory:
 
 def _kind_of(kind: type) -> _Kind:
     if kind not in _kinds:
-        package = str(kind.__module__).partition(".")[0]
-        ours = issubclass(kind, (nn.Module, torch.Tensor, torch.Generator)) or hasattr(
-            kind, "get_obj"
-        )  # shared
+        own = (nn.Module, torch.Tensor, torch.Generator, LRScheduler)
+        ours = issubclass(kind, own) or hasattr(kind, "get_obj")  # shared
         foreign = issubclass(kind, (type, torch.optim.Optimizer, torch.utils.data.Dataset))
-        left_alone = not ours and (foreign or package in _LEFT_ALONE.split())
+        left_alone = not ours and (foreign or _is_left_alone(kind))
         # Members of C are made anew when read, and FSDP2 gives a DTensor other memory in the first forward pass.
         slotted = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
-        own = slotted if not issubclass(kind, torch.Tensor) else []
-        members = [item for part in own for item in part.values() if type(item) is MemberDescriptorType]
+        slots = slotted if not issubclass(kind, torch.Tensor) else []
+        members = [item for part in slots for item in part.values() if type(item) is MemberDescriptorType]
         base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
         has_dict = bool(kind.__dictoffset__) and kind is not base
         is_opaque = left_alone or not (has_dict or members)
@@ -391,10 +409,21 @@ def _looked(look: Callable[[Any], object], value: object) -> object:
         return type(error)
 
 
+def _is_left_alone(defined: Any) -> bool:
+    """Whether a class or a function is of one of these packages."""
+    return str(defined.__module__).partition(".")[0] in _LEFT_ALONE.split()
+
+
+def _set_attributes(owner: type, values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        if vars(owner).get(name, _MISSING) is not value:
+            setattr(owner, name, value)
+
+
 def _slot(value: object, member: Any) -> object:
     try:
         return member.__get__(value)
-    except AttributeError:
+    except (AttributeError, ValueError):  # of an empty cell
         return _MISSING
 
 

@@ -425,8 +425,9 @@ class RunSession:
         self._monitored = self._monitored or not self._lacked
         if monitor is not None and not self._monitored and not self.best.scores:
             self.warn_once(
-                f"monitor={monitor!r} had not been logged when step {step} was saved; until it is, checkpoints take no part"
-                f" in the ranking. Logged so far: {', '.join(sorted(metrics)) or 'nothing'}",
+                f"monitor={monitor!r} had not been logged when step {step} was saved, or was NaN or infinite; until it is a number,"
+                " checkpoints take no part in the ranking, and all stay but by save_total_limit. Logged so far:"
+                f" {', '.join(sorted(metrics)) or 'nothing'}",
                 topic="monitor",
             )
 

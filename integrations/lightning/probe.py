@@ -27,7 +27,7 @@ from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.sharded.swapping import swapped_shards
 from shrinkpoint.state.averages import without_averages
 
-__all__ = ["LossProbe", "arguments", "captured_logs"]
+__all__ = ["LossProbe", "arguments", "around", "captured_logs"]
 
 
 class LossProbe:
@@ -75,7 +75,7 @@ class LossProbe:
         measure = self.measurement(trainer, module)
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with swapped_weights(module, without_averages(weights), trainer):
+            with swapped_weights(module, without_averages(weights), *around(trainer)):
                 return measure()
 
         return evaluate
@@ -90,7 +90,7 @@ class LossProbe:
         measure = self.measurement(trainer, module, self.kept.agreed())
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with swapped_shards(module, without_averages(weights), trainer):
+            with swapped_shards(module, without_averages(weights), *around(trainer)):
                 return measure()
 
         return evaluate
@@ -183,6 +183,11 @@ def _step(
     if module.automatic_optimization and is_overridden("training_step", module):
         return module.training_step, trainer.precision_plugin.train_step_context
     return None, None
+
+
+def around(trainer: Trainer) -> tuple[object, ...]:
+    """What a step may change in addition to the module, as of `preserved_state`."""
+    return trainer, trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
 
 
 def arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.probe import RecentBatches, as_many, to_host
-from shrinkpoint.integrations.lightning.probe import LossProbe, arguments, captured_logs
+from shrinkpoint.integrations.lightning.probe import LossProbe, arguments, around, captured_logs
 from shrinkpoint.integrations.lightning.state import trained_key
 from shrinkpoint.loop.alone import alone, wrapper_obstacle
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
@@ -74,7 +74,7 @@ class StepProbe:
             clip=lambda: _clip(trainer, module, optimizer),
             scale=_scale(trainer),
             settle=lambda: reshard(module) if self._shards else None,
-            around=[trainer],
+            around=around(trainer),
         )
 
         def resumed(checkpoint: Any, marks: Sequence[int]) -> Sequence[Loss]:

@@ -125,3 +125,34 @@ def test_what_cannot_be_put_back_is_named_once_and_ends_measuring(tmp_path: Path
     assert "of Lasting" in told[0]
     undisturbed = 3 * 2 + 2  # three validations, and the one before training
     assert undisturbed < len(CALLS) <= undisturbed + 2  # once, on two batches
+
+
+class Steering(Tiny):
+    """Its steps warm the learning rate up by themselves, and count by a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__(Setup(width=128))
+        self.rates: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
+        self.trainer.optimizers[0].param_groups[0].setdefault("seen", []).append(batch_idx)
+        self.trainer.lr_scheduler_configs[0].scheduler.last_epoch += 1
+        self.rates.append(str(self.trainer.optimizers[0].param_groups[0]["lr"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+def test_rates_that_steps_change_are_as_without_the_callback(tmp_path: Path) -> None:
+    def trained(*callbacks: Callback) -> list[Any]:
+        torch.manual_seed(1)
+        module = Steering()
+        trainer = fit(*callbacks, module=module, max_epochs=3).trainer
+        config = trainer.lr_scheduler_configs[0]
+        return [module.rates, config.scheduler.state_dict(), trainer.optimizers[0].param_groups[0]["seen"]]
+
+    saving = CompressedCheckpoint(str(tmp_path / "run"), every_n_train_steps=5, busy="wait")
+    assert trained(saving) == trained()

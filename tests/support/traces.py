@@ -70,9 +70,21 @@ class Meter:
 
 
 class Traces:
-    """Lists, dicts, deques, sets, counters, numbers, strings, arrays, tensors, metrics, generators and objects."""
+    """Lists, dicts, deques, sets, counters, numbers, strings, arrays, tensors, metrics, generators, objects, classes and closures."""
+
+    of_class: list[float]
+    class_count: int
 
     def __init__(self) -> None:
+        Traces.of_class, Traces.class_count = [], 0
+        closed, calls = [], 0
+
+        def close_over(value: float) -> None:
+            nonlocal calls
+            calls += 1
+            closed.append(value)
+
+        self.close_over, self.closed = close_over, lambda: (closed, calls)
         self.losses: list[Any] = []
         self.alias = {"of": {"losses": self.losses}}
         self.by_name: Any = defaultdict(list)
@@ -104,6 +116,9 @@ class Traces:
 
     def touch(self, value: float) -> None:
         CALLS.append(value)
+        Traces.of_class.append(value)
+        Traces.class_count += 1
+        self.close_over(value)
         self.record(value)
         self.by_name[f"{value:.3f}"].append(value)
         self.ordered.move_to_end("a")
@@ -146,6 +161,7 @@ class Traces:
         assert self.alias["of"]["losses"] is self.losses
         assert self.meter.itself is self.meter
         everything = [
+            *(self.of_class, self.class_count, self.closed()),
             *(self.losses, dict(self.by_name), self.ordered, self.recent, sorted(self.kinds), self.counts),
             *(self.count, self.best, self.text, self.array, self.rows, self.objects.tolist(), self.tensor),
             *(self.memory_bank.sum(1)[: self.count + 2].tolist(), self.replaced, self.tensors, self.outputs),

@@ -341,6 +341,23 @@ def test_ls_of_a_folder_of_runs_is_a_table_of_them(folder: Path) -> None:
     assert len(rows) == 2
 
 
+def test_of_a_folder_of_runs_it_is_said_which_are_damaged(folder: Path) -> None:
+    for name, damaged in (("whole", ""), ("short", "data/*"), ("unreadable", "commits/*")):
+        copied = Path(shutil.copytree(folder, folder.parent / "runs" / name))
+        for file in sorted(copied.glob(damaged))[:1] if damaged else ():
+            file.write_bytes(b"cut")
+    told = run("ls", str(folder.parent / "runs")).stdout
+    assert "short: " in told
+    assert "unreadable: 1 checkpoint DAMAGED" in told
+    assert "whole: " not in told
+    listed = run_json("ls", str(folder.parent / "runs"))["runs"]
+    assert {each["run"]: each["damaged"] > 0 for each in listed} == {
+        "whole": False,
+        "short": True,
+        "unreadable": True,
+    }
+
+
 def test_a_file_in_a_runs_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"")
     assert "is a file, not a run" in run("ls", str(tmp_path / "x"), code=1).stderr
