@@ -21,6 +21,8 @@ __all__ = ["Trained", "load_trained"]
 
 _NAMED = 5
 _MOST_ELEMENTS = 1 << 20  # a longer tensor that an optimizer keeps is a buffer for its work
+_ADAPTERS = ("merged_adapters", "active_adapter", "_active_adapter", "_disable_adapters")
+_RANKS = ("ipt", "exp_avg_ipt", "exp_avg_unc", "rank_pattern")
 _FIRST: WeakKeyDictionary[Any, dict[str, Any]] = (
     WeakKeyDictionary()
 )  # what optimizers kept on themselves when they were first seen
@@ -85,7 +87,9 @@ class Trained:
                 )
         flags = _flags({"": model, **(others or {})}, self.outside)
         frozen = [name for name, (owner, flag) in flags.items() if not getattr(owner, flag)]
-        trained = {"frozen": frozen, "attributes": _changed(optimizers), **self.values()}
+        adapters = {name: owner[key] for name, (owner, key) in _adapters(model).items()}
+        attributes = _changed(optimizers)
+        trained = {"frozen": frozen, "attributes": attributes, "adapters": adapters, **self.values()}
         return {"identities": self._identities, "trained": trained}
 
     def values(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -204,6 +208,9 @@ def load_trained(
                 setattr(optimizer, name, value.to("cpu" if on_host else device, copy=True))
             else:
                 setattr(optimizer, name, value)
+    for name, (owner, key) in _adapters(model).items():
+        if name in stored["adapters"]:
+            owner[key] = _moved(stored["adapters"][name], next(model.parameters()).device)
     with torch.no_grad():
         for name, value in values.items():
             owned[name].copy_(value)
@@ -262,6 +269,29 @@ def _outside(
             " be saved. Make them the model's, or give the module that has them by name"
         )
     return found
+
+
+def _adapters(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where PEFT notes, beside all tensors, which adapters are active or merged into the base, and AdaLoRA by what it chooses ranks."""
+    owners: dict[str, Any] = {}
+    with plain_names(model) as inner:
+        for name, part in inner.named_modules():
+            owners[name] = part
+            if hasattr(part, "rankallocator"):
+                owners[f"{name}.ranks"] = part.rankallocator
+                owners[f"{name}.config"] = part.rankallocator.peft_config
+    return {
+        f"{name}.{key}": (vars(owner), key)
+        for name, owner in owners.items()
+        for key in (_ADAPTERS if isinstance(owner, nn.Module) else _RANKS)
+        if key in vars(owner)
+    }
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _inner(optimizers: Sequence[Any]) -> list[Any]:
