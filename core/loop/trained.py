@@ -272,7 +272,7 @@ def _outside(
 
 
 def _adapters(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where PEFT notes, beside all tensors, which adapters are active or merged into the base, and AdaLoRA by what it chooses ranks."""
+    """Where PEFT notes, outside of tensors, which adapters are active or merged into the base, and AdaLoRA by what it chooses ranks."""
     owners: dict[str, Any] = {}
     with plain_names(model) as inner:
         for name, part in inner.named_modules():
