@@ -27,7 +27,7 @@ __all__ = [
     "ratio_text",
 ]
 
-_PIPE_WIDTH = 240
+_PIPE_WIDTH = 1000
 """Width where stdout is not a terminal, so that nothing is cut in a pipe."""
 
 _WORTH_SAYING = 0.2

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.state.blocks import boxes_meet
@@ -98,13 +97,20 @@ def pieces_of(name: str, tensor: Any) -> list[Piece]:
     elif type(tensor).__name__ == "DTensor":
         found = _of_dtensor(name, tensor)
     else:
-        if is_traceable_wrapper_subclass(tensor):
+        if not _has_memory(tensor):
             raise CannotRepresentError(
                 f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, of which it is not known which box of a"
                 " tensor each rank holds: convert it to a plain tensor or DTensor in its state_dict()"
             )
         found = [Piece(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
     return [piece for piece in found if piece.box.numel]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return bool(tensor.data_ptr()) or not tensor.numel()
+    except RuntimeError:
+        return False
 
 
 def _of_dtensor(name: str, tensor: Any) -> list[Piece]:

@@ -82,9 +82,12 @@ def own_names(module: nn.Module) -> dict[str, str]:
 
 def _inside(module: nn.Module) -> nn.Module:
     for kind in type(module).__mro__:
-        inner = module._modules.get(_INSIDE.get(kind.__name__, ""))
-        if inner is not None and not module._parameters and not module._buffers:
-            return _inside(inner)
+        if (
+            (name := _INSIDE.get(kind.__name__)) is not None
+            and not module._parameters
+            and not module._buffers
+        ):
+            return _inside(module._modules[name]) if name in module._modules else module
     return module
 
 

@@ -127,5 +127,5 @@ def test_moments_replaced_by_noise_of_their_own_size_are_stored_exactly(
 
     monkeypatch.setattr(centroid_moments._Quantized, "value", replaced)
     for report in saves(tmp_path):
-        assert report["scheme"] == "lossless"
+        assert report["configuration"].endswith("exact moments")
         assert "as far from the truth as zeros are" in report["reason"]

@@ -26,13 +26,6 @@ class Wrapped(torch.Tensor):
         made.inner = inner
         return made
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict, *rest: object) -> "Wrapped":
-        return cls(inner["inner"])
-
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = function(*(a.inner if isinstance(a, Wrapped) else a for a in args), **(kwargs or {}))

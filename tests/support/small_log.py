@@ -20,7 +20,9 @@ class SmallLogTraining:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step / 50))
         self.truth: dict[int, dict[str, torch.Tensor]] = {}
         more = {
-            name: fields.pop(name) for name in ("every", "keep_last", "storage_options") if name in fields
+            name: fields.pop(name)
+            for name in ("every", "keep_last", "options", "storage_options")
+            if name in fields
         }
         self.checkpointer = shrinkpoint.Checkpointer(
             str(url),

@@ -300,7 +300,7 @@ def test_a_large_exact_share_is_told_once_and_shown(tmp_path: Any) -> None:
     why = {tensor["name"]: tensor["why_exact"] for tensor in shown["tensors"]}
     assert "square_avg" in why["optimizers/0/state/0/square_avg"]
     assert why["model/inner.weight"] is None
-    text = lines("show", url, "--step", "1")
+    text = lines("show", url, "--step", "1", "--all")
     assert "fewer than 64 elements" in text
     assert "% of the bytes: other, exact" in text
 

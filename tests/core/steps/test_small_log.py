@@ -82,7 +82,8 @@ def test_errors_do_not_accumulate(tmp_path):
 
 
 def test_a_lossy_base_is_healed(tmp_path):
-    training = SmallLogTraining(tmp_path / "run", scheme="auto").run(0, 19)
+    coarse = {"weight_scale": 0.25}
+    training = SmallLogTraining(tmp_path / "run", scheme="auto", options=coarse).run(0, 19)
     training.checkpointer.close()
     assert training.log.off is None
     base = shrinkpoint.load_weights(f"{tmp_path}/run#step=10")
