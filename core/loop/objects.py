@@ -152,6 +152,7 @@ class LoopObjects:
         """See `DryRestore.check`."""
 
         def capture() -> tuple[TrainingState, Any]:
+            self._trained.require_room(self.model)
             others = {name: value for name, value in self.stateful.items() if not hasattr(value, "dataset")}
             state = {
                 "model": state_of(self.model),

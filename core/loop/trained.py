@@ -1,5 +1,4 @@
-"""What a training's optimizers train, and keep on themselves: stored where no object's state has it, frozen again as it was, and missed where it is
-replaced."""
+"""What a training's optimizers train and keep: stored where no object's state has it, frozen again as it was, and missed where it is replaced."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.loop.identity import identities
+from shrinkpoint.optimizers.objects import moved
 from shrinkpoint.state.roles import unnamed
 from shrinkpoint.state.wrappers import named_parameters, optimizers_in, plain_names
 
@@ -21,11 +21,9 @@ __all__ = ["Trained", "load_trained"]
 
 _NAMED = 5
 _MOST_ELEMENTS = 1 << 20  # a longer tensor that an optimizer keeps is a buffer for its work
-_ADAPTERS = ("merged_adapters", "active_adapter", "_active_adapter", "_disable_adapters")
-_RANKS = ("ipt", "exp_avg_ipt", "exp_avg_unc", "rank_pattern")
-_FIRST: WeakKeyDictionary[Any, dict[str, Any]] = (
-    WeakKeyDictionary()
-)  # what optimizers kept on themselves when they were first seen
+_NOTED = {"merged_adapters", "active_adapter", "_active_adapter", "_disable_adapters"}
+_NOTED |= {"ipt", "exp_avg_ipt", "exp_avg_unc", "rank_pattern"}
+_FIRST: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # as optimizers were first seen
 _IN_ORDER = "Change or wrap the model first, then make its optimizer, then what saves both, and then resume"
 
 
@@ -42,12 +40,14 @@ class Trained:
         self._counts: list[list[int]] = []
         self._identities: list[dict[str, Any]] = []
         self._said: set[str] = set()
+        self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self.outside: dict[str, torch.Tensor] = {}
         """As of the last save: what optimizers train and no object's state has."""
 
     def begin(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
         """Compare with the model, and with the optimizers if they are new, as they are now from here on."""
         _changed(optimizers)
+        self._buffers = [(part, _sizes(part)) for part in model.modules()]
         self._parameters = {name: _Seen.of(parameter) for name, parameter in named_parameters(model)}
         self._counts = []
 
@@ -74,6 +74,7 @@ class Trained:
             StateMismatchError: as `check`; or a parameter outside the model is a shard.
         """
         self.check(model, optimizers)
+        self._report(self._late(model))
         counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         if counts != self._counts:
             self.outside = _outside(model, optimizers, weights, state)
@@ -91,6 +92,29 @@ class Trained:
         attributes = _changed(optimizers)
         trained = {"frozen": frozen, "attributes": attributes, "adapters": adapters, **self.values()}
         return {"identities": self._identities, "trained": trained}
+
+    def require_room(self, model: nn.Module) -> None:
+        """Refuse buffers that have come or grown since `begin`: a model that is built anew has no place for them."""
+        if late := self._late(model):
+            raise StateMismatchError(late)
+
+    def _late(self, model: nn.Module) -> str:
+        names = {part: f"{name}." if name else "" for name, part in model.named_modules()}
+        late = [
+            f"{names.get(part, '')}{name}"
+            for part, before in self._buffers
+            for name, size in _sizes(part).items()
+            if before.get(name) != size and not (_makes_room(part) or _makes_room(model))
+        ]
+        return (
+            ""
+            if not late
+            else (
+                f"training has made or resized the model's buffers {_some(late)}: a checkpoint cannot be loaded into a model that is built anew. Make"
+                " them in their size with the model, or call it on one batch before it is given to be saved, at every start, or let their module's"
+                " _load_from_state_dict() make room for them"
+            )
+        )
 
     def values(self) -> dict[str, dict[str, torch.Tensor]]:
         """What parameters outside the model hold now, and their gradients: Hugging Face's Trainer sets the model's alone to zero."""
@@ -144,7 +168,7 @@ class Trained:
             )
 
     def _report(self, line: str) -> None:
-        if line not in self._said:
+        if line and line not in self._said:
             self._said.add(line)
             self._say(line)
 
@@ -158,6 +182,17 @@ class _Seen:
     @classmethod
     def of(cls, parameter: torch.Tensor) -> "_Seen":
         return cls(parameter, _kind(parameter), parameter.requires_grad)
+
+
+def _sizes(part: nn.Module) -> dict[str, Any]:
+    hidden = part._non_persistent_buffers_set
+    return {n: b.shape for n, b in part._buffers.items() if b is not None and n not in hidden}
+
+
+def _makes_room(part: nn.Module) -> bool:
+    own = type(part)._load_from_state_dict, type(part).load_state_dict
+    plain = nn.Module._load_from_state_dict, nn.Module.load_state_dict
+    return own != plain or bool(part._load_state_dict_pre_hooks)
 
 
 def _kind(parameter: torch.Tensor) -> tuple[object, ...]:
@@ -197,20 +232,17 @@ def load_trained(
             " the optimizer that the run was made with, or give this run a URL of its own"
         )
     _changed(optimizers)
+    device = next(chain(model.parameters(), [torch.empty(0)])).device
     for optimizer, kept in zip(_inner(optimizers), stored["attributes"], strict=False):
-        device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
         for name, value in kept.items():
             here = vars(optimizer).get(name)
             if isinstance(here, torch.Generator):
                 here.set_state(value.cpu())
-            elif isinstance(value, list):  # a tensor, and whether it was on the host
-                value, on_host = value
-                setattr(optimizer, name, value.to("cpu" if on_host else device, copy=True))
             else:
-                setattr(optimizer, name, value)
+                setattr(optimizer, name, moved(value, here.device if torch.is_tensor(here) else device))
     for name, (owner, key) in _adapters(model).items():
         if name in stored["adapters"]:
-            owner[key] = _moved(stored["adapters"][name], next(model.parameters()).device)
+            owner[key] = moved(stored["adapters"][name], device)
     with torch.no_grad():
         for name, value in values.items():
             owned[name].copy_(value)
@@ -273,25 +305,15 @@ def _outside(
 
 def _adapters(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """Where PEFT notes, outside of tensors, which adapters are active or merged into the base, and AdaLoRA by what it chooses ranks."""
-    owners: dict[str, Any] = {}
+    found: dict[str, tuple[dict[str, Any], str]] = {}
     with plain_names(model) as inner:
         for name, part in inner.named_modules():
-            owners[name] = part
-            if hasattr(part, "rankallocator"):
-                owners[f"{name}.ranks"] = part.rankallocator
-                owners[f"{name}.config"] = part.rankallocator.peft_config
-    return {
-        f"{name}.{key}": (vars(owner), key)
-        for name, owner in owners.items()
-        for key in (_ADAPTERS if isinstance(owner, nn.Module) else _RANKS)
-        if key in vars(owner)
-    }
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+            ranks = getattr(part, "rankallocator", None)
+            for own in (
+                vars(one) for one in (part, ranks, getattr(ranks, "peft_config", None)) if one is not None
+            ):
+                found |= {f"{name}.{key}": (own, key) for key in sorted(_NOTED & own.keys())}
+    return found
 
 
 def _inner(optimizers: Sequence[Any]) -> list[Any]:
@@ -299,18 +321,17 @@ def _inner(optimizers: Sequence[Any]) -> list[Any]:
 
 
 def _changed(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
-    """The numbers, tensors and generators that optimizers keep as attributes, as far as they may not be as they were first seen.
+    """The numbers, tensors and generators that optimizers keep as attributes, without numbers that are as they were first seen.
 
     Flags and words are left out: they may stand for what a process has set up.
     """
     found = []
     for optimizer in _inner(optimizers):
         own = {name: _plain(value) for name, value in vars(optimizer).items()}
-        own = {name: value for name, value in own.items() if value is not None}
-        first = _FIRST.setdefault(optimizer, {n: v for n, v in own.items() if type(v) in (int, float)})
-        found.append(
-            {name: value for name, value in own.items() if name not in first or first[name] != value}
-        )
+        numbers = {name: value for name, value in own.items() if not torch.is_tensor(value)}
+        first = _FIRST.setdefault(optimizer, numbers)
+        same = {name for name, value in numbers.items() if value in (None, first.get(name))}
+        found.append({name: value for name, value in own.items() if name not in same})
     return found
 
 
@@ -318,7 +339,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.get_state()
     if type(value) is torch.Tensor and value.layout is torch.strided and value.numel() <= _MOST_ELEMENTS:
-        return [value.detach(), value.device.type == "cpu"]
+        return value.detach()
     return value if type(value) in (int, float) else None
 
 

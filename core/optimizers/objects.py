@@ -14,7 +14,7 @@ from shrinkpoint.optimizers.updates import OptimizerKind, copied_group
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.wrappers import unwrapped
 
-__all__ = ["put_back_objects", "with_object_states"]
+__all__ = ["moved", "put_back_objects", "with_object_states"]
 
 _MARK = "state_dict of"
 
@@ -64,7 +64,7 @@ def put_back_objects(optimizer: Any, state: Any) -> None:
                     f"the checkpoint's {type(inner).__name__} keeps a {kind} as {key!r} for a parameter, and this one a"
                     f" {type(made).__qualname__}: build the optimizer that the run was made with"
                 )
-            made.load_state_dict(_moved(value, parameter.device))
+            made.load_state_dict(moved(value, parameter.device))
             inner.state[parameter][key] = made
 
 
@@ -74,10 +74,11 @@ def _objects(entry: Any) -> dict[str, tuple[str, Any]]:
     return {key: (v[_MARK], v["state"]) for key, v in values if type(v) is dict and _MARK in v}
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def moved(value: Any, device: torch.device) -> Any:
+    """A tensor, or the tensors in dicts, on a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    return {key: _moved(item, device) for key, item in value.items()} if type(value) is dict else value
+    return {key: moved(item, device) for key, item in value.items()} if type(value) is dict else value
 
 
 def _first_state(optimizer: Any, parameter: torch.Tensor) -> Mapping[str, Any]:

@@ -95,13 +95,8 @@ class OptimizerKind:
         return made
 
     def step(self, made: Optimizer) -> None:
-        """Step what `with_state` has made, on any thread.
-
-        Raises:
-            TypeError: the step draws from global random generators, which are the training's.
-        """
-        kind: Any = self.kind  # mypy takes no class of optimizers as hashable
-        if _draws(kind):
+        """Step what `with_state` has made, on any thread; an error where that draws from global generators, which are the training's."""
+        if any(_draws(function) for _, function in inspect.getmembers(self.kind, inspect.isfunction)):
             raise TypeError("it draws random numbers")
         with _NoDraws():  # type: ignore[no-untyped-call]
             self.kind.step(made)
@@ -117,19 +112,12 @@ class _NoDraws(TorchDispatchMode):
 
 
 @cache
-def _draws(kind: Any) -> bool:
-    """Whether an optimizer's code names numpy's or Python's generators: nothing shows on one thread alone that they are drawn from."""
-    found = [function for _, function in inspect.getmembers(kind, inspect.isfunction)]
-    for function in found:  # which grows
-        inner = inspect.unwrap(function)
-        if inner.__module__.startswith("torch."):
-            continue
-        names = inner.__code__.co_names
-        if "random" in names:
-            return True
-        called = [inner.__globals__.get(name) for name in names]
-        found += [one for one in called if inspect.isfunction(one) and one not in found]
-    return False
+def _draws(function: Any) -> bool:
+    """Whether a function names numpy's or Python's generators: nothing shows on one thread alone that they are drawn from."""
+    inner = inspect.unwrap(function)
+    names = () if inner.__module__.startswith("torch.") else inner.__code__.co_names
+    called = (inner.__globals__.get(name) for name in names)
+    return "random" in names or any(_draws(f) for f in called if inspect.isfunction(f) and f is not function)
 
 
 def _shallow(value: Any) -> Any:

@@ -299,6 +299,7 @@ class RunSession:
         """
 
         def capture() -> tuple[TrainingState, Any]:
+            self.trained.require_room(model)
             given = state()
             return TrainingState.capture(given, describe(given)), parts
 
