@@ -491,6 +491,7 @@ class RunSession:
             warn(
                 f"the save to {self.settings.url} is still running after {timeout_s:.0f} s; the process ends when it is finished"
             )
+        self._take_reports()
 
     def release(self) -> None:
         """After `fail` or `close`: drop all references to the training; the store is read again if needed."""

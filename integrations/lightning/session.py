@@ -383,7 +383,8 @@ class Session:
         if not self._last_batch and self.settings.on_epoch_end is not True and self._path is None:
             self._trigger.after_validation(trainer.current_epoch + 1)
         self._request_owed(trainer)
-        self._save_or_end(trainer, module)
+        # Gradients may be half accumulated: waiting for the step, no save would ever have the metric.
+        self._save_or_end(trainer, module, anyway=self._is_ranked(trainer))
 
     def epoch_ends(self, trainer: Trainer, module: LightningModule) -> None:
         """Save what was due at the epoch's last batch."""
@@ -396,11 +397,16 @@ class Session:
                 self._request_owed(trainer)
             self._save_or_end(trainer, module)
 
-    def _save_or_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def _is_ranked(self, trainer: Trainer) -> bool:
+        monitor, plain = self.settings.run.saver.monitor, self._path is None and not self.run.log.is_wanted
+        known = monitor in self._measured.of_these_weights(trainer)
+        return plain and monitor is not None and broadcast(known)
+
+    def _save_or_end(self, trainer: Trainer, module: LightningModule, *, anyway: bool = False) -> None:
         terminated, interrupted = self._is_asked_to_end(trainer)
         if terminated and trainer.global_step != self.run.saved_step:
             self._trigger.request()
-        self._save_if_due(trainer, module, terminated=terminated)
+        self._save_if_due(trainer, module, terminated=terminated, anyway=anyway)
         if interrupted:
             self._end(trainer)
 
@@ -465,8 +471,10 @@ class Session:
         if self.settings.run.saver.monitor is not None and broadcast(owed):
             self._trigger.request()
 
-    def _save_if_due(self, trainer: Trainer, module: LightningModule, *, terminated: bool = False) -> None:
-        if self._trigger.due and (self._stepped or self._ending or terminated):
+    def _save_if_due(
+        self, trainer: Trainer, module: LightningModule, *, terminated: bool = False, anyway: bool = False
+    ) -> None:
+        if self._trigger.due and (self._stepped or self._ending or terminated or anyway):
             planned = self._path is not None and self._trigger.planned and self._stepped
             self._save(
                 trainer,

@@ -198,4 +198,4 @@ def _nowhere(*args: Any, **kwargs: Any) -> None:
 
 
 def _around(trainer: Any) -> tuple[object, ...]:
-    return trainer, trainer.state, trainer.control, trainer.callback_handler.callbacks
+    return trainer, trainer.args, trainer.state, trainer.control, trainer.callback_handler.callbacks

@@ -136,6 +136,43 @@ def test_saves_that_fall_on_no_validation_are_made_up_for(tmp_path: Path) -> Non
     assert kept(tmp_path / "run") == [7, 10, 14, 20, 21, 25]
 
 
+def test_validations_between_two_steps_are_ranked(tmp_path: Path) -> None:
+    """Gradients are half accumulated there; a resume goes on exactly."""
+    rule = {"accumulate_grad_batches": 3, "val_check_interval": 5, "max_epochs": 1}
+    for name, options in {"planned": {"every_n_train_steps": 2}, "default": {}}.items():
+        options = {"monitor": "val_loss", "keep_last": 9, **options}
+
+        def module() -> Scripted:
+            torch.manual_seed(1)
+            return Scripted({1: 0.5, 3: 0.4}, batches=12)
+
+        callback, whole = saving(tmp_path / name, **options), module()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShrinkpointWarning)
+            fit(whole, callback, **rule)
+            assert step_of(callback.best_model_path) == 3
+            resumed = module()
+            fit(
+                resumed,
+                saving(f"{tmp_path / name}-2", **options),
+                ckpt_path=f"{tmp_path / name}#best",
+                **rule,
+            )
+        assert resumed.steps == 2
+        assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+def test_the_paths_are_known_after_an_error(tmp_path: Path) -> None:
+    class Failing(Scripted):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 2:
+                raise RuntimeError("preempted")
+
+    callback = saving(tmp_path / "run", monitor="val_loss")
+    fit(Failing({4: 2.0, 8: 1.0}), callback)
+    assert (step_of(callback.best_model_path), step_of(callback.last_model_path)) == (8, 8)
+
+
 WHERE: list[dict[str, Any]] = [
     {},
     {"val_check_interval": 0.5},

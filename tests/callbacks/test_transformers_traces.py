@@ -39,6 +39,7 @@ class Recording(Trainer):  # type: ignore[misc]
         self.traces.touch(value)
         model.traces.touch(value)
         self.noting.traces.touch(value)
+        self.args.hub_token = f"{self.args.hub_token}x"
         self.state.log_history.append({"by_hand": value})
         self.log({"logged": value})
         return loss
@@ -80,7 +81,7 @@ def trained(
         for row in trainer.state.log_history
     ]
     seen = [trainer.traces.seen(), model.traces.seen(), noting.traces.seen(), str(trainer.losses)]  # type: ignore[attr-defined]
-    return [*seen, str(history)], model.state_dict(), len(CALLS)
+    return [*seen, str(history), trainer.args.hub_token], model.state_dict(), len(CALLS)
 
 
 @pytest.mark.parametrize("evaluates", [True, False])
