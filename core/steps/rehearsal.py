@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import optimizer as optimizer_module
 
 from shrinkpoint.optimizers.updates import OptimizerKind, holds_tensors
+from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.steps.fingerprint import differing, fingerprints
 from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of
 from shrinkpoint.steps.record import Record
@@ -51,6 +52,7 @@ class Rehearsal:
             optimizers: of the training, after the last of these steps.
             model: has the parameters' names.
         """
+        rng = capture_rng()  # an optimizer may draw from the training's generators
         try:
             for record in records:
                 for event in record.events:
@@ -58,6 +60,8 @@ class Rehearsal:
             found = differing(fingerprints(optimizers), fingerprints(self._copies))
         except Exception as error:  # noqa: BLE001 - a third-party optimizer may raise anything
             return f"the logged steps cannot be replayed: {type(error).__name__}: {error}"
+        finally:
+            restore_rng(rng)
         if not found:
             return None
         names = _names(optimizers, model)

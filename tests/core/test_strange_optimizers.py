@@ -99,6 +99,17 @@ class Counting(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * factor * (parameter.grad + noise))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_log_that_is_given_up_draws_no_random_numbers(tmp_path):
+    def make(params):
+        return Noisy(params, "torch")
+
+    undisturbed = train(None, *built(make, 1), until=9)
+    log = {"step_log": "exact", "step_log_url": str(tmp_path / "log")}
+    saved = train(tmp_path / "run", *built(make, 1), until=9, **log)
+    assert all(map(torch.equal, saved, undisturbed))
+
+
 @pytest.mark.parametrize("saved", [3, 6])
 def test_what_an_optimizer_keeps_on_itself_goes_on(tmp_path, saved):
     undisturbed = train(None, *built(Counting, 1), until=9)
