@@ -87,7 +87,8 @@ def _inside(module: nn.Module) -> nn.Module:
             and not module._parameters
             and not module._buffers
         ):
-            return _inside(module._modules[name]) if name in module._modules else module
+            inner = name in module._modules and module._modules[name]  # a scripted module's have no get()
+            return _inside(inner) if isinstance(inner, nn.Module) else module
     return module
 
 
