@@ -140,7 +140,7 @@ def captured_logs(
     """Redirect a step's logging into a dict, away from the trainer's loggers, metrics and progress bars.
 
     Args:
-        trainer: its loggers are replaced meanwhile, since a step may write to them itself.
+        trainer: its loggers are replaced and silenced meanwhile, since a step may write to them itself.
         module: its logging methods are replaced meanwhile.
         by_itself: whether one process measures for all, so that none may wait for others.
     """
@@ -165,13 +165,27 @@ def captured_logs(
     module.__dict__.update(shadows)
     loggers = trainer.loggers
     trainer.loggers = [DummyLogger() for _ in loggers]
+    silenced = [(vars(each), name) for each in loggers for name in _methods(each) if name not in vars(each)]
+    for own, name in silenced:  # the module may have kept the logger itself
+        own[name] = _nowhere
     try:
         yield logged
     finally:
         trainer.loggers = loggers
+        for own, name in silenced:
+            del own[name]
         for name in shadows:
             del module.__dict__[name]
         module.__dict__.update(before)
+
+
+def _methods(logger: object) -> list[str]:
+    kind = type(logger)
+    return [name for name in dir(kind) if name.startswith("log_") and callable(getattr(kind, name))]
+
+
+def _nowhere(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def _step(

@@ -1,5 +1,6 @@
 """Measuring by the user's own steps leaves no trace in what these steps write down."""
 
+import csv
 import warnings
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,28 @@ def test_rates_that_steps_change_are_as_without_the_callback(tmp_path: Path) -> 
 
     saving = CompressedCheckpoint(str(tmp_path / "run"), every_n_train_steps=5, busy="wait")
     assert trained(saving) == trained()
+
+
+class Knowing(Tiny):
+    """Keeps a logger of its own accord."""
+
+    def setup(self, stage: str) -> None:
+        self.known = self.trainer.logger
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.known.log_metrics({"by_hand": 1.0})  # type: ignore[union-attr]
+
+
+def test_a_logger_that_the_module_keeps_gets_nothing(tmp_path: Path) -> None:
+    def logged(name: str, *callbacks: Callback) -> int:
+        torch.manual_seed(1)
+        logger = CSVLogger(tmp_path, name, version="")
+        fit(*callbacks, module=Knowing(Setup(width=128)), max_epochs=2, logger=logger)
+        with (tmp_path / name / "metrics.csv").open() as file:
+            return sum(row["by_hand"] == "1.0" for row in csv.DictReader(file))
+
+    plain = logged("plain")
+    saving = CompressedCheckpoint(str(tmp_path / "run"), every_n_train_steps=5, busy="wait")
+    assert plain > 0
+    assert logged("saved", saving) == plain
