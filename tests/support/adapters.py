@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -111,6 +112,7 @@ def with_transformers(url: Path, model: Any, steps: int, **options: Any) -> None
 
 def with_composer(url: Path, model: Any, steps: int, **options: Any) -> None:
     """With Composer's Trainer."""
+    pytest.importorskip("composer")
     from composer import ComposerModel, Trainer
 
     from shrinkpoint.callbacks.composer import CompressedCheckpoint
