@@ -201,6 +201,7 @@ def stepped(rank: int, world: int, url: str, kind: str, limit: int | None = None
         train_loss=train_loss,
         clip_grad_norm=_clip(kind),
         save_last=False,
+        max_degradation=0.5,  # else what the trial tells of the loss's fall makes the moments finer than those tried
         **TRIAL,
     )
     if limit is not None:
