@@ -327,6 +327,7 @@ def train(training: Training, url: str, until: int) -> None:
         training.model,
         training.optimizer,
         every=SAVED,
+        save_last=False,  # what is refused is so at the step, not at a save
         scheme="lossless",
         busy="wait",
         **training.stateful,
