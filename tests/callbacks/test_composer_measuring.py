@@ -41,14 +41,16 @@ def test_saving_is_invisible_to_training(saving: Make) -> None:
     assert len(logger.data["checkpoint/degradation"]) == 8
 
 
+SEEN: list[Any] = []
+"""Not an attribute: what a measurement changes in the model and its class is put back."""
+
+
 class Watched(Tiny):
     """Notes the batches on which it is evaluated in the midst of training, by their indices and sizes."""
 
-    seen_by_probe: list[Any]
-
     def loss(self, outputs: Any, batch: Any, *rest: Any) -> Any:
         if not self.training:
-            self.seen_by_probe.append(batch[0].tolist())
+            SEEN.append(batch[0].tolist())
         return super().loss(outputs, batch, *rest)
 
 
@@ -58,15 +60,15 @@ def test_the_loss_is_measured_on_what_the_model_gets(
     saving: Make, monkeypatch: pytest.MonkeyPatch, eval_interval: str | None, microbatch: int | None
 ) -> None:
     monkeypatch.setattr("support.composer_models.Tiny", Watched)
-    monkeypatch.setattr(Watched, "seen_by_probe", [], raising=False)
+    SEEN.clear()
     setup = Setup(width=512, eval_interval=eval_interval, microbatch=microbatch)
     outcome = fit(saving(scheme="inshrinkerator", save_interval="10ba"), setup=setup)
     trained = [list(indices) for row in outcome.trace[:2] for indices, _ in row[3]][:2]
     held_out = [list(range(BATCH)), list(range(BATCH, 2 * BATCH))]
     expected = held_out if eval_interval else trained
-    assert Watched.seen_by_probe
-    assert all(batch in expected for batch in Watched.seen_by_probe)
-    assert {len(batch) for batch in Watched.seen_by_probe} == {
+    assert SEEN
+    assert all(batch in expected for batch in SEEN)
+    assert {len(batch) for batch in SEEN} == {
         BATCH if eval_interval else microbatch or BATCH
     }
 
