@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from shrinkpoint.errors import MissingDependencyError
-from shrinkpoint.integrations.common.pickling import reduced
+from shrinkpoint.integrations.common.pickling import given, reduced
 from shrinkpoint.integrations.common.settings import refusing_unknown
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.schemes.catalogue import SchemeName
@@ -182,50 +182,7 @@ class CompressedCheckpoint(Callback):
                 f'CompressedCheckpoint needs Composer ({_missing}): pip install "shrinkpoint[composer]"'
             ) from _missing
         super().__init__()
-        settings = Settings.build(
-            url=url,
-            save_interval=save_interval,
-            save_last=save_last,
-            resume=resume,
-            probe_batches=probe_batches,
-            storage_options=storage_options,
-            parity=parity,
-            step_log=step_log,
-            step_log_url=step_log_url,
-            options={
-                "monitor": monitor,
-                "mode": mode,
-                "save_top_k": save_top_k,
-                "keep_last": keep_last,
-                "save_total_limit": save_total_limit,
-                "scheme": scheme,
-                "options": options,
-                "max_degradation": max_degradation,
-                "restore_budget": restore_budget,
-                "loss_floor": loss_floor,
-                "probe_steps": probe_steps,
-                "search_overhead": search_overhead,
-                "guards": guards,
-                "key_every": key_every,
-                "longest_chain": longest_chain,
-                "keep_every": keep_every,
-                "keep_optimizer": keep_optimizer,
-                "weights_only": weights_only,
-                "frozen": frozen,
-                "busy": busy,
-                "adopt": adopt,
-                "adoptions": adoptions,
-                "grace_s": grace_s,
-                "max_failures": max_failures,
-                "signals": signals,
-                "deadline_s": deadline_s,
-                "threads": threads,
-                "near": near,
-                "near_keep": near_keep,
-                "scratch_folder": scratch_folder,
-                "compile_ahead": compile_ahead,
-            },
-        )
+        settings = Settings.build(**given(self, CompressedCheckpoint))
         self._settings = settings
         self._session = Session(settings)
 

@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
         f'CompressedCheckpoint needs Lightning ({error}): pip install "shrinkpoint[lightning]"'
     ) from error
 
-from shrinkpoint.integrations.common.pickling import reduced
+from shrinkpoint.integrations.common.pickling import given, reduced
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import refusing_unknown
 from shrinkpoint.integrations.lightning.addresses import take_addresses
@@ -185,54 +185,7 @@ class CompressedCheckpoint(Checkpoint):
         commit_timeout_s: int = 300,
     ) -> None:
         super().__init__()
-        settings = Settings.build(
-            url=url,
-            every_n_train_steps=every_n_train_steps,
-            every_n_epochs=every_n_epochs,
-            train_time_interval=train_time_interval,
-            on_epoch_end=save_on_train_epoch_end,
-            save_last=save_last,
-            resume=resume,
-            probe_batches=probe_batches,
-            storage_options=storage_options,
-            parity=parity,
-            step_log=step_log,
-            step_log_url=step_log_url,
-            options={
-                "monitor": monitor,
-                "mode": mode,
-                "save_top_k": save_top_k,
-                "keep_last": keep_last,
-                "save_total_limit": save_total_limit,
-                "scheme": scheme,
-                "options": options,
-                "max_degradation": max_degradation,
-                "restore_budget": restore_budget,
-                "loss_floor": loss_floor,
-                "probe_steps": probe_steps,
-                "search_overhead": search_overhead,
-                "guards": guards,
-                "key_every": key_every,
-                "longest_chain": longest_chain,
-                "keep_every": keep_every,
-                "keep_optimizer": keep_optimizer,
-                "weights_only": weights_only,
-                "frozen": frozen,
-                "busy": busy,
-                "adopt": adopt,
-                "adoptions": adoptions,
-                "grace_s": grace_s,
-                "max_failures": max_failures,
-                "signals": signals,
-                "deadline_s": deadline_s,
-                "threads": threads,
-                "near": near,
-                "near_keep": near_keep,
-                "scratch_folder": scratch_folder,
-                "compile_ahead": compile_ahead,
-                "commit_timeout_s": commit_timeout_s,
-            },
-        )
+        settings = Settings.build(**given(self, CompressedCheckpoint))
         # What Lightning and its loggers read off a checkpoint callback.
         self.dirpath = settings.run.url
         """The run's URL."""

@@ -1,9 +1,10 @@
 """Callbacks that are given to processes which are spawned: pickled, they are their arguments."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["note_arguments", "reduced"]
+__all__ = ["given", "note_arguments", "reduced"]
 
 _GIVEN = "_shrinkpoint_given"
 _SESSIONS = ("_session", "_shrinkpoint_session")
@@ -11,8 +12,20 @@ _OF_PROCESS = (_GIVEN, "_settings", *_SESSIONS)
 
 
 def note_arguments(callback: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Keep what a callback's constructor was given, for `reduced`."""
+    """Keep what a callback's constructor was given, for `given` and `reduced`."""
     setattr(callback, _GIVEN, (args, dict(kwargs)))
+
+
+def given(callback: Any, kind: Any) -> dict[str, Any]:
+    """The arguments of a callback's constructor by name, with the defaults of those that it was not given.
+
+    Args:
+        callback, kind: as of `reduced`.
+    """
+    args, kwargs = getattr(callback, _GIVEN)
+    bound = inspect.signature(kind.__init__).bind(callback, *args, **kwargs)
+    bound.apply_defaults()
+    return dict([*bound.arguments.items()][1:])
 
 
 def reduced(callback: Any, kind: type) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

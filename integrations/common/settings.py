@@ -21,14 +21,6 @@ __all__ = ["RunSettings", "refusing_unknown"]
 
 P = ParamSpec("P")
 
-_OWN = (
-    "save_last",
-    "resume",
-    "probe_batches",
-    "storage_options",
-    "parity",
-)
-
 _NEVER_OVERWRITTEN = (
     "a run is never overwritten: give a fresh url, or resume='never' to start a new training in this one"
 )
@@ -93,7 +85,7 @@ def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
     """Make a callback's constructor refuse unknown arguments with a message that names the right option.
 
     Its signature does not change, for editors and for command lines that are generated from it (jsonargparse). What it was given is
-    kept, so that the callback can be pickled.
+    kept, for `shrinkpoint.integrations.common.pickling`.
 
     Args:
         init: the constructor; all its options are ordinary arguments.
@@ -105,8 +97,8 @@ def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
         unknown = sorted(kwargs.keys() - known.keys())
         if unknown:
             raise ConfigError("; ".join(_refusal(name, known) for name in unknown))
-        init(*args, **kwargs)
         note_arguments(args[0], args[1:], kwargs)
+        init(*args, **kwargs)
 
     return checked
 
@@ -159,52 +151,16 @@ class RunSettings:
 
     @classmethod
     def build(
-        cls,
-        *,
-        url: RunUrl,
-        options: Mapping[str, Any],
-        save_last: bool = True,
-        resume: ResumePolicy = "auto",
-        probe_batches: int = 2,
-        storage_options: StorageOptions = None,
-        parity: int | None = None,
-        step_log: Any = None,
-        step_log_url: str | None = None,
-        known: Iterable[str] = (),
-        **more: Any,
+        cls, *, url: RunUrl, step_log: Any = None, step_log_url: str | None = None, **given: Any
     ) -> "RunSettings":
-        """Check and divide a callback's arguments.
-
-        Args:
-            url: the run's folder or URL, or a list of several stores.
-            options: arguments that are not the callback's own: fields of `SaverConfig`.
-            save_last: save once more when training ends.
-            resume: whether to continue by itself.
-            probe_batches: batches to measure the quality on.
-            storage_options: for fsspec; of several URLs for all but folders, or a list of as many.
-            parity: how many of several URLs may be lost.
-            step_log: the log of steps between two checkpoints.
-            step_log_url: its folder.
-            known: the callback's own parameters, for suggestions on mistyped ones in addition to those above.
-            more: further fields of `SaverConfig`.
+        """Check a callback's arguments, and divide them among this and the components' own options.
 
         Raises:
-            ConfigError: one of them has a value that cannot work, or there is no such option.
+            ConfigError: one of them has a value that cannot work.
         """
-        unknown = sorted(set(options) - SaverConfig.names())
-        if unknown:
-            names = {*known, *_OWN, *SaverConfig.names()}
-            raise ConfigError("; ".join(_refusal(name, names) for name in unknown))
-        return cls(
-            url=_text(url),
-            saver=SaverConfig(**options, **more),
-            save_last=save_last,
-            resume=resume,
-            probe_batches=probe_batches,
-            storage_options=storage_options,
-            parity=parity,
-            step_log=LogRequest(step_log=step_log, url=step_log_url),
-        )
+        saver = {name: given.pop(name) for name in SaverConfig.names() if name in given}
+        log = LogRequest(step_log=step_log, url=step_log_url)
+        return cls(url=_text(url), saver=SaverConfig(**saver), step_log=log, **given)
 
 
 def _text(url: RunUrl) -> str:

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from typing import Any
 
 from shrinkpoint.errors import ConfigError
 
@@ -33,6 +34,15 @@ class Schedule:
                 raise ConfigError(f"{name}={value!r} must be {kind}, or None")
         if not given:
             object.__setattr__(self, "every_n_epochs", 1)
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> "Schedule":
+        """Of a callback's options, which have these fields no more afterwards.
+
+        Raises:
+            ConfigError: one of them has a value that cannot work.
+        """
+        return cls(**{item.name: options.pop(item.name) for item in fields(cls)})
 
 
 class Trigger:

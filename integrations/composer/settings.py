@@ -1,6 +1,5 @@
 """The options of the Composer callback, checked, and divided by the component that they are for."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,21 +28,16 @@ class Settings:
     """Batches between two saves; None where saves are not due by batches."""
 
     @classmethod
-    def build(
-        cls, *, save_interval: SaveInterval, save_last: bool, options: Mapping[str, Any], **more: Any
-    ) -> "Settings":
+    def build(cls, *, save_interval: SaveInterval, save_last: bool, **more: Any) -> "Settings":
         """Check and divide the callback's arguments.
 
         Raises:
             ConfigError: one of them has a value that cannot work.
         """
-        due = save_scheduler(save_interval, at_end=save_last)
-        run = RunSettings.build(save_last=save_last, options=options, known=("save_interval",), **more)
-        planned = save_scheduler(save_interval, at_end=False)
         return cls(
-            run=run,
-            due=due,
-            planned=planned,
+            run=RunSettings.build(save_last=save_last, **more),
+            due=save_scheduler(save_interval, at_end=save_last),
+            planned=save_scheduler(save_interval, at_end=False),
             interval=save_interval,
             every_batches=batches_between(save_interval),
         )

@@ -1,7 +1,6 @@
 """The options of the Lightning callback, checked, and divided by the component that they are for."""
 
-from dataclasses import dataclass, fields
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
 from shrinkpoint.integrations.common.settings import RunSettings
@@ -20,25 +19,11 @@ class Settings:
     """Whether to save at epochs' ends alone, or right after validations alone; None does both."""
 
     @classmethod
-    def build(
-        cls,
-        *,
-        every_n_train_steps: int | None,
-        every_n_epochs: int | None,
-        train_time_interval: timedelta | None,
-        on_epoch_end: bool | None,
-        **more: Any,
-    ) -> "Settings":
-        """Check and divide the callback's arguments; `more` are those of `RunSettings.build`.
+    def build(cls, *, save_on_train_epoch_end: bool | None, **more: Any) -> "Settings":
+        """Check and divide the callback's arguments.
 
         Raises:
             ConfigError: one of them has a value that cannot work.
         """
-        schedule = Schedule(
-            every_n_train_steps=every_n_train_steps,
-            every_n_epochs=every_n_epochs,
-            train_time_interval=train_time_interval,
-        )
-        known = [item.name for item in fields(Schedule)]
-        run = RunSettings.build(known=[*known, "save_on_train_epoch_end"], **more)
-        return cls(run=run, schedule=schedule, on_epoch_end=on_epoch_end)
+        schedule = Schedule.taken_from(more)
+        return cls(run=RunSettings.build(**more), schedule=schedule, on_epoch_end=save_on_train_epoch_end)

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass, fields, replace
-from datetime import timedelta
 from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
@@ -25,31 +24,16 @@ class Settings:
     keep_trainer_saves: bool
 
     @classmethod
-    def build(
-        cls,
-        *,
-        every_n_train_steps: int | None,
-        every_n_epochs: int | None,
-        train_time_interval: timedelta | None,
-        keep_trainer_saves: bool,
-        monitor: str | None,
-        **more: Any,
-    ) -> "Settings":
-        """Check and divide the callback's arguments; `more` are those of `RunSettings.build`.
+    def build(cls, *, keep_trainer_saves: bool, monitor: str | None, **more: Any) -> "Settings":
+        """Check and divide the callback's arguments.
 
         Raises:
             ConfigError: one of them has a value that cannot work.
         """
-        schedule = Schedule(
-            every_n_train_steps=every_n_train_steps,
-            every_n_epochs=every_n_epochs,
-            train_time_interval=train_time_interval,
-        )
-        given = (every_n_train_steps, every_n_epochs, train_time_interval)
-        known = [item.name for item in fields(Schedule)]
+        explicit = any(more[item.name] is not None for item in fields(Schedule))
+        schedule = Schedule.taken_from(more)
         metric = None if monitor is None else evaluation_metric(monitor)
-        run = RunSettings.build(known=[*known, "keep_trainer_saves"], monitor=metric, **more)
-        explicit = any(value is not None for value in given)
+        run = RunSettings.build(monitor=metric, **more)
         return cls(
             run=run, schedule=schedule if explicit else None, keep_trainer_saves=bool(keep_trainer_saves)
         )

@@ -68,9 +68,7 @@ def test_the_loss_is_measured_on_what_the_model_gets(
     expected = held_out if eval_interval else trained
     assert SEEN
     assert all(batch in expected for batch in SEEN)
-    assert {len(batch) for batch in SEEN} == {
-        BATCH if eval_interval else microbatch or BATCH
-    }
+    assert {len(batch) for batch in SEEN} == {BATCH if eval_interval else microbatch or BATCH}
 
 
 class Scaled(Tiny):

@@ -24,7 +24,7 @@ from shrinkpoint.state.training import TrainingState
 
 
 def session(scheme: str, **given: Any) -> RunSession:
-    return RunSession(RunSettings.build(url="memory://hooks/run", options={"scheme": scheme}, **given))
+    return RunSession(RunSettings.build(url="memory://hooks/run", scheme=scheme, **given))
 
 
 @pytest.fixture

@@ -25,9 +25,7 @@ def _session(request: pytest.FixtureRequest) -> Make:
 
     def make(*, options: dict[str, Any] | None = None, **given: Any) -> RunSession:
         return RunSession(
-            RunSettings.build(
-                url=url, options={"scheme": "lossless", "busy": "wait"} | (options or {}), **given
-            )
+            RunSettings.build(url=url, **{"scheme": "lossless", "busy": "wait"} | (options or {}), **given)
         )
 
     return make

@@ -5,14 +5,29 @@ from typing import Any
 import pytest
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.settings import RunSettings
+from shrinkpoint.integrations.common.settings import RunSettings, refusing_unknown
 from shrinkpoint.saver import SaverConfig
 
 
 def build(**given: Any) -> RunSettings:
-    options = {name: given.pop(name) for name in list(given) if name not in RunSettings.build.__kwdefaults__}
-    url = options.pop("url", "memory://run")
-    return RunSettings.build(url=url, options=options, known=["save_interval"], **given)
+    return RunSettings.build(**{"url": "memory://run", **given})
+
+
+class _Callback:
+    @refusing_unknown
+    def __init__(
+        self,
+        url: str,
+        *,
+        every_n_epochs: int | None = None,
+        scheme: str = "auto",
+        keep_last: int | None = None,
+        storage_options: Any = None,
+    ) -> None:
+        raise AssertionError("nothing unknown was found")
+
+
+Callback: Any = _Callback
 
 
 @pytest.mark.parametrize(
@@ -76,7 +91,7 @@ def test_values_that_cannot_work(given: dict[str, Any], message: str) -> None:
         ("every_n_train_steps", "save_interval='1000ba'"),
         ("save_interval", "give every_n_train_steps"),
         ("shceme", "did you mean scheme?"),
-        ("save_intervall", "did you mean save_interval?"),
+        ("every_n_epoch", "did you mean every_n_epochs?"),
         ("keep_lasts", "did you mean keep_last?"),
         ("storage_option", "did you mean storage_options?"),
         ("step_log", "the callbacks of Lightning and Composer, and Checkpointer"),
@@ -86,7 +101,7 @@ def test_values_that_cannot_work(given: dict[str, Any], message: str) -> None:
 )
 def test_an_unknown_option_is_told_what_to_use_instead(name: str, instead: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        RunSettings.build(url="memory://run", options={name: 1}, known=["save_interval"])
+        Callback("memory://run", **{name: 1})
     assert str(refused.value).startswith(f"{name}: CompressedCheckpoint has no such option; ")
     assert instead in str(refused.value)
 
@@ -95,4 +110,4 @@ def test_every_unknown_option_is_told() -> None:
     with pytest.raises(
         ConfigError, match=r"^qqq: .* no such option; save_folder: .* no such option; give url"
     ):
-        build(save_folder="s3://bucket", qqq=1)
+        Callback("memory://run", save_folder="s3://bucket", qqq=1)
