@@ -385,7 +385,6 @@ class Checkpointer:
             self._require_monitor(step, metrics or {})
         if self.step_log is not None:
             self.step_log.boundary(step)
-        logged = {} if self.step_log is None else {"step_log": self.step_log.measured()}
         with self._objects.undone() if adopts else nullcontext():
             accepted = self.saver.save(
                 self._objects.state(step),
@@ -398,7 +397,6 @@ class Checkpointer:
                 exact=exact,
                 wait=wait,
                 adoption=Adoption(live=self._objects.live, settings=self._settings) if adopts else None,
-                **logged,
             )
         if accepted is not None:
             self._saved_step, self._overdue = step, False

@@ -128,9 +128,6 @@ class SaveReport:
     one store."""
     parity: int | None = None
     """How many of several stores may be lost when all of them are well, as the run began; None for one store."""
-    step_log: Mapping[str, JSON] | None = None
-    """What an exact step log has cost this process before this save: seconds, steps and segments, and those of the replay; None
-    without one."""
     metrics: Mapping[str, float]
     """The metrics that were given to the save."""
     not_finite: str | None = None
@@ -152,7 +149,7 @@ class SaveReport:
         more = {"...": f"and {len(kept) - _NAMED} more tensors"} if len(kept) > _NAMED else {}
         report = asdict(self) | {"kept_exactly": dict(kept[:_NAMED]) | more, "ratio": self.ratio}
         report["exact"] = parts_json(self.exact, self.bytes)
-        for name in ("adopt_s", "waited_s", "step_log"):  # of trainings that adopt or log only
+        for name in ("adopt_s", "waited_s"):  # of trainings that adopt only
             if report[name] is None:
                 del report[name]
         for name in (

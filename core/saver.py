@@ -46,7 +46,6 @@ from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.state.frozen import FrozenTensors
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import Describe, TrainingState, plain
-from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.near import NearCopies
@@ -247,7 +246,6 @@ class Saver:
         exact: bool = False,
         wait: bool = False,
         adoption: Adoption | None = None,
-        step_log: Mapping[str, JSON] | None = None,
     ) -> Accepted | None:
         """Save a state; returns as soon as it is copied.
 
@@ -266,7 +264,6 @@ class Saver:
             wait: return when it is committed.
             adoption: with ``adopt=True``, for a planned save: the training's tensors get the values that are stored before this
                 returns. None for a save that an undisturbed run would not make: it is stored exactly.
-            step_log: what a step log has cost so far; for the report.
 
         Returns:
             What was accepted; None when a save was still being written and `busy` is ``skip``, or when it was to be
@@ -297,7 +294,6 @@ class Saver:
             exact=exact,
             wait=wait,
             adoption=adoption,
-            step_log=step_log,
         )
         return self._turns.take("save", save)
 
@@ -315,7 +311,6 @@ class Saver:
         exact: bool,
         wait: bool,
         adoption: Adoption | None,
-        step_log: Mapping[str, JSON] | None,
     ) -> Accepted | None:
         self._raise_if_fatal()
         started = time.perf_counter()
@@ -345,7 +340,6 @@ class Saver:
             weights_only=self.config.weights_only or alone,
             blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
             takeover=takeover,
-            step_log=step_log,
         )
         accepted = Accepted(step=step, blocked_s=job.blocked_s)
         self.blocked_s += job.blocked_s

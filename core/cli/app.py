@@ -9,7 +9,6 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from shrinkpoint.cli.advise import advise
 from shrinkpoint.cli.compact import compact
 from shrinkpoint.cli.compile import compile_now
 from shrinkpoint.cli.diff import diff
@@ -92,7 +91,7 @@ def _globals(
     READ_ANYWAY.set(read_anyway)
 
 
-for _command in (ls, show, diff, verify, export, compact, prune, undelete, pin, unpin, stores, heal, advise):
+for _command in (ls, show, diff, verify, export, compact, prune, undelete, pin, unpin, stores, heal):
     app.command()(_command)
 app.command("compile")(compile_now)
 

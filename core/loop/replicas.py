@@ -25,7 +25,6 @@ from shrinkpoint.sharded.replicas import share_adopted
 from shrinkpoint.state.rng import capture_rng, diverge_rng
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe, plain
-from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
@@ -211,14 +210,12 @@ class ReplicatedSaver:
         exact: bool = False,
         wait: bool = False,
         adoption: Adoption | None = None,
-        step_log: Mapping[str, JSON] | None = None,
     ) -> Accepted | None:
         """See `Saver.save`; with `adoption` every rank has the values that are stored when this returns.
 
         Args:
             evaluate: called on the first rank alone, where it must not communicate with the others.
             resumed: not used yet.
-            step_log: the first rank's counts.
         """
         if adoption is not None:
             settings = {**adoption.settings, "ranks": self._ranks.world}
@@ -234,7 +231,6 @@ class ReplicatedSaver:
                 exact=exact,
                 wait=wait,
                 adoption=adoption,
-                step_log=step_log,
             )
         )
         if adoption is not None:

@@ -15,7 +15,6 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.loop.objects import LoopObjects
 from shrinkpoint.loop.replicas import ReplicatedObjects
 from shrinkpoint.sharded.ranks import Ranks
-from shrinkpoint.state.tree import JSON
 from shrinkpoint.steps.exact import ExactLog
 from shrinkpoint.steps.hyperparameters import parameters_of
 from shrinkpoint.steps.opening import TrainingLog
@@ -90,10 +89,6 @@ class ReplicatedLog:
     def written(self) -> int | None:
         """The step up to which all is written; known on the first rank."""
         return None if self.log is None else self.log.written
-
-    def measured(self) -> dict[str, JSON] | None:
-        """See `ExactLog.measured`."""
-        return None if self.log is None else self.log.measured()
 
     def open(self, run: str) -> None:
         """See `ExactLog.open`."""

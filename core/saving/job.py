@@ -10,7 +10,6 @@ from shrinkpoint.quality.evaluation import Measure, ResumedSteps
 from shrinkpoint.saving.takeover import Takeover
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.state.snapshot import Snapshot
-from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["Job", "Link"]
@@ -32,8 +31,6 @@ class Job:
     blocked_s: float
     takeover: Takeover | None = None
     """Of a planned save that training goes on from."""
-    step_log: Mapping[str, JSON] | None = None
-    """What a step log has cost so far."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,6 @@ def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> Sav
         raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
         **measured_of(plan),
         blocked_s=max(job.blocked_s, job.snapshot.stalled_s),
-        step_log=job.step_log,
         search_s=0.0,
         encode_s=0.0,
         write_s=0.0,

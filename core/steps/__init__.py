@@ -1,2 +1,1 @@
-"""A write-ahead log of the inputs of every optimizer step, its replay after a crash, and when it pays
-(docs/steps.md)."""
+"""A write-ahead log of the inputs of every optimizer step, and its replay after a crash (docs/steps.md)."""

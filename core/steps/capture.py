@@ -51,11 +51,6 @@ class Capture:
         self._writing: set[int] = set()
         self._overlapped: set[int] = set()
 
-    @property
-    def cpu_s(self) -> float:
-        """CPU seconds of the copies that were made during steps."""
-        return self._buffers.cpu_s
-
     def close(self) -> None:
         """End the thread."""
         self._buffers.close()

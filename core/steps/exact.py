@@ -1,7 +1,6 @@
 """The exact step log of a training: recording every step, handling checkpoints, replaying when a run is resumed."""
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,13 +9,11 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, StoreError
-from shrinkpoint.state.tree import JSON
 from shrinkpoint.steps.ahead import FirstSegment
 from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.folder import LogFolder
 from shrinkpoint.steps.hyperparameters import parameters_of
-from shrinkpoint.steps.measured import Measured
 from shrinkpoint.steps.moment import Moment
 from shrinkpoint.steps.options import StepLog, refuse_optimizers
 from shrinkpoint.steps.patience import Patience
@@ -82,7 +79,6 @@ class ExactLog(Supervised):
         self._recorder = Recorder(
             self._optimizers, failed=self._turn_off, before=self._before_step, counted=self.counted
         )
-        self._measured = Measured("exact")
         self._writer: SegmentWriter | None = None
         self._inherits: list[Reference] = []
         self._first: FirstSegment | None = None
@@ -107,14 +103,6 @@ class ExactLog(Supervised):
     def written(self) -> int | None:
         """The step up to which all is written; None before the first segment."""
         return self._writer.written if self._writer is not None else None
-
-    def measured(self) -> dict[str, JSON] | None:
-        """What it has cost so far, for the report of a save; None where it is off."""
-        return (
-            None
-            if self.off is not None
-            else self._measured.report(self._writer, self.blocked_s, self._recorder.cpu_s)
-        )
 
     def open(self, run: str) -> None:
         """Make sure, before training starts, that the log's folder can be written, and record from now on.
@@ -169,14 +157,13 @@ class ExactLog(Supervised):
         except StoreError as error:
             warn(f"the step log is not used: {error}")
             return step
-        started, reached, problems = time.perf_counter(), step, survey.problems
+        reached, problems = step, survey.problems
         if survey.references:
             with ReplayBar() as bar:
                 replay = Replay(self._optimizers, self._remainder, self._after_step, reader, self._first, bar)
                 replayed = replay.run(step, survey.references, prepare)
             self._inherits, reached = replayed.used, replayed.step
             problems = problems + replayed.problems
-            self._measured.replayed(reached - step, time.perf_counter() - started)
         if problems:
             more = f" (and {len(problems) - _WARNED} more)" if len(problems) > _WARNED else ""
             warn(
@@ -195,7 +182,6 @@ class ExactLog(Supervised):
         if self._writer is not None:
             self._writer.close()
         self._writer = self._folder.writer(self._inherits)
-        self._measured.begins(self.blocked_s)
         self._last = step
 
     def restart(self, step: int) -> None:

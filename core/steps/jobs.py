@@ -25,8 +25,6 @@ class JobQueue:
         self._stopping = False
         self.failure: str | None = None
         """Why a job failed; None where none has. The jobs themselves decide what they do after a failure."""
-        self.cpu_s = 0.0
-        """CPU seconds of all jobs so far."""
         # A daemon: what is not written when the process ends is lost as in a crash, which only costs time.
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -83,7 +81,6 @@ class JobQueue:
                 if not self._jobs:
                     return
                 job, size = self._jobs[0]
-            started = time.thread_time()
             try:
                 job()
             except ShrinkpointError as error:
@@ -92,7 +89,6 @@ class JobQueue:
                 self.fail(f"{type(error).__name__}: {error}")
             del job
             with self._changed:
-                self.cpu_s += time.thread_time() - started
                 self._waiting -= size
                 self._jobs.popleft()
                 self._changed.notify_all()

@@ -68,11 +68,6 @@ class Recorder:
         none after it until `start`."""
 
     @property
-    def cpu_s(self) -> float:
-        """CPU seconds of copies that were made in another thread."""
-        return self._capture.cpu_s
-
-    @property
     def pending(self) -> bool:
         """Whether a step was made since the last `take`."""
         return bool(self._events)

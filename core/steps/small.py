@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.state.tree import JSON
 from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.cadence import Cadence
 from shrinkpoint.steps.folder import LogFolder
@@ -101,10 +100,6 @@ class SmallLog(Supervised):
     def written(self) -> int | None:
         """The step up to which all is written; None before the first segment."""
         return self._writer.written if self._writer is not None else None
-
-    def measured(self) -> dict[str, JSON] | None:
-        """Nothing: what `shrinkpoint advise` asks about is the exact log."""
-        return None
 
     def open(self, run: str) -> None:
         """Make sure, before training starts, that the log can be written.

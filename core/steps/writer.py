@@ -60,19 +60,12 @@ class SegmentWriter:
         """Bytes written so far."""
         self.written: int | None = None
         """The step up to which all is written."""
-        self.segments = self.steps = 0
-        """Segments written so far, without the first one, and the training steps in them."""
         self._queue.submit(self._begin)
 
     @property
     def failure(self) -> str | None:
         """Why the writer has stopped; None while it runs."""
         return self._queue.failure
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU seconds of its thread so far."""
-        return self._queue.cpu_s
 
     def submit(
         self,
@@ -139,7 +132,6 @@ class SegmentWriter:
         seal = self._put(head, table.parts)
         self._references.append(Reference(head.key, seal, begin, end))
         self.written = end.step
-        self.segments, self.steps = self.segments + 1, self.steps + end.step - begin.step
 
     def committed(self, step: int) -> None:
         """A checkpoint of this step is stored: steps before the last few checkpoints are not needed any more."""

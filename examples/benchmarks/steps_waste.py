@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from steps_costs import EXACT, Measured
+from steps_pays import Costs, LogCosts, best_interval, waste_with_log, waste_without_log
 from steps_published import corrected_optimum, paper_optimum, paper_waste
 from steps_recovery import Recovered
-
-from shrinkpoint.steps.pays import Costs, LogCosts, best_interval, waste_with_log, waste_without_log
 
 __all__ = ["print_waste"]
 

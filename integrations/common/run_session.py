@@ -369,7 +369,6 @@ class RunSession:
             exact=exact,
             wait=last and self.saver.busy,
             adoption=adoption,
-            step_log=self.log.measured(),
         )
         return accepted is not None
 

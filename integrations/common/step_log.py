@@ -205,10 +205,6 @@ class SessionLog:
             if self.log is not None:
                 self.log.committed(report.step)
 
-    def measured(self) -> Mapping[str, Any] | None:
-        """What the log has cost so far, for the report of a save; on the first rank."""
-        return None if self.log is None else self.log.measured()
-
     def close(self) -> None:
         """Finish the log; does not communicate with other ranks."""
         log, self.log = self.log, None

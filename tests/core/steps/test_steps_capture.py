@@ -52,7 +52,6 @@ def test_gradients_that_stay_as_they_are_are_copied_during_the_step(foreach):
     capture = Capture()
     optimizer = torch.optim.AdamW(parameters(gradients()), foreach=foreach)
     assert steps(capture, optimizer, 5) == [False, False, True, True, True]
-    assert capture.cpu_s > 0
     capture.close()
 
 

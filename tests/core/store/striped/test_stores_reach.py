@@ -110,7 +110,6 @@ def test_more_commands_on_one_and_on_several(urls: list[str], tmp_path: Path) ->
     found = run_json("diff", f"{text}#step=20", f"{text}#newest")
     assert {"name": "global_step", "a": 20, "b": 50} in found["data"]
     run("export", f"{text}#step=40", str(tmp_path / "model.safetensors"))
-    run("advise", text, "--mtbf", "2h")
     wanted = Saver(urls).restore(40, adopt=False)
     assert wanted is not None
     loaded = load([*urls[:2], f"{urls[2]}#step=40"])

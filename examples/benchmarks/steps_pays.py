@@ -21,15 +21,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shrinkpoint.errors import ConfigError
-
 __all__ = [
     "Costs",
     "LogCosts",
     "best_interval",
     "waste_with_log",
     "waste_without_log",
-    "worth",
 ]
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -39,11 +36,7 @@ _LONGEST = 50.0  # times M; no interval near it is of use
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs of failures and saves, all in seconds.
-
-    Raises:
-        ConfigError: a value is not a valid time.
-    """
+    """Costs of failures and saves, all in seconds."""
 
     mtbf: float
     """M: mean time between failures of the whole training."""
@@ -54,22 +47,10 @@ class Costs:
     restart: float
     """R: from a failure to the first new step, without the replay of a log."""
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            low = name == "mtbf"
-            if not (math.isfinite(value) and (value > 0 if low else value >= 0)):
-                raise ConfigError(
-                    f"{name}={value!r} must be a number of seconds{' above 0' if low else ', 0 or more'}"
-                )
-
 
 @dataclass(frozen=True, kw_only=True)
 class LogCosts:
-    """Costs of a step log.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
+    """Costs of a step log."""
 
     overhead: float
     """o: share of the training's time."""
@@ -79,11 +60,6 @@ class LogCosts:
     """g: seconds until a segment is written."""
     replay: float
     """rho: time to replay a step, relative to training it."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name}={value!r} must be a number, 0 or more")
 
 
 def waste_without_log(interval: float, costs: Costs) -> float:
@@ -123,35 +99,6 @@ def best_interval(costs: Costs, log: LogCosts | None = None) -> float:
 
     low = max(costs.lag, 1e-3)
     return math.exp(_least(waste, math.log(low), math.log(max(_LONGEST * costs.mtbf, 2 * low))))
-
-
-def worth(costs: Costs, log: LogCosts, with_log: Costs | None = None) -> float:
-    """The overhead at which a log costs as much as it saves, each with its own best interval; below 0 it never pays.
-
-    Args:
-        costs: without the log.
-        log: its costs.
-        with_log: costs with the log, if its checkpoints are others.
-    """
-    without = waste_without_log(best_interval(costs), costs)
-    costs = with_log or costs
-    if not math.isfinite(without):
-        return math.inf
-
-    def overhead(interval: float) -> float:
-        """The overhead at which a log loses as much time as no log."""
-        try:
-            recovery = costs.mtbf * math.expm1(
-                (costs.restart + log.replay * (interval / 2 + costs.lag)) / costs.mtbf
-            )
-        except OverflowError:
-            return -1.0
-        needed = (costs.mtbf + recovery) / (1 + without) + log.segment / 2 + log.lag
-        return costs.mtbf / (needed * (1 + costs.stall / interval)) - 1
-
-    low = math.log(max(costs.lag, 1e-3))
-    high = max(math.log(_LONGEST * costs.mtbf), low + 1)
-    return overhead(math.exp(_least(lambda exponent: -overhead(math.exp(exponent)), low, high)))
 
 
 def _least(function: Callable[[float], float], low: float, high: float) -> float:
