@@ -9,7 +9,6 @@ from shrinkpoint.errors import MissingDependencyError
 from shrinkpoint.integrations.common.pickling import given, reduced
 from shrinkpoint.integrations.common.settings import refusing_unknown
 from shrinkpoint.saving.resume import ResumePolicy
-from shrinkpoint.schemes.catalogue import SchemeName
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
 
@@ -150,7 +149,7 @@ class CompressedCheckpoint(Callback):
         parity: int | None = None,
         step_log: Literal["exact", "small"] | StepLog | None = None,
         step_log_url: str | None = None,
-        scheme: SchemeName = "auto",
+        scheme: str = "auto",
         options: Any = None,
         max_degradation: float = 0.01,
         restore_budget: int = 10,

@@ -28,7 +28,6 @@ from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.sharded import session_for
 from shrinkpoint.integrations.lightning.words import answer_words
 from shrinkpoint.saving.resume import ResumePolicy
-from shrinkpoint.schemes.catalogue import SchemeName
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import url_text
@@ -156,7 +155,7 @@ class CompressedCheckpoint(Checkpoint):
         parity: int | None = None,
         step_log: Literal["exact", "small"] | StepLog | None = None,
         step_log_url: str | None = None,
-        scheme: SchemeName = "auto",
+        scheme: str = "auto",
         options: Any = None,
         max_degradation: float = 0.01,
         restore_budget: int = 10,

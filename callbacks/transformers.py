@@ -8,7 +8,6 @@ from shrinkpoint.errors import MissingDependencyError
 from shrinkpoint.integrations.common.pickling import given, reduced
 from shrinkpoint.integrations.common.settings import refusing_unknown
 from shrinkpoint.saving.resume import ResumePolicy
-from shrinkpoint.schemes.catalogue import SchemeName
 from shrinkpoint.store.connect import StorageOptions
 
 try:
@@ -138,7 +137,7 @@ class CompressedCheckpoint(TrainerCallback):
         probe_batches: int = 2,
         storage_options: StorageOptions = None,
         parity: int | None = None,
-        scheme: SchemeName = "auto",
+        scheme: str = "auto",
         options: Any = None,
         max_degradation: float = 0.01,
         restore_budget: int = 10,

@@ -33,9 +33,9 @@ from shrinkpoint.schemes.base import (
     ReferenceState,
     TensorCodec,
 )
+from shrinkpoint.schemes.catalogue import codec_for_reading
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import ExactPart, exact_parts, pack_reasons, parts_json, unpack_reasons
-from shrinkpoint.schemes.registry import codec_for_reading
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON

@@ -10,7 +10,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.runtime.processors import processors
 from shrinkpoint.runtime.scratch import check_scratch
 from shrinkpoint.runtime.termination import signals_of
-from shrinkpoint.schemes.catalogue import SCHEMES, SchemeName, check_options, made_options, options_of
+from shrinkpoint.schemes.catalogue import check_options, entry_of, made_options, options_of
 from shrinkpoint.store.manifest import MAX_CHAIN
 from shrinkpoint.warn import refuses_unknown_options
 
@@ -28,7 +28,6 @@ _POSITIVE_OR_NONE = (
 )
 _LONGER = 4
 _CHOICES: Mapping[str, tuple[str | None, ...]] = {
-    "scheme": SCHEMES,
     "busy": ("skip", "wait"),
     "mode": ("min", "max"),
     "frozen": (None, "reference", "store"),
@@ -52,8 +51,9 @@ class SaverConfig:
         >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, every=500, keep_last=3)
     """
 
-    scheme: SchemeName = "auto"
-    """The scheme: this library's own (``auto``), a published one (`shrinkpoint.schemes.catalogue`), or ``lossless``."""
+    scheme: str = "auto"
+    """The scheme: this library's own (``auto``), a published one (`shrinkpoint.schemes.catalogue`), that of
+    another package, or ``lossless``."""
     max_degradation: float = 0.01
     """How much `restore_budget` restores together may raise the held-out loss, relative. Half of it is shared among
     them; a state whose restore would exceed its share is stored bit-exactly. The other half is a reserve for effects
@@ -149,6 +149,7 @@ class SaverConfig:
     defaults."""
 
     def __post_init__(self) -> None:
+        entry_of(self.scheme)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(

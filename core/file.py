@@ -63,7 +63,7 @@ def save(
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"path must be a path or URL, not {brief(path)}: save(state, path)")
-    config = SaverConfig(scheme=scheme)  # type: ignore[arg-type]
+    config = SaverConfig(scheme=scheme)
     captured = TrainingState.capture(state, describe)
     host = TrainingState(captured.tree, {n: t.cpu() for n, t in captured.tensors.items()}, captured.specs)
     advice = "A Checkpointer measures losses; scheme='lossless' is exact"

@@ -13,7 +13,7 @@ from shrinkpoint.errors import ChainError, CorruptionError, FormatError
 from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReadsSiblingPlanes, ReferenceState, TensorCodec
-from shrinkpoint.schemes.registry import codec_for_reading
+from shrinkpoint.schemes.catalogue import codec_for_reading
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.store.manifest import Manifest

@@ -7,9 +7,9 @@ import torch
 
 from shrinkpoint.coding.decode import EXPANSION, Decoded, decode_chain, stands_alone
 from shrinkpoint.coding.grouping import (
-    BASES_IN_FULL,
     for_codec,
     groups_of,
+    keeps_bases_exact,
     mapped,
     matching,
     sibling_planes_of,
@@ -108,7 +108,11 @@ def encode_state(
 
     rows = [row for rows in mapped(code, groups, threads) for row in rows]
     exact = reasons_of(
-        ((entry.spec, entry.encoded, why) for entry, _, why in rows), scheme, makers, BASES_IN_FULL, exactly
+        ((entry.spec, entry.encoded, why) for entry, _, why in rows),
+        scheme,
+        makers,
+        keeps_bases_exact,
+        exactly,
     )
     checkpoint = Checkpoint(
         kind="base" if reference is None else "delta",

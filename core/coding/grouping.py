@@ -7,24 +7,21 @@ from typing import TypeVar
 
 from shrinkpoint.runtime.threads import usable_threads
 from shrinkpoint.schemes.base import Context, ReferenceState
+from shrinkpoint.schemes.catalogue import codec_class
 from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_reference
 from shrinkpoint.schemes.exact import RESIZABLE
-from shrinkpoint.schemes.registry import CODECS
 from shrinkpoint.state.training import Role, TensorSpec
 
 __all__ = [
-    "BASES_IN_FULL",
     "for_codec",
     "groups_of",
+    "keeps_bases_exact",
     "mapped",
     "matching",
     "sibling_planes_of",
     "siblings_of",
     "still_needed",
 ]
-
-BASES_IN_FULL = frozenset(id for id, codec in CODECS.items() if isinstance(codec(), ClosedLoopCodec))
-"""Ids of codecs that store a tensor exactly where they use no reference."""
 
 R = TypeVar("R")
 V = TypeVar("V")
@@ -44,10 +41,16 @@ def matching(reference: ReferenceState | None, spec: TensorSpec) -> ReferenceSta
     return reference
 
 
+def keeps_bases_exact(codec: str) -> bool:
+    """Whether the codec with this id stores a tensor exactly where it uses no reference."""
+    found = codec_class(codec)
+    return found is not None and issubclass(found, ClosedLoopCodec)
+
+
 def for_codec(context: Context, codec: str, spec: TensorSpec) -> Context:
     """The context without what another codec has left as a reference, unless that holds the tensor's values."""
     if context.reference is not None and context.reference.codec != codec:
-        known = as_reference(context.reference, codec, spec) if codec in BASES_IN_FULL else None
+        known = as_reference(context.reference, codec, spec) if keeps_bases_exact(codec) else None
         return replace(context, reference=known)
     return context
 

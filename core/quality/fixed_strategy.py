@@ -31,7 +31,7 @@ class FixedStrategy:
 
     def takes(self, spec: TensorSpec) -> bool:
         """See `Strategy.takes`."""
-        return bool(self._options.takes(spec))
+        return self._options is None or bool(self._options.takes(spec))
 
     def unmeasured(self, save_context: SaveContext) -> Plan:
         """See `Strategy.unmeasured`."""

@@ -7,7 +7,7 @@ from shrinkpoint.quality.fixed_strategy import FixedStrategy
 from shrinkpoint.quality.inshrinkerator_search.strategy import ConfigurationStrategy
 from shrinkpoint.quality.scale_strategy import ScaleStrategy
 from shrinkpoint.quality.strategy import Strategy
-from shrinkpoint.schemes.catalogue import ENTRIES, Choice
+from shrinkpoint.schemes.catalogue import Choice, entry_of
 
 __all__ = ["strategy_of"]
 
@@ -27,4 +27,4 @@ def strategy_of(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy |
         ),
         "settings": lambda: FixedStrategy(config.scheme, options),
     }
-    return make[ENTRIES[config.scheme].choice]()
+    return make[entry_of(config.scheme).choice]()

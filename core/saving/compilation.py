@@ -40,7 +40,7 @@ def compile_coders(scheme: str, effort: str | None = None) -> bool:
     """Compile what saves and restores of a scheme call, exact ones too, by making some of a small training.
 
     Args:
-        scheme: one of `shrinkpoint.schemes.catalogue.SCHEMES`.
+        scheme: its name.
         effort: of the coder, for schemes that have several; None takes the scheme's default.
 
     Returns:
@@ -159,8 +159,6 @@ def _called_kernels() -> Iterator[tuple["KernelCache", Any]]:
 
 
 def _options(scheme: str, effort: str | None) -> Any:
-    if scheme not in SCHEMES:
-        raise ConfigError(f"scheme={scheme!r} must be one of {', '.join(SCHEMES)}")
     options = options_of(scheme)
     if effort is None:
         return options

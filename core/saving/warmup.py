@@ -60,7 +60,7 @@ class Warmup:
     """Compiles the coders of one scheme in a process of its own.
 
     Args:
-        scheme: one of `shrinkpoint.schemes.catalogue.SCHEMES`.
+        scheme: its name.
         options: its own, of which the effort matters.
     """
 

@@ -1,15 +1,15 @@
 """The catalogue of schemes: for each name its options, its codecs, which strategy chooses its settings, its
-constructor.
+constructor. Codecs by their id in a container.
 
-A new scheme needs a module of its own and an entry here.
+A new scheme needs a module of its own and an entry here, or in the entry points of another package.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.errors import ConfigError, UnsupportedFormatError
 from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.lattice import LatticeCodec
@@ -19,52 +19,41 @@ from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import SaveContext, Scheme, TensorCodec
+from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import ConfigurationSpace
 from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
 from shrinkpoint.schemes.lossless.scheme import Lossless
-from shrinkpoint.schemes.published.check_n_run import Adaptive, AdaptiveOptions, CheckNRunWeightCodec
-from shrinkpoint.schemes.published.delta_dnn import DeltaDnn, DeltaDnnCodec, DeltaDnnOptions
+from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.published.excp import ExCP
 from shrinkpoint.schemes.published.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
-from shrinkpoint.schemes.published.gobo import Gobo, GoboCodec, GoboOptions
 from shrinkpoint.schemes.published.itmo import ITMO, ItmoOptions
 from shrinkpoint.schemes.published.lc_checkpoint import (
     LCCheckpoint,
     LCCheckpointOptions,
     LCCheckpointWeightCodec,
 )
-from shrinkpoint.schemes.published.partial import PartialCodec, PartialOptions, Scar, ScarOptions, TopN
-from shrinkpoint.schemes.published.qd_compressor import Uniform, UniformCodec, UniformOptions
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = [
+    "CODECS",
     "ENTRIES",
     "SCHEMES",
     "Choice",
     "SchemeEntry",
-    "SchemeName",
     "build",
     "check_options",
+    "codec_class",
+    "codec_for_reading",
+    "entry_of",
     "made_options",
     "options_of",
 ]
 
-SchemeName = Literal[
-    "auto",
-    "inshrinkerator",
-    "lc-checkpoint",
-    "excp",
-    "itmo",
-    "uniform",
-    "adaptive",
-    "gobo",
-    "delta-dnn",
-    "topn",
-    "scar",
-    "lossless",
-]
-
+_GROUP = "shrinkpoint.schemes"
 
 Choice = Literal["nothing", "scale", "configurations", "settings"]
 """What `shrinkpoint.quality` chooses at each save: nothing; the scale of the step sizes; a configuration; or nothing,
@@ -73,15 +62,25 @@ but the given settings are measured, and the state is stored exactly where they 
 
 @dataclass(frozen=True)
 class SchemeEntry:
-    """The catalogue's entry of one scheme."""
+    """The catalogue's entry of one scheme.
+
+    Another package names its own in its entry points, in the group ``shrinkpoint.schemes``. The ids of its codecs begin with the
+    package's name and a colon, by which a reader that lacks them knows what to install.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import SchemeEntry
+        >>> from shrinkpoint.schemes.published.lc_checkpoint import LCCheckpoint, LCCheckpointOptions
+        >>> entry = SchemeEntry(lambda options, save: LCCheckpoint(options=options), LCCheckpointOptions)
+    """
 
     build: Callable[[Any, SaveContext], Scheme]
     """Builds the scheme for one save from its options."""
     options: Callable[[], Any] | None = None
     """The class of its options; None takes none."""
     codecs: tuple[type[TensorCodec], ...] = ()
-    """Codecs of its own, by whose ids `shrinkpoint.schemes.registry` finds them when a checkpoint is read."""
+    """Codecs of its own, which are found by their ids when a checkpoint is read."""
     choice: Choice = "settings"
+    """What is chosen at each save."""
 
 
 def _inshrinkerator(options: InshrinkeratorOptions, save_context: SaveContext) -> Scheme:
@@ -120,22 +119,6 @@ ENTRIES: Mapping[str, SchemeEntry] = MappingProxyType(
         "itmo": SchemeEntry(
             lambda options, save: ITMO(options=options, reference=save.reference), ItmoOptions
         ),
-        "uniform": SchemeEntry(lambda options, _: Uniform(options=options), UniformOptions, (UniformCodec,)),
-        "adaptive": SchemeEntry(
-            lambda options, _: Adaptive(options=options), AdaptiveOptions, (CheckNRunWeightCodec,)
-        ),
-        "gobo": SchemeEntry(lambda options, _: Gobo(options=options), GoboOptions, (GoboCodec,)),
-        "delta-dnn": SchemeEntry(
-            lambda options, _: DeltaDnn(options=options), DeltaDnnOptions, (DeltaDnnCodec,)
-        ),
-        "topn": SchemeEntry(
-            lambda options, save: TopN(options=options, reference=save.reference),
-            PartialOptions,
-            (PartialCodec,),
-        ),
-        "scar": SchemeEntry(
-            lambda options, save: Scar(options=options, reference=save.reference), ScarOptions
-        ),
         "lossless": SchemeEntry(lambda _, __: Lossless(), codecs=(BitPlanesCodec,), choice="nothing"),
     }
 )
@@ -143,10 +126,100 @@ ENTRIES: Mapping[str, SchemeEntry] = MappingProxyType(
 SCHEMES = tuple(ENTRIES)
 """The names, this library's own schemes first."""
 
+_OF_SEVERAL: tuple[type[TensorCodec], ...] = (ExactCodec, FirstMomentCodec, SecondMomentCodec)
+_OF_ONE = (codec for entry in ENTRIES.values() for codec in entry.codecs)
+
+CODECS: Mapping[str, type[TensorCodec]] = MappingProxyType(
+    {codec.id: codec for codec in (*_OF_SEVERAL, *_OF_ONE)}
+)
+"""Every codec of this version. An id, once released, keeps its meaning; a changed codec gets a new one."""
+
+_others: dict[str, SchemeEntry] = {}
+_codecs_of_others: dict[str, type[TensorCodec]] = {}
+"""Of other packages, as far as they were asked for."""
+
+
+def entry_of(name: object) -> SchemeEntry:
+    """The entry of a scheme, this library's own or that of another installed package.
+
+    Raises:
+        ConfigError: there is no such scheme, or its package has none that can be used.
+    """
+    entry = ENTRIES.get(name) or _others.get(name) if isinstance(name, str) else None
+    if entry is not None:
+        return entry
+    for point in _entry_points():
+        if point.name == name:
+            return _loaded(point)
+    raise ConfigError(
+        f"scheme={name!r} must be one of {', '.join(SCHEMES)}, or one that an installed package brings (entry points of the"
+        f" group {_GROUP!r})"
+    )
+
+
+def codec_class(name: str) -> type[TensorCodec] | None:
+    """The codec with this id; None if neither this version nor an installed package has it.
+
+    Raises:
+        ConfigError: its package is installed and cannot be used.
+    """
+    if ":" in name and name not in _codecs_of_others:
+        for point in _entry_points():
+            if name.startswith(f"{_package(point)}:"):
+                _loaded(point)
+    return CODECS.get(name) or _codecs_of_others.get(name)
+
+
+def codec_for_reading(name: str) -> TensorCodec:
+    """The codec that decodes tensors stored under this id.
+
+    Raises:
+        UnsupportedFormatError: neither this version nor an installed package has it.
+    """
+    codec = codec_class(name)
+    if codec is not None:
+        return codec()
+    package, colon, _ = name.partition(":")
+    raise UnsupportedFormatError(
+        f"the checkpoint uses the codec {name!r} of the package {package!r}, which is not installed here, or has no such codec"
+        " in this version: install it, or upgrade it"
+        if colon
+        else f"the checkpoint uses the codec {name!r}, which this version does not have (it has {', '.join(CODECS)}):"
+        " upgrade shrinkpoint"
+    )
+
+
+def _entry_points() -> "list[EntryPoint]":
+    from importlib.metadata import entry_points  # only where a name is not this library's own
+
+    return list(entry_points(group=_GROUP))
+
+
+def _package(point: "EntryPoint") -> str:
+    return "" if point.dist is None else point.dist.name
+
+
+def _loaded(point: "EntryPoint") -> SchemeEntry:
+    where = f"the scheme {point.name!r} of the package {_package(point)!r}"
+    try:
+        entry = point.load()
+    except Exception as error:
+        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+    if not isinstance(entry, SchemeEntry):
+        raise ConfigError(f"{where} must be a SchemeEntry, not {type(entry).__name__}")
+    for codec in entry.codecs:
+        if not codec.id.startswith(f"{_package(point)}:"):
+            raise ConfigError(
+                f"{where} has the codec {codec.id!r}, whose id must begin with '{_package(point)}:'"
+            )
+        _codecs_of_others[codec.id] = codec
+    _others[point.name] = entry
+    return entry
+
 
 def options_of(name: str) -> Any:
     """A scheme's default options; None if it has none."""
-    options = ENTRIES[name].options
+    options = entry_of(name).options
     return options() if options is not None else None
 
 
@@ -156,7 +229,7 @@ def made_options(name: str, given: object) -> Any:
     Raises:
         ConfigError: the scheme has no such option, or one has a value that cannot work.
     """
-    kind = ENTRIES[name].options
+    kind = entry_of(name).options
     if not isinstance(given, Mapping) or kind is None:
         return given
     try:
@@ -183,7 +256,7 @@ def build(name: str, options: object, save_context: SaveContext) -> Scheme:
     """Build a scheme for one save.
 
     Args:
-        name: one of `SCHEMES`.
+        name: of the scheme.
         options: of the scheme's own class; None takes the defaults. ``inshrinkerator`` is set up with the mildest
             configuration of its search.
         save_context: the save.
@@ -191,8 +264,6 @@ def build(name: str, options: object, save_context: SaveContext) -> Scheme:
     Raises:
         ConfigError: there is no such scheme, or the options are another scheme's.
     """
-    if name not in ENTRIES:
-        raise ConfigError(f"scheme={name!r} must be one of {', '.join(SCHEMES)}")
     chosen = options_of(name) if options is None else options
     check_options(name, chosen)
-    return ENTRIES[name].build(chosen, save_context)
+    return entry_of(name).build(chosen, save_context)

@@ -1,6 +1,6 @@
 """Determines why each tensor is stored exactly, as codes of `shrinkpoint.schemes.exactness`."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from shrinkpoint.schemes.base import EncodedTensor, Makers, Scheme
 from shrinkpoint.schemes.codec_io import WEIGHT_DTYPES
@@ -60,7 +60,7 @@ def reasons_of(
     coded: Iterable[tuple[TensorSpec, EncodedTensor, str | None]],
     scheme: Scheme,
     makers: Mapping[str, object],
-    in_full: Collection[str],
+    in_full: Callable[[str], bool],
     exactly: str | None,
 ) -> dict[str, str]:
     """Codes for all tensors that are stored exactly, by name; none where exact storage was asked for.
@@ -69,7 +69,7 @@ def reasons_of(
         coded: each tensor, and why the codec that the scheme has for it refused it.
         scheme: what chose the codecs.
         makers: what it gave for the state.
-        in_full: ids of codecs that store a tensor exactly where they use no reference.
+        in_full: whether the codec with an id stores a tensor exactly where it uses no reference.
         exactly: why all of a checkpoint that was to be lossy is stored exactly.
     """
     left = makers.left if isinstance(makers, Makers) else {}
@@ -82,6 +82,6 @@ def reasons_of(
             reasons[spec.name] = refusal(refused, spec.name)
         elif lossy and encoded.codec == ExactCodec.id:
             reasons[spec.name] = left.get(spec.name) or why_left(spec, options)
-        elif encoded.codec in in_full and not encoded.uses_reference:
+        elif not encoded.uses_reference and in_full(encoded.codec):
             reasons[spec.name] = "base"
     return reasons

@@ -26,7 +26,7 @@ from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
 from shrinkpoint.quality.trial import restored_model, true_model
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext, Scheme
-from shrinkpoint.schemes.catalogue import ENTRIES, build
+from shrinkpoint.schemes.catalogue import build, entry_of
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, weights_of
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
 from shrinkpoint.sharded.ranks import Mailbox
@@ -37,7 +37,7 @@ __all__ = ["Leader", "follow", "lead", "measurable", "sound"]
 
 def measurable(config: SaverConfig) -> bool:
     """Whether the settings of a scheme are chosen by measurements on shards."""
-    return not config.adopt and ENTRIES[config.scheme].choice != "nothing"
+    return not config.adopt and entry_of(config.scheme).choice != "nothing"
 
 
 def sound(message: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _candidate(key: Hashable) -> dict[str, Any]:
 
 def _scheme(config: SaverConfig, save_context: SaveContext, command: Mapping[str, Any]) -> Scheme:
     """The scheme that a command names."""
-    if ENTRIES[config.scheme].choice == "scale":
+    if entry_of(config.scheme).choice == "scale":
         return Auto(
             options=config.scheme_options,
             save_context=save_context,
@@ -76,7 +76,7 @@ def _scheme(config: SaverConfig, save_context: SaveContext, command: Mapping[str
             finer_moments=command.get("finer", 0),
             exact_optimizers=command.get("exact_optimizers", ()),
         )
-    if ENTRIES[config.scheme].choice == "configurations":
+    if entry_of(config.scheme).choice == "configurations":
         weights = weights_of(save_context, config.scheme_options)
         return Inshrinkerator(config.scheme_options, weights, Configuration.from_json(command["chosen"]))
     return build(config.scheme, config.scheme_options, save_context)

@@ -7,18 +7,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from support.golden import CASES, OWN, chain_of
+from support.golden import EXPECTED as EACH
 
 from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.coding.selective import Source, decode_selected
 from shrinkpoint.container.reader import read_container
-from shrinkpoint.schemes.registry import CODECS
+from shrinkpoint.schemes.catalogue import CODECS
 from shrinkpoint.state.dtypes import tensor_to_bytes
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 CHAIN = sorted((GOLDEN / "codecs").glob("v1_*.shrink"))
 EXPECTED = json.loads((GOLDEN / "codecs" / "v1.json").read_text())
-EACH = json.loads((GOLDEN / "each" / "v1.json").read_text())
 WITHOUT_DELTAS = {
     "factored-second-moment", "centroid-first-moment", "centroid-momentum", "rounded-weight", "copied-average",
 }  # fmt: skip
@@ -31,27 +32,23 @@ def decoded(paths: Iterable[Path], threads: int) -> dict[str, str]:
     }
 
 
-def chain_of(case: str) -> list[Path]:
-    return [GOLDEN / "each" / f"v1_{case}_{index}.shrink" for index in range(len(EACH[case]))]
-
-
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_golden_chain_decodes_as_it_always_did(length: int, threads: int) -> None:
     assert decoded(CHAIN[:length], threads) == EXPECTED[length - 1]
 
 
-@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_golden_chain_of_each_codec_decodes_as_it_always_did(case: str, threads: int) -> None:
-    for length in range(1, len(EACH[case]) + 1):
-        assert decoded(chain_of(case)[:length], threads) == EACH[case][length - 1]
+    for length in range(1, len(CASES[case]) + 1):
+        assert decoded(chain_of(case)[:length], threads) == CASES[case][length - 1]
 
 
-@pytest.mark.parametrize("case", [*EACH, None])
+@pytest.mark.parametrize("case", [*CASES, None])
 def test_each_tensor_of_a_golden_chain_is_decoded_alone(case: str | None) -> None:
     """What codecs say that they need of other tensors is all that they need."""
-    paths, expected = (CHAIN, EXPECTED) if case is None else (chain_of(case), EACH[case])
+    paths, expected = (CHAIN, EXPECTED) if case is None else (chain_of(case), CASES[case])
     files = [path.read_bytes() for path in paths]
     for length in range(1, len(expected) + 1):
         chain = [lambda data=data: Source(len(data), lambda: data) for data in files[:length]]
@@ -61,12 +58,11 @@ def test_each_tensor_of_a_golden_chain_is_decoded_alone(case: str | None) -> Non
 
 
 def test_every_codec_has_a_golden_chain_and_stands_in_it_as_base_and_as_delta() -> None:
-    for folder in "codecs", "each":
-        assert len(list((GOLDEN / folder).glob("*.shrink"))) == (
-            len(EXPECTED) if folder == "codecs" else sum(map(len, EACH.values()))
-        )
+    assert len(list((GOLDEN / "codecs").glob("*.shrink"))) == len(EXPECTED)
+    for folder, cases in EACH.items():
+        assert len(list(folder.glob("*.shrink"))) == sum(map(len, cases.values()))
     uses: dict[str, set[bool]] = {}
-    for path in [*CHAIN, *(path for case in EACH for path in chain_of(case))]:
+    for path in [*CHAIN, *(path for case in EACH[OWN] for path in chain_of(case))]:
         for entry in read_container(path.read_bytes()).entries:
             uses.setdefault(entry.encoded.codec, set()).add(entry.encoded.uses_reference)
     assert uses == {codec: {False} if codec in WITHOUT_DELTAS else {False, True} for codec in CODECS}

@@ -77,14 +77,16 @@ def test_digest_does_not_depend_on_the_order_of_keys():
 
 
 def test_settings_have_keys_and_labels_of_their_own():
+    from baselines import BASELINES
     from schemes_settings import SETTINGS
 
     from shrinkpoint.schemes.catalogue import SCHEMES
 
-    assert {setting.scheme for setting in SETTINGS} == set(SCHEMES) - {"itmo"}
+    every = {*SCHEMES, *BASELINES}
+    assert {setting.scheme for setting in SETTINGS} == every - {"itmo"}
     assert len({(s.scheme, s.label) for s in SETTINGS}) == len(SETTINGS)
     assert len({(s.scheme, s.key) for s in SETTINGS}) == len(SETTINGS)
-    assert {s.scheme for s in SETTINGS if s.restores} == set(SCHEMES) - {"itmo", "lossless"}
+    assert {s.scheme for s in SETTINGS if s.restores} == every - {"itmo", "lossless"}
 
 
 def test_settings_are_chosen_by_scheme_or_in_full():
@@ -267,12 +269,14 @@ def test_picture_is_well_formed_and_stays_on_the_page(rows):
 
 
 def test_every_scheme_has_a_colour_of_its_own():
+    from baselines import BASELINES
     from schemes_picture import COLORS
 
     from shrinkpoint.schemes.catalogue import SCHEMES
 
-    assert set(SCHEMES) <= set(COLORS)
-    assert len({COLORS[scheme] for scheme in SCHEMES}) == len(SCHEMES)
+    every = {*SCHEMES, *BASELINES}
+    assert every <= set(COLORS)
+    assert len({COLORS[scheme] for scheme in every}) == len(every)
 
 
 def test_slice_is_a_matrix_that_has_moments():

@@ -31,17 +31,12 @@ from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import TensorCodec
 from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
-from shrinkpoint.schemes.published.check_n_run import AdaptiveOptions, CheckNRunWeightCodec
-from shrinkpoint.schemes.published.delta_dnn import DeltaDnnCodec, DeltaDnnOptions
 from shrinkpoint.schemes.published.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
-from shrinkpoint.schemes.published.gobo import GoboCodec, GoboOptions
 from shrinkpoint.schemes.published.lc_checkpoint import (
     LCCheckpointOptions,
     LCCheckpointWeightCodec,
     merge_super_step,
 )
-from shrinkpoint.schemes.published.partial import PartialCodec
-from shrinkpoint.schemes.published.qd_compressor import UniformCodec, UniformOptions
 from shrinkpoint.schemes.symbol_coders import LstmCoder
 from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
@@ -291,41 +286,6 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         for name, keys in context_coders().items()
         for role, codec in (("weight", ExcpWeightCodec), ("exp_avg", ExcpMomentCodec))
     },
-    "qd-compressor-weight": {
-        "cyclic": weight(lambda *_: UniformCodec()),
-        "rans": weight(lambda *_: UniformCodec(options=UniformOptions(bits=4, coder="rans"))),
-        "narrower": weight(
-            lambda step, _: UniformCodec(options=UniformOptions(bits=6 - step)), dtype=torch.bfloat16
-        ),
-    },
-    "check-n-run-weight": {
-        "packed": weight(lambda *_: CheckNRunWeightCodec()),
-        "rans": weight(lambda *_: CheckNRunWeightCodec(options=AdaptiveOptions(bits=2, coder="rans"))),
-        "half": weight(
-            lambda *_: CheckNRunWeightCodec(options=AdaptiveOptions(bits=8)), dtype=torch.bfloat16
-        ),
-    },
-    "gobo-weight": {
-        "packed": weight(lambda *_: GoboCodec(options=GoboOptions(threshold=-1.0))),
-        "rans": weight(
-            lambda *_: GoboCodec(options=GoboOptions(bits=2, standardized=True, coder="rans")),
-            dtype=torch.bfloat16,
-        ),
-    },
-    "delta-dnn-weight": {
-        "lzma": weight(lambda *_: DeltaDnnCodec()),
-        "planes": weight(
-            lambda step, _: DeltaDnnCodec(options=DeltaDnnOptions(error_bound=1e-6, coder="planes"))
-        ),
-        "half": weight(
-            lambda *_: DeltaDnnCodec(options=DeltaDnnOptions(error_bound=1e-5)), dtype=torch.bfloat16
-        ),
-    },
-    "partial-weight": {
-        "elements": weight(lambda *_: PartialCodec()),
-        "rows": weight(lambda *_: PartialCodec(rows=True, fraction=0.25)),
-        "half": weight(lambda *_: PartialCodec(fraction=0.5), dtype=torch.float16),
-    },
     "bit-planes": {
         "adam": exactly("exp_avg_sq", "exp_avg", "weight", shape=(64, 80)),
         "bfloat16": exactly("weight", shape=(64, 80), dtype=torch.bfloat16),
@@ -429,25 +389,26 @@ def digests(chain: list[bytes]) -> list[dict[str, str]]:
     return told
 
 
-def main() -> None:
-    # the network would not pay for itself in planes as small as these
-    lstm._encode_ordinary = lambda *_: bytes(1 << 20)
+def make(cases: Mapping[str, Mapping[str, Variant]], folder: Path) -> None:
+    """Make the chains that are not in the folder yet."""
     chains: dict[str, list[Checkpoint]] = {}
-    for name, variants in CASES.items():
-        if not (HERE / f"v1_{name}_0.shrink").exists():
+    for name, variants in cases.items():
+        if not (folder / f"v1_{name}_0.shrink").exists():
             chains[name] = [encoded.checkpoint for encoded in encode(variants)]
     if "lc-checkpoint-weight" in chains:
         base, *deltas = chains["lc-checkpoint-weight"]
         chains[CASES_MERGED] = merged(base, deltas)
-    told_path = HERE / "v1.json"
+    told_path = folder / "v1.json"
     told = json.loads(told_path.read_text()) if told_path.exists() else {}
     for name, chain in chains.items():
         data = [write_container(checkpoint) for checkpoint in chain]
         told[name] = digests(data)
         for index, container in enumerate(data):
-            (HERE / f"v1_{name}_{index}.shrink").write_bytes(container)
+            (folder / f"v1_{name}_{index}.shrink").write_bytes(container)
     told_path.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    # the network would not pay for itself in planes as small as these
+    lstm._encode_ordinary = lambda *_: bytes(1 << 20)
+    make(CASES, HERE)

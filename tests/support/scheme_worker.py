@@ -16,6 +16,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from support.baselines import BASELINES
 from support.chains import save_chain
 from support.version_worker import digests, versions
 
@@ -62,7 +63,7 @@ _ALWAYS = {
 
 def _cases() -> Iterator[tuple[str, Case]]:
     """Every scheme as it comes, and with every other choice of each of its options, one at a time."""
-    for scheme in SCHEMES:
+    for scheme in (*SCHEMES, *BASELINES):
         options = options_of(scheme)
         if options is None:
             yield scheme, Case(scheme)

@@ -4,7 +4,6 @@ Sections and parameters of the golden chains are changed, and the files are writ
 Kernels check no bounds: one that trusted a section would end this process, hang, or take memory without end.
 """
 
-import json
 import random
 import resource
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.golden import CASES, chain_of
 from support.mutations import mutate, mutate_json
 
 from shrinkpoint.coding.encode import decode_chain
@@ -23,8 +23,6 @@ from shrinkpoint.errors import ChainError, FormatError
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]
 
-EACH = Path(__file__).parents[2] / "golden" / "each"
-CASES = list(json.loads((EACH / "v1.json").read_text()))
 MOST_MEMORY = 2 * 2**30
 """What decoding a small file may take at most, beyond what the process has anyway."""
 
@@ -73,7 +71,7 @@ def limited_memory() -> Iterator[None]:
 def campaign(case: str, count: int, seed: int) -> int:
     """How many of the chains were refused; the others decode to what they were."""
     rng, refused = random.Random(seed), 0
-    sound = [read_container(path.read_bytes()) for path in sorted(EACH.glob(f"v1_{case}_?.shrink"))]
+    sound = [read_container(path.read_bytes()) for path in chain_of(case)]
     decode_chain(sound)  # compiles what it needs
     with limited_memory():
         for _ in range(count):

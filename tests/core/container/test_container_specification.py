@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support import format_baselines, golden  # noqa: F401 - with the baselines' codecs
 from support.chains import spec_of
 from support.context_planes import dithered_planes, golden_planes, low_rank_planes, sparse
 from support.format_codecs import CODECS, Tensor, read_chain
@@ -46,9 +46,6 @@ from shrinkpoint.schemes.base import Coded, Context, ReferenceState
 from shrinkpoint.schemes.lossless.scheme import Lossless
 from shrinkpoint.schemes.symbol_coders import encode_plane
 from shrinkpoint.state.training import TrainingState
-
-EACH = Path(__file__).parents[2] / "golden" / "each"
-CHAINS = json.loads((EACH / "v1.json").read_text())
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.3, 2.0])
@@ -489,8 +486,8 @@ def test_tensors_that_grow_and_shrink_by_rows(scheme, dtype):
         assert read["replay"] == rows[:count].view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("case", CHAINS)
+@pytest.mark.parametrize("case", golden.CASES)
 def test_golden_chains(case):
-    files = [(EACH / f"v1_{case}_{index}.shrink").read_bytes() for index in range(len(CHAINS[case]))]
-    for values, expected in zip(read_chain(files), CHAINS[case], strict=True):
+    files = [path.read_bytes() for path in golden.chain_of(case)]
+    for values, expected in zip(read_chain(files), golden.CASES[case], strict=True):
         assert {name: hashlib.sha256(value).hexdigest() for name, value in values.items()} == expected

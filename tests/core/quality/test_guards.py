@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
+from support.baselines import BASELINES
 from support.optimizers import KINDS
 from support.training import OPTIMIZERS, TinyGPT, TinyMLP, capture, train
 
@@ -387,7 +388,9 @@ def test_a_state_without_weights_is_accepted():
 # ---- what is looked at is what is stored
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in ("lossless", "itmo")])
+@pytest.mark.parametrize(
+    "name", [name for name in (*SCHEMES, *BASELINES) if name not in ("lossless", "itmo")]
+)
 @pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
 def test_a_scheme_that_was_looked_at_stores_what_it_would_have_stored(trained, name):
     config = SaverConfig(scheme=name)

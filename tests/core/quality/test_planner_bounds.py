@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from support.baselines import GoboOptions
 from support.training import OPTIMIZERS, TinyMLP, capture, train
 
 from shrinkpoint.coding.encode import encode_state
@@ -19,7 +20,6 @@ from shrinkpoint.quality.restore_budget import NO_COST, fall_of, reserve_of, res
 from shrinkpoint.quality.trial import restored_model, restored_state, true_model
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import SaveContext
-from shrinkpoint.schemes.published.gobo import GoboOptions
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
 

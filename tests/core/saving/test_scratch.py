@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import scratch_memory
+from support.baselines import BASELINES
 from support.optimizers import Lion
 from support.training import OPTIMIZERS, TinyGPT, train
 
@@ -111,7 +112,10 @@ def disk(tmp_path: Path) -> Path:
 @pytest.mark.filterwarnings("ignore:there is no way to evaluate", "ignore:.* is stored exactly")
 @pytest.mark.parametrize(
     "scheme",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in sorted({*SCHEMES} - BY_TIME)],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name in sorted({*SCHEMES, *BASELINES} - BY_TIME)
+    ],
 )
 def test_the_files_are_the_same(tmp_path: Path, disk: Path, scheme: str) -> None:
     options = {"guards": scheme == "auto"}  # which refuse most published schemes here

@@ -2,6 +2,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from support.baselines import BASELINES, GoboOptions
 from support.chains import check_chain, save_chain, state_of, walks
 from support.containers import identical
 from support.matrices import some_fast
@@ -15,8 +16,9 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.trial import restored_model, restored_state, true_model
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build, check_options, options_of
-from shrinkpoint.schemes.published.gobo import GoboOptions
 from shrinkpoint.state.training import Role
+
+ALL = (*SCHEMES, *BASELINES)
 
 
 class Chain:
@@ -103,7 +105,7 @@ def states(request):
     return saved
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 def test_every_scheme_restores_what_it_says_it_would(name, states):
     chain = Chain(name, states)
     checkpoints, told = save_chain(states, chain)
@@ -119,14 +121,14 @@ def test_every_scheme_restores_what_it_says_it_would(name, states):
         assert identical({n: restored.tensors[n] for n in kept}, {n: state.tensors[n] for n in kept})
 
 
-@pytest.mark.parametrize("name", some_fast(SCHEMES, [name for name in SCHEMES if name != "itmo"]))
+@pytest.mark.parametrize("name", some_fast(ALL, [name for name in ALL if name != "itmo"]))
 def test_the_bytes_do_not_depend_on_the_threads(name, states):
     alone, both = (save_chain(states, Chain(name, states), threads)[1] for threads in (1, 2))
     for one, two in zip(alone, both, strict=True):
         assert write_container(one.checkpoint) == write_container(two.checkpoint)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 @hypothesis.settings(max_examples=12, deadline=None)
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_every_scheme_takes_any_training(name, data):
@@ -135,7 +137,7 @@ def test_every_scheme_takes_any_training(name, data):
     check_chain(states, Chain(name, states, **options))
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(states=any_states())
 def test_every_scheme_takes_any_tensors(name, states):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import format_baselines  # noqa: F401 - which are read too
+from support.baselines import Uniform, UniformOptions
 from support.containers import identical
 from support.format_codecs import read_chain
 from support.training import OPTIMIZERS, TinyGPT, TinyMLP, capture, train
@@ -24,7 +26,6 @@ from shrinkpoint.quality.trial import mirrored_model, perturbed_model, restored_
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import SaveContext
-from shrinkpoint.schemes.published.qd_compressor import Uniform, UniformOptions
 from shrinkpoint.state.averages import AverageFinder, average_key, confirmed, live_tensors
 from shrinkpoint.state.roles import model_tags
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState

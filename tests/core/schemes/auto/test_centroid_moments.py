@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.baselines import BASELINES
 from support.chains import check_malformed, save_chain, spec_of, state_of
 from support.moments import KINDS, SCALES, SHAPES, given_second, moments
 
@@ -502,7 +503,7 @@ def test_levels_and_what_they_stand_for_by_numpy(seed, step, size, reach, weight
     assert moment_kernels.square_sum(values, units, weighted) == pytest.approx(float(squares), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(set(SCHEMES) - {"auto"}))
+@pytest.mark.parametrize("name", sorted({*SCHEMES, *BASELINES} - {"auto"}))
 def test_published_schemes_leave_a_momentum_without_a_second_moment_exact(name):
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(64, 64, generator=generator) for _ in range(2)]

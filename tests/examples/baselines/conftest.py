@@ -1,0 +1,3 @@
+"""The tests import the package `baselines` of the benchmarks."""
+
+import support.baselines  # noqa: F401
