@@ -152,8 +152,8 @@ def entry_of(name: object) -> SchemeEntry:
         if point.name == name:
             return _loaded(point)
     raise ConfigError(
-        f"scheme={name!r} must be one of {', '.join(SCHEMES)}, or one that an installed package brings (entry points of the"
-        f" group {_GROUP!r})"
+        f"scheme must be {' or '.join(map(repr, SCHEMES))}, or one that an installed package adds (as an entry point of the group"
+        f" {_GROUP!r}), not {name!r}"
     )
 
 

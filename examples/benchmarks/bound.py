@@ -35,6 +35,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
+from baselines import BASELINES
 from bound_cache import Cells
 from bound_run import PARTS, UNDISTURBED, Setting, Task, library_digest, machine_digest, measure
 from bound_summary import reported_of
@@ -172,7 +173,7 @@ def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         default=None,
         help="spread, late, nudged; unless given, spread, and late for some trainings",
     )
-    parser.add_argument("--scheme", choices=list(SCHEMES), default="auto")
+    parser.add_argument("--scheme", choices=[*SCHEMES, *BASELINES], default="auto")
     parser.add_argument(
         "--options",
         type=_object,

@@ -32,6 +32,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
+from baselines import BASELINES
 from bound_run import Setting, Task, checkpointed
 from bound_training import Training
 from bound_trainings import KINDS
@@ -185,7 +186,7 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--only", type=_names, required=True, help=", ".join(KINDS))
     parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--scheme", choices=list(SCHEMES), default="auto")
+    parser.add_argument("--scheme", choices=[*SCHEMES, *BASELINES], default="auto")
     parser.add_argument("--config", default="{}", help="fields of SaverConfig, as JSON")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="small models, few steps: no real numbers")

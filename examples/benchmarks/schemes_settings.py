@@ -6,6 +6,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from baselines import (
+    AdaptiveOptions,
+    DeltaDnnOptions,
+    GoboOptions,
+    PartialOptions,
+    ScarOptions,
+    UniformOptions,
+)
 from schemes_cache import digest
 
 from shrinkpoint.schemes.auto.scheme import AutoOptions
@@ -13,13 +21,8 @@ from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
-from shrinkpoint.schemes.published.check_n_run import AdaptiveOptions
-from shrinkpoint.schemes.published.delta_dnn import DeltaDnnOptions
 from shrinkpoint.schemes.published.excp_codecs import ExcpOptions
-from shrinkpoint.schemes.published.gobo import GoboOptions
 from shrinkpoint.schemes.published.lc_checkpoint import LCCheckpointOptions
-from shrinkpoint.schemes.published.partial import PartialOptions, ScarOptions
-from shrinkpoint.schemes.published.qd_compressor import UniformOptions
 
 _MATRICES: dict[str, Any] = {"matrices_only": True, "min_elements": 2000}
 
