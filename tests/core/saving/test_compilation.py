@@ -160,7 +160,11 @@ def test_nothing_lasts_where_compiling_is_turned_off(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("scheme", "effort", "message"),
-    [("zip", None, "scheme must be .* not 'zip'"), ("auto", "slow", "effort"), ("excp", "max", "has only one")],
+    [
+        ("zip", None, "scheme must be .* not 'zip'"),
+        ("auto", "slow", "effort"),
+        ("excp", "max", "has only one"),
+    ],
 )
 def test_what_there_is_not(scheme: str, effort: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
