@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.runtime.dispatch import ThreadMode
 from shrinkpoint.runtime.processes import world_size
 
 __all__ = ["alone", "wrapper_obstacle"]
@@ -24,7 +24,7 @@ def alone() -> AbstractContextManager[Any]:
     Raises:
         ConfigError: raised by the refused call.
     """
-    return nullcontext() if world_size() == 1 else _NoCommunication()  # type: ignore[no-untyped-call]
+    return nullcontext() if world_size() == 1 else _NoCommunication()
 
 
 def wrapper_obstacle(wrapped: nn.Module | None) -> str | None:
@@ -43,10 +43,10 @@ def wrapper_obstacle(wrapped: nn.Module | None) -> str | None:
     return None
 
 
-class _NoCommunication(TorchDispatchMode):
+class _NoCommunication(ThreadMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise ConfigError(
                 f"the model or its loss communicates with the other processes ({func.__name__}), but the first one measures alone"
             )
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)

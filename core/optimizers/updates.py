@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shrinkpoint.errors import ScratchError
+from shrinkpoint.runtime.dispatch import ThreadMode
 from shrinkpoint.runtime.threads import usable_threads
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.wrappers import unwrapped
@@ -98,17 +98,17 @@ class OptimizerKind:
         """Step what `with_state` has made, on any thread; an error where that draws from global generators, which are the training's."""
         if any(_draws(function) for _, function in inspect.getmembers(self.kind, inspect.isfunction)):
             raise TypeError("it draws random numbers")
-        with _NoDraws():  # type: ignore[no-untyped-call]
+        with _NoDraws():
             self.kind.step(made)
 
 
-class _NoDraws(TorchDispatchMode):
+class _NoDraws(ThreadMode):
     """Refuses torch's random operations on this thread."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise TypeError("it draws random numbers")
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @cache
@@ -427,7 +427,8 @@ def _gradient_size(
 ) -> tuple[torch.Tensor | float, torch.Tensor | float]:
     """Mean and spread of the gradients seen, estimated from the second moment, or from the first moment's magnitude.
 
-    A momentum that is a discounted sum instead of a mean (SGD, RMSprop) is divided by its time constant in steps.
+    A momentum that is a discounted sum instead of a mean (SGD, RMSprop) is divided by its time constant in steps. Where gradients have
+    become smaller, a second moment remembers the larger ones for long: a mean of present ones that is as small shows that their spread is, too.
     """
     root, first = _root(entry, roles), _first(entry, roles)
     if first is None:

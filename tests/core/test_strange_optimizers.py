@@ -1,6 +1,7 @@
 """Optimizers that do more than torch's own: a save does not change how they go on."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -135,3 +136,41 @@ def test_sparse_moments_go_on(tmp_path):
     undisturbed = train(None, *words(1), until=9)
     train(tmp_path, *words(1), until=3)
     assert all(map(torch.equal, train(tmp_path, *words(2), until=9), undisturbed))
+
+
+STEPPING, COMPILED = threading.Event(), threading.Event()
+
+
+class Slow(torch.optim.AdamW):
+    """Stays in a step that is tried in the background until training has compiled something."""
+
+    def step(self, closure=None):
+        if threading.current_thread() is not threading.main_thread():
+            STEPPING.set()
+            COMPILED.wait(60)
+        return super().step(closure)
+
+
+def test_torch_compiles_while_steps_are_tried():
+    torch.manual_seed(0)
+    model, compiled = nn.Linear(SIZE, SIZE), []
+    optimizer = Slow(model.parameters())
+    inputs = torch.randn(8, SIZE)
+    checkpointer = shrinkpoint.Checkpointer(
+        "memory://compiling", model, optimizer, every=3, evaluate=lambda: model(inputs).square().mean().item()
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        checkpointer.step(step + 1)
+    assert STEPPING.wait(60)
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
+    COMPILED.set()
+    checkpointer.close()
+    assert len(compiled) == 1
