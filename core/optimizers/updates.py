@@ -441,7 +441,13 @@ def _gradient_size(
             mean = mean * root
         if "dampening" in options or root is not None:
             mean = mean * (1 - float(options.get("momentum", 0.0)))
-    return mean, root if root is not None else 4.0 * float(mean.square().mean().sqrt())
+    memory = float(options["betas"][0]) if "betas" in options else 0.9
+    most = math.sqrt((1 + memory) / (1 - memory)) * float(
+        mean.square().mean().sqrt()
+    )  # if the mean is of noise alone
+    if root is None:
+        return mean, most
+    return mean, root * min(1.0, most / max(float(root.square().mean().sqrt()), 1e-30))
 
 
 def _first(entry: Mapping[str, Any], roles: Mapping[int, Role]) -> tuple[str, torch.Tensor] | None:

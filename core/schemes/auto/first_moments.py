@@ -46,7 +46,9 @@ __all__ = ["CentroidFirstMomentCodec", "CentroidMomentumCodec"]
 _PARTS = 256  # of a step, in which a centroid's distance from its level is stored
 _CENTROIDS = 16  # levels from which on the middle of the cell does
 _PER_OCTAVE = 4
-_NARROWEST, _WIDEST = -6 * _PER_OCTAVE, 3 * _PER_OCTAVE  # step sizes tried, in quarter octaves of a unit
+# Step sizes tried, in quarter octaves of a unit. Where a loss falls by orders of magnitude, second moments remember gradients that were
+# larger by as much, and first moments are a thousandth of their unit.
+_NARROWEST, _WIDEST = -40 * _PER_OCTAVE, 3 * _PER_OCTAVE
 _CLIP_STEPS = 126
 _LONGEST = 2.0  # by what levels are lengthened at most: from there on, they would be farther from the truth than zeros
 _NOTHING = np.zeros(0, np.float32)
