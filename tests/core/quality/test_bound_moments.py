@@ -22,13 +22,14 @@ class Falling(nn.Module):
 
     def __init__(self, octaves=0):
         super().__init__()
+        self.scale = 1.0
         self.register_buffer("sizes", torch.logspace(0, -octaves, 24, base=2.0))
         self.layers = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 24))
         self.register_buffer("true", torch.randn(24, 24, generator=torch.Generator().manual_seed(1)) / 5)
 
     def losses(self, seed):
         rows = self.sizes * torch.randn(4, 64, 24, generator=torch.Generator().manual_seed(seed))
-        return (self.layers(rows) - rows @ self.true).square().mean((1, 2))
+        return self.scale * (self.layers(rows) - rows @ self.true).square().mean((1, 2))
 
 
 class Process:
@@ -95,6 +96,29 @@ def test_where_the_loss_hardly_falls_moments_are_as_usual(tmp_path):
     reports = [process.save() for _ in range(3)]
     process.checkpointer.close()
     assert all("finer" not in report.configuration and report.cost_delay < 0.0017 for report in reports)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_moments_of_gradients_that_have_become_small_are_kept(tmp_path, measured):
+    """Second moments still remember the larger ones: first moments are a thousandth of their roots."""
+    process = Process(
+        tmp_path / "run", lambda parameters: torch.optim.Adam(parameters, lr=1e-4), measured=measured
+    )
+    for _ in range(4):
+        process.train()
+        process.model.scale = 1e-6
+    process.save()
+    _, moments = process.state()
+    process.checkpointer.close()
+    again = Process(
+        tmp_path / "run", lambda parameters: torch.optim.Adam(parameters, lr=1e-4), measured=measured
+    )
+    _, remembered = again.state()
+    again.checkpointer.close()
+    for entry, other in zip(moments, remembered, strict=True):
+        true, restored = entry["exp_avg"], other["exp_avg"]
+        assert true.square().mean() < 1e-4 * entry["exp_avg_sq"].mean()
+        assert (restored - true).norm() < 0.7 * true.norm()
 
 
 class Rotated(torch.optim.Optimizer):
