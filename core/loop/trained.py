@@ -73,8 +73,9 @@ class Trained:
         Raises:
             StateMismatchError: as `check`; or a parameter outside the model is a shard.
         """
+        late = self._late(model)
         self.check(model, optimizers)
-        self._report(self._late(model))
+        self._report(late)
         counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         if counts != self._counts:
             self.outside = _outside(model, optimizers, weights, state)
@@ -157,6 +158,8 @@ class Trained:
         ]
         cast = [f"{name}: {old} before, {kind} now" for name, old, kind in same if kind != old]
         changes = [f"other parameters ({_some(new)})"] if new else []
+        renamed = [name for name in now if name not in before and name not in new]
+        changes += [f"parameters under other names ({_some(renamed)})"] if renamed else []
         changes += [f"{_some(idle)}, which no optimizer here trains"] if idle and optimizers else []
         changes += [f"another dtype or shape ({_some(cast)})"] if cast else []
         if changes or before.keys() != now.keys():

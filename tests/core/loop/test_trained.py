@@ -1,10 +1,12 @@
 """What optimizers train is stored, frozen again as it was, and missed where it is replaced; the loop of a `Checkpointer`."""
 
+import re
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import shrinkpoint
 from shrinkpoint import Checkpointer
@@ -287,6 +289,36 @@ def test_a_model_that_was_changed_after_it_was_given_is_told_once(tmp_path, chan
     assert len(told) == 1
     checkpointer.save(2, wait=True)
     assert equal(list(shrinkpoint.load_weights(tmp_path).values()), list(model.state_dict().values()))
+
+
+def _pruned(model):
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    return [
+        "parameters under other names .0.weight_orig",
+        "made or resized the model's buffers 0.weight_mask",
+    ]
+
+
+def _moved(model):
+    model.add_module("first", model._modules.pop("0"))
+    return ["parameters under other names .first.weight, first.bias"]
+
+
+@pytest.mark.parametrize("change", [_pruned, _moved])
+def test_parameters_that_get_other_names_are_told(tmp_path, change):
+    model, _, checkpointer = _resumed(tmp_path)
+    checkpointer.save(1, wait=True)
+    expected = change(model)
+    with pytest.warns(ShrinkpointWarning) as told:
+        checkpointer.save(2, wait=True)
+    lines = [str(line.message) for line in told]
+    assert [any(re.search(each, line) for line in lines) for each in expected] == [True] * len(expected)
+    checkpointer.close()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    change(model)
+    again = Checkpointer(tmp_path, model, optimizer, scheme="lossless")
+    assert again.resume() == 2
 
 
 def test_moves_and_wrappers_that_keep_parameters_are_not_told(tmp_path):
