@@ -13,10 +13,11 @@ from composer.loggers import Logger
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.errors import CannotRepresentError, StateMismatchError
 from shrinkpoint.integrations.common.ranks import on_first, rank, world_size
 from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.saving.fitting import fitted
+from shrinkpoint.saving.quantized import quantized_as
 from shrinkpoint.saving.resume import require_same_groups, require_same_model
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags, part_tag, state_tag
@@ -81,11 +82,20 @@ def model_state(state: State) -> dict[str, Any]:
     """The model's state as it is stored; each rank's own shards where they are what is saved, and where they are.
 
     Called on every rank.
+
+    Raises:
+        CannotRepresentError: Composer cannot read it; the message says what is in its way.
     """
     if shards_model(state):  # Composer would copy them to the host
         return dict(get_model_state_dict(state.model))
     with _plainly_named(state):
-        return dict(state.get_model_state_dict())
+        try:
+            return dict(state.get_model_state_dict())
+        except AttributeError as error:
+            raise CannotRepresentError(
+                f"Composer cannot read the model's state ({error}), with its own checkpoints neither: a module's state_dict() has an entry that is"
+                " no attribute of it, as that of bitsandbytes' 8-bit layers. Quantize these to 4 bits, or train with another framework"
+            ) from error
 
 
 # ---- saving
@@ -306,6 +316,10 @@ def load_state(
     values = stored["state"]
     if not optimizers:  # torch refuses to load the groups alone: they start as built
         values = {name: value for name, value in values.items() if name != "optimizers"}
+    if not (missing or state.fsdp_enabled):
+        module = trained_module(state)
+        given = fitted(values["model"], module, url, warns=True)
+        values = {**values, "model": quantized_as(values["model"], given, module)}
     with _plainly_named(state), _growing(values.get("optimizers", {}), trained_module(state)):
         state.load_state_dict(values, logger)
     state.run_name = run_name  # as in Composer: a continued run may have another name
