@@ -15,8 +15,7 @@ Payload: one byte for the method, then
 
 import lzma
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,9 +28,7 @@ from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.errors import CorruptionError, FormatError
 
 __all__ = [
-    "LstmCoder",
     "PlaneCoder",
-    "StaticCoder",
     "SymbolCoder",
     "decode_plane",
     "deflate",
@@ -46,6 +43,9 @@ SymbolCoder = Literal["packed", "lzma", "huffman", "cyclic", "rans", "context", 
 ``mixing`` are each smaller and slower than the one before, the last two being `shrinkpoint.entropy.contexts.coder` with
 effort default and max."""
 
+PlaneCoder = SymbolCoder | lstm.LstmOptions
+"""The latter is `shrinkpoint.entropy.lstm.coder`: slow."""
+
 _PACKED, _LZMA, _HUFFMAN, _CYCLIC, _RANS, _GIVEN, _LSTM, _CONTEXT, _BESIDE = range(9)
 _EFFORTS: Mapping[SymbolCoder, context.Effort] = {"context": "default", "mixing": "max"}
 _DICTIONARY = 8 << 20
@@ -53,55 +53,10 @@ _CHUNK = 1 << 20  # symbols; a multiple of 8, so that every chunk ends with a wh
 _PRESET = 6
 
 
-class PlaneCoder(Protocol):
-    """An encoder of payloads that `decode_plane` reads."""
-
-    def __call__(
-        self, plane: UInt8s, alphabet: int, previous: UInt8s | None, *, columns: int, threads: int
-    ) -> bytes:
-        """Code a plane of so many columns; the other arguments are those of `encode_plane`."""
-        ...
-
-
-@dataclass(frozen=True)
-class StaticCoder:
-    """`encode_plane` with a fixed coder."""
-
-    coder: SymbolCoder
-
-    def __call__(
-        self, plane: UInt8s, alphabet: int, previous: UInt8s | None, *, columns: int, threads: int
-    ) -> bytes:
-        """See `PlaneCoder`."""
-        return encode_plane(plane, alphabet, self.coder, previous, threads, columns=columns)
-
-
-@dataclass(frozen=True)
-class LstmCoder:
-    """`shrinkpoint.entropy.lstm.coder`: slow."""
-
-    options: lstm.LstmOptions
-    advance: lstm.Advance | None = None
-
-    def __call__(
-        self, plane: UInt8s, alphabet: int, previous: UInt8s | None, *, columns: int, threads: int
-    ) -> bytes:
-        """See `PlaneCoder`."""
-        return bytes([_LSTM]) + lstm.encode_plane(
-            plane,
-            alphabet,
-            columns=columns,
-            previous=previous,
-            options=self.options,
-            threads=threads,
-            advance=self.advance,
-        )
-
-
 def encode_plane(
     plane: UInt8s,
     alphabet: int,
-    coder: SymbolCoder,
+    coder: PlaneCoder,
     previous: UInt8s | None = None,
     threads: int = 1,
     *,
@@ -120,6 +75,11 @@ def encode_plane(
     Returns:
         The payload; `uses_previous` gives from it whether decoding needs the previous plane.
     """
+    wide = _columns(plane.size, columns)
+    if isinstance(coder, lstm.LstmOptions):
+        return bytes([_LSTM]) + lstm.encode_plane(
+            plane, alphabet, columns=wide, previous=previous, options=coder, threads=threads
+        )
     if coder == "rans":
         return _encode_rans(plane, alphabet, previous, threads)
     if coder in _EFFORTS:
@@ -127,7 +87,7 @@ def encode_plane(
         payload = context.encode_plane(
             plane,
             alphabet,
-            columns=_columns(plane.size, columns),
+            columns=wide,
             sides=sides,
             effort=_EFFORTS[coder],
             threads=threads,
@@ -153,7 +113,7 @@ def decode_plane(
     *,
     columns: int | None = None,
 ) -> UInt8s:
-    """Inverse of `encode_plane` and of every `PlaneCoder`; the payload says how it was coded.
+    """Inverse of `encode_plane`; the payload says how it was coded.
 
     Args:
         payload: the bytes.

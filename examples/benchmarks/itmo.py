@@ -44,7 +44,7 @@ from shrinkpoint.arrays import Float32s, Float64s, Int16s, Int64s
 from shrinkpoint.entropy.contexts import coder as context
 from shrinkpoint.entropy.contexts.coder import Effort, Side
 from shrinkpoint.entropy.lstm import coder as lstm
-from shrinkpoint.entropy.lstm.coder import Advance, LstmOptions
+from shrinkpoint.entropy.lstm.coder import LstmOptions
 from shrinkpoint.entropy.static.bytes import decode_bytes
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.entropy.tables import data_bits
@@ -176,13 +176,11 @@ def pruned(run: Undisturbed, step: int, alpha: float, pattern: str) -> Quantizat
     return found
 
 
-def by_lstm(plane: UInt8s, previous: UInt8s, options: LstmOptions, advance: Advance) -> bytes:
+def by_lstm(plane: UInt8s, previous: UInt8s, options: LstmOptions) -> bytes:
     """The payload, which the encoder has decoded."""
     symbols, before, alphabet = plane.ravel(), previous.ravel(), int(max(plane.max(), previous.max())) + 1
     columns = plane.shape[1]
-    return lstm.encode_plane(
-        symbols, alphabet, columns=columns, previous=before, options=options, advance=advance
-    )
+    return lstm.encode_plane(symbols, alphabet, columns=columns, previous=before, options=options)
 
 
 def by_contexts(plane: UInt8s, sides: Sequence[UInt8s], effort: Effort) -> int:
@@ -203,14 +201,13 @@ class Timer:
         self._bar, self._task = bar, bar.add_task("LSTM", total=symbols)
         self.symbols, self.seconds = 0, 0.0
 
-    def advance(self, symbols: int) -> None:
-        self.symbols += symbols
-        self._bar.advance(self._task, symbols)
-
     def code(self, plane: UInt8s, previous: UInt8s, options: LstmOptions) -> bytes:
         started = time.perf_counter()
-        payload = by_lstm(plane, previous, options, self.advance)
+        payload = by_lstm(plane, previous, options)
         self.seconds += time.perf_counter() - started
+        symbols = 2 * plane.size  # they are coded twice: to write and to verify them
+        self.symbols += symbols
+        self._bar.advance(self._task, symbols)
         return payload
 
 

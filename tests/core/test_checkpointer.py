@@ -12,7 +12,7 @@ import weakref
 
 import numpy as np
 import pytest
-import support.baselines  # noqa: F401 - for a scheme of theirs
+import support.baseline_schemes  # noqa: F401 - for a scheme of theirs
 import torch
 from support.containers import identical
 from support.mixed_optimizer import MixedSGD

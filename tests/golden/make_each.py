@@ -32,12 +32,12 @@ from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import TensorCodec
 from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
 from shrinkpoint.schemes.published.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
+from shrinkpoint.schemes.published.itmo import ItmoOptions
 from shrinkpoint.schemes.published.lc_checkpoint import (
     LCCheckpointOptions,
     LCCheckpointWeightCodec,
     merge_super_step,
 )
-from shrinkpoint.schemes.symbol_coders import LstmCoder
 from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
 
@@ -130,8 +130,7 @@ def symbol_coders() -> dict[str, dict]:
         name: {"options": ExcpOptions(coder=name, bits=bits)}
         for name, bits in (("packed", 3), ("lzma", 4), ("huffman", 4), ("cyclic", 4), ("rans", 2))
     }
-    options = lstm.LstmOptions(width=8, chunk=9)
-    return {**coders, "lstm": {"options": ExcpOptions(), "coder": LstmCoder(options)}}
+    return {**coders, "lstm": {"options": ItmoOptions(width=8, chunk=9)}}
 
 
 def moments(maker: Maker, *beside: str) -> Variant:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-import support.baselines  # noqa: F401 - their codecs are found
+import support.baseline_schemes  # noqa: F401 - their codecs are found
 
 TESTS = Path(__file__).parents[1]
 OWN = TESTS / "golden" / "each"

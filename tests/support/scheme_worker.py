@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from support.baselines import BASELINES
+from support.baseline_schemes import BASELINES
 from support.chains import save_chain
 from support.version_worker import digests, versions
 

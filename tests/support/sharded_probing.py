@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import support.baselines  # noqa: F401 - for a scheme of theirs
+import support.baseline_schemes  # noqa: F401 - for a scheme of theirs
 import torch
 from support.sharded import OPTIMIZERS, Toy, batch, build, full_state, train, warm
 from torch import nn

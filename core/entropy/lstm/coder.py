@@ -35,7 +35,6 @@ nor on the number of threads.
 """
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,19 +47,15 @@ from shrinkpoint.entropy.symbols import check_array, check_sizes, count_symbols,
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import ConfigError, CorruptionError, FormatError
 
-__all__ = ["Advance", "LstmOptions", "decode_plane", "encode_plane", "uses_previous"]
+__all__ = ["LstmOptions", "decode_plane", "encode_plane", "uses_previous"]
 
 Span = tuple[int, int]
-
-Advance = Callable[[int], object]
-"""Called with how many symbols have been coded since the last call; from several threads where there are several."""
 
 _ALONE, _GIVEN, _LSTM, _LSTM_GIVEN = range(4)
 _MIN_WIDTH, _MAX_WIDTH = 4, 512
 _MIN_RATE, _MAX_RATE = 3, 12
 _MIN_CHUNK, _MAX_CHUNK = 8, 24
 _MIN_SYMBOLS = 256  # below, nothing is learned before the end
-_SPAN = 1 << 14  # symbols between two calls of `Advance`; a multiple of the batch
 _CHECKSUM = 4
 
 
@@ -97,7 +92,6 @@ class _Plan:
     rarity: bytes
     previous: UInt8s
     """(rows, columns), frozen; no rows where contexts are zero."""
-    advance: Advance | None
 
     def spans(self, count: int) -> list[Span]:
         size = 1 << self.options.chunk
@@ -110,12 +104,8 @@ class _Plan:
 
         learner = new_learner(self.rarity, self.options.width, 1 << (24 - self.options.rate))
         coder = range_coder_kernels.new_coder(stream, decoding)
-        for start in range(0, symbols.size, _SPAN):
-            stop = min(start + _SPAN, symbols.size)
-            arguments: tuple[Any, ...] = (learner, curves(), self.previous, offset, symbols, start, stop)
-            chunk_kernels.code_span(*arguments, coder, stream, decoding)
-            if self.advance is not None:
-                self.advance(stop - start)
+        arguments: tuple[Any, ...] = (learner, curves(), self.previous, offset, symbols, 0, symbols.size)
+        chunk_kernels.code_span(*arguments, coder, stream, decoding)
         if decoding:
             return int(coder[3]) - 3  # four bytes were read ahead, of which the encoder may have written one
         chunk_kernels.finish(coder, stream)
@@ -130,7 +120,6 @@ def encode_plane(
     previous: UInt8s | None = None,
     options: LstmOptions | None = None,
     threads: int = 1,
-    advance: Advance | None = None,
 ) -> bytes:
     """Code a plane and decode it again.
 
@@ -141,7 +130,6 @@ def encode_plane(
         previous: uint8 (n,), the same plane of the previous checkpoint, each below ``alphabet``; None without one.
         options: settings of the network.
         threads: how many threads share the chunks; the bytes do not depend on it.
-        advance: gets the progress: every symbol counts twice, once for the decoding that verifies it.
 
     Returns:
         The payload; :func:`uses_previous` says whether decoding it needs the previous plane.
@@ -163,7 +151,6 @@ def encode_plane(
         options=options,
         rarity=rarities(total),
         previous=_matrix(previous, columns),
-        advance=advance,
     )
     chunks = map_in_threads(
         lambda span: _encode_chunk(plan, symbols, span), plan.spans(symbols.size), threads
@@ -188,7 +175,6 @@ def decode_plane(
     columns: int,
     previous: UInt8s | None = None,
     threads: int = 1,
-    advance: Advance | None = None,
 ) -> UInt8s:
     """Inverse of :func:`encode_plane`.
 
@@ -199,7 +185,6 @@ def decode_plane(
         columns: as given to the encoder.
         previous: as given to the encoder; not looked at where the payload does not need it.
         threads: how many threads share the chunks.
-        advance: gets the progress.
 
     Returns:
         uint8 (size,), each below ``alphabet``.
@@ -223,7 +208,7 @@ def decode_plane(
         return decode_symbols(reader.rest(), contexts[0], size, alphabet, contexts[1], threads)
     if mode not in (_LSTM, _LSTM_GIVEN):
         raise FormatError(f"LSTM payload: unknown mode {mode}")
-    plan = _read_plan(reader, alphabet, _matrix(previous if given else None, columns), advance)
+    plan = _read_plan(reader, alphabet, _matrix(previous if given else None, columns))
     count = -(-size >> plan.options.chunk)
     if count * (_CHECKSUM + 1) > reader.remaining + 1:  # all but one chunk have a length, too
         raise FormatError(f"LSTM payload: {reader.remaining} bytes are too few for {count} chunks")
@@ -294,7 +279,7 @@ def _decode_chunk(plan: _Plan, chunk: memoryview, offset: int, out: UInt8s) -> N
         raise CorruptionError("LSTM chunk: it does not decode to the symbols whose checksum it has")
 
 
-def _read_plan(reader: ByteReader, alphabet: int, previous: UInt8s, advance: Advance | None) -> _Plan:
+def _read_plan(reader: ByteReader, alphabet: int, previous: UInt8s) -> _Plan:
     try:
         options = LstmOptions(width=4 * reader.byte(), rate=reader.byte(), chunk=reader.byte())
     except ConfigError as error:
@@ -302,4 +287,4 @@ def _read_plan(reader: ByteReader, alphabet: int, previous: UInt8s, advance: Adv
     rarity = bytes(reader.take(alphabet))
     if max(rarity) > MOST_RARE:
         raise FormatError(f"LSTM payload: a rarity of {max(rarity)} is not in this format")
-    return _Plan(options=options, rarity=rarity, previous=previous, advance=advance)
+    return _Plan(options=options, rarity=rarity, previous=previous)

@@ -31,7 +31,6 @@ from shrinkpoint.schemes.published.excp_codecs import (
     residual_to,
 )
 from shrinkpoint.schemes.recipe import described, reference_value
-from shrinkpoint.schemes.symbol_coders import PlaneCoder
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
@@ -42,10 +41,7 @@ __all__ = [
     "ExcpOptions",
     "ExcpSettings",
     "ExcpWeightCodec",
-    "derive_alpha",
 ]
-
-_SAMPLE = 1 << 16  # residuals per tensor that alpha is derived from
 
 
 @dataclass(kw_only=True)
@@ -56,10 +52,8 @@ class _Joint:
     state: TrainingState
     reference: ReferenceState
     options: ExcpSettings
-    coder: PlaneCoder
     first: str | None
     second: str
-    alpha: float
     _mask: Bools | None = None
 
     def residual(self) -> Float32s:
@@ -79,12 +73,12 @@ class _Joint:
 
     def threshold(self, residual: Float32s) -> float:
         """Equation 4 as in the repository: min(clamp, alpha / root) times the median magnitude."""
-        return _scale(self.alpha, self.root(), self.options.clamp) * _median(np.abs(residual))
+        return _scale(self.options, self.root()) * _median(np.abs(residual))
 
     def weight_codec(self) -> TensorCodec:
         self._mask = None
         threshold = self.threshold(self.residual())
-        return ExcpWeightCodec(options=self.options, threshold=threshold, coder=self.coder)
+        return ExcpWeightCodec(options=self.options, threshold=threshold)
 
     def moment_codec(self) -> TensorCodec:
         """Equation 5: both moments by one mask, of large first moments whose residual is not pruned."""
@@ -94,7 +88,7 @@ class _Joint:
             self._mask &= residual != 0
             if self.first is not None:
                 self._mask &= _large(self.state, self.first, self.options.beta)
-        return ExcpMomentCodec(options=self.options, keep=self._mask, coder=self.coder)
+        return ExcpMomentCodec(options=self.options, keep=self._mask)
 
 
 def _large(state: TrainingState, first: str, beta: float) -> Bools:
@@ -103,55 +97,14 @@ def _large(state: TrainingState, first: str, beta: float) -> Bools:
     return large
 
 
-def _scale(alpha: float, root: float, clamp: float) -> float:
-    return min(clamp, alpha / root) if root > 0 else clamp
+def _scale(options: ExcpSettings, root: float) -> float:
+    return min(options.clamp, options.alpha / root) if root > 0 else options.clamp
 
 
 def _median(magnitudes: Float32s) -> float:
     """The lower median, as torch takes it."""
     middle = (magnitudes.size - 1) // 2
     return float(np.partition(magnitudes, middle)[middle])
-
-
-def derive_alpha(
-    residuals: list[Float32s], roots: list[float], sizes: list[int], target_sparsity: float, clamp: float
-) -> float:
-    """The alpha that prunes this share of all residuals.
-
-    Args:
-        residuals: of each weight, or a sample of it.
-        roots: of each weight's mean second moment.
-        sizes: elements of each weight.
-        target_sparsity: the share, 0..1.
-        clamp: most medians that a threshold may be.
-
-    Returns:
-        The least alpha that prunes so much, within a relative 1e-6; where the clamp keeps the share out of reach, the
-        least one that prunes the most.
-    """
-    ratios = []
-    for residual in residuals:
-        magnitudes = np.sort(np.abs(residual)).astype(np.float64)
-        median = magnitudes[(magnitudes.size - 1) // 2]
-        ratios.append(magnitudes / median if median > 0 else np.where(magnitudes > 0, np.inf, 0.0))
-
-    def pruned(alpha: float) -> float:
-        shares = [
-            np.searchsorted(ratio, _scale(alpha, root, clamp), side="right") / ratio.size
-            for ratio, root in zip(ratios, roots, strict=True)
-        ]
-        return float(np.dot(shares, sizes))
-
-    high = clamp * max(roots, default=0.0)
-    if high <= 0:
-        return 0.0
-    low, goal = high * 1e-12, min(target_sparsity * sum(sizes), pruned(high))
-    if pruned(low) >= goal:
-        return low
-    while high > low * (1 + 1e-6):
-        middle = float(np.sqrt(low * high))
-        low, high = (low, middle) if pruned(middle) >= goal else (middle, high)
-    return high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,21 +115,17 @@ class ExCP:
         options: its settings.
         reference: the decoder's state of the previous checkpoint, as for `encode_state`: moments are pruned where their
             weight's residual is, which depends on both. None makes a base.
-        coder: entropy coder of the symbols; None takes the one of the options.
     """
 
     name: ClassVar[str] = "excp"
 
     options: ExcpSettings = field(default_factory=ExcpOptions)
     reference: Mapping[str, ReferenceState] | None = None
-    coder: PlaneCoder | None = None
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`."""
         makers: dict[str, Callable[[], TensorCodec]] = {}
         left: dict[str, str] = {}
-        joints: list[_Joint] = []
-        coder = self.coder or self.options.plane_coder()
         moments = {(spec.tag.parameter, spec.tag.role): spec for spec in state.specs.values()}
         for spec in state.specs.values():
             if not self.options.takes(spec):
@@ -192,37 +141,24 @@ class ExCP:
                 makers[spec.name] = partial(ExcpWeightCodec, options=self.options)
                 left |= {name: "base" for name in (first, second) if name is not None}
                 if self.options.base_moments == "quantized" and first is not None:
-                    maker = partial(self._alone, state, first, coder)
+                    maker = partial(self._alone, state, first)
                     makers |= {name: maker for name in (first, second) if name is not None}
                 continue
             joint = _Joint(
-                weight=spec, state=state, reference=reference, options=self.options, coder=coder, first=first,
-                second=second, alpha=self.options.alpha,
-            )  # fmt: skip
-            joints.append(joint)
+                weight=spec,
+                state=state,
+                reference=reference,
+                options=self.options,
+                first=first,
+                second=second,
+            )
             makers[spec.name] = joint.weight_codec
             makers |= {name: joint.moment_codec for name in (first, second) if name is not None}
-        if self.options.target_sparsity is not None:
-            self._share_alpha(joints, self.options.target_sparsity)
         return Makers(makers, left)
 
-    def _alone(self, state: TrainingState, first: str, coder: PlaneCoder) -> TensorCodec:
+    def _alone(self, state: TrainingState, first: str) -> TensorCodec:
         keep = _large(state, first, self.options.beta)
-        return ExcpMomentCodec(options=self.options, keep=keep, coder=coder)
-
-    def _share_alpha(self, joints: list[_Joint], target_sparsity: float) -> None:
-        residuals, roots, sizes = [], [], []
-        for joint in joints:
-            try:
-                residual, root = joint.residual(), joint.root()
-            except CannotRepresentError:  # raised again, and reported, when the tensor is encoded
-                continue
-            residuals.append(residual[:: max(1, residual.size // _SAMPLE)].copy())
-            roots.append(root)
-            sizes.append(residual.size)
-        alpha = derive_alpha(residuals, roots, sizes, target_sparsity, self.options.clamp)
-        for joint in joints:
-            joint.alpha = alpha
+        return ExcpMomentCodec(options=self.options, keep=keep)
 
     def describe(self) -> JSON:
         """See `Scheme.describe`."""

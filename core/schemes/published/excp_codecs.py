@@ -24,7 +24,6 @@ from shrinkpoint.schemes.codec_io import (
     section,
 )
 from shrinkpoint.schemes.published.excp_symbols import (
-    Clustering,
     Codebook,
     Refill,
     Symbols,
@@ -36,9 +35,9 @@ from shrinkpoint.schemes.published.excp_symbols import (
 from shrinkpoint.schemes.recipe import check_choice, check_number, is_weight
 from shrinkpoint.schemes.symbol_coders import (
     PlaneCoder,
-    StaticCoder,
     SymbolCoder,
     decode_plane,
+    encode_plane,
     uses_previous,
 )
 from shrinkpoint.state.training import Role, TensorSpec
@@ -57,16 +56,12 @@ class ExcpSettings(ABC):
     alpha: float = 5e-5
     """Weights' threshold: min(clamp, alpha / sqrt(mean second moment)) times the median residual (equation 4). Not
     dimensionless: it depends on the gradients' scale, and so on loss scaling and clipping."""
-    target_sparsity: float | None = None
-    """Share of all residuals to prune; alpha is then derived at every save. The clamp limits the share."""
     clamp: float = 2.5
     """Largest threshold, in medians."""
     beta: float = 2.0
     """First moments up to beta times their mean magnitude are pruned (equation 5)."""
     bits: int = 4
     """2^bits - 1 clusters and zero, for each of the three tensors."""
-    clustering: Clustering = "kmeans"
-    """``kmeans`` as published, from random points on a sample; ``optimal`` is the best codebook there is."""
     codebook: Codebook = "float32"
     """``float16`` as published restores second moments below 3e-8 as zero."""
     refill: Refill = "none"
@@ -85,9 +80,6 @@ class ExcpSettings(ABC):
         check_number(self, "beta", 0, 1e6)
         check_number(self, "bits", 1, 8, whole=True)
         check_number(self, "min_elements", 1, 2**48, whole=True)
-        if self.target_sparsity is not None:
-            check_number(self, "target_sparsity", 0, 1)
-        check_choice(self, "clustering", Clustering)
         check_choice(self, "codebook", Codebook)
         check_choice(self, "refill", Refill)
         if self.base_moments not in ("exact", "quantized"):
@@ -102,7 +94,7 @@ class ExcpSettings(ABC):
 
     @abstractmethod
     def plane_coder(self) -> PlaneCoder:
-        """The entropy coder of the symbols."""
+        """The entropy coder of the symbols: see `shrinkpoint.schemes.symbol_coders.encode_plane`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +116,7 @@ class ExcpOptions(ExcpSettings):
 
     def plane_coder(self) -> PlaneCoder:
         """See `ExcpSettings.plane_coder`."""
-        return StaticCoder(self.coder)
+        return self.coder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,16 +132,13 @@ class ExcpWeightCodec(ClosedLoopCodec):
 
     options: ExcpSettings = field(default_factory=ExcpOptions)
     threshold: float = 0.0
-    coder: PlaneCoder | None = None
-    """What codes the symbols; None for what the options say."""
 
     def encode_delta(self, target: Float32s, previous: Float32s, spec: TensorSpec, context: Context) -> Delta:
         """See `ClosedLoopCodec.encode_delta`; refuses differences beyond fp32."""
         residual = residual_to(target, previous, spec)
         keep = np.abs(residual) > np.float32(self.threshold)
-        symbols = cluster(residual, keep, self.options.bits, self.options.clustering, self.options.codebook)
-        coder = self.coder or self.options.plane_coder()
-        params, sections = _store(symbols, spec, self.options, coder, context)
+        symbols = cluster(residual, keep, self.options.bits, self.options.codebook)
+        params, sections = _store(symbols, spec, self.options, context)
         value = add(previous, symbols.values())
         return Delta(params=params, sections=sections, value=value, planes={SYMBOLS: symbols.plane})
 
@@ -176,18 +165,15 @@ class ExcpMomentCodec:
     options: ExcpSettings = field(default_factory=ExcpOptions)
     keep: Bools | None = None
     """Which elements are not pruned, flat; None for all."""
-    coder: PlaneCoder | None = None
-    """What codes the symbols; None for what the options say."""
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses NaN and infinity."""
         values = as_float32(tensor, spec)
         keep = self.keep if self.keep is not None else np.ones(values.size, dtype=np.bool_)
-        symbols = cluster(values, keep, self.options.bits, self.options.clustering, self.options.codebook)
+        symbols = cluster(values, keep, self.options.bits, self.options.codebook)
         second = spec.tag.role is Role.EXP_AVG_SQ
         factors = refill_factors(values, spec.shape, self.options.refill if second else "none")
-        coder = self.coder or self.options.plane_coder()
-        params, sections = _store(symbols, spec, self.options, coder, context)
+        params, sections = _store(symbols, spec, self.options, context)
         sections["refill"] = factors.astype("<f4").tobytes()
         value = self._restore(symbols, factors, spec)
         if not bool(torch.isfinite(value).all()):
@@ -235,11 +221,12 @@ def residual_to(target: Float32s, previous: Float32s, spec: TensorSpec) -> Float
 
 
 def _store(
-    symbols: Symbols, spec: TensorSpec, options: ExcpSettings, coder: PlaneCoder, context: Context
+    symbols: Symbols, spec: TensorSpec, options: ExcpSettings, context: Context
 ) -> tuple[dict[str, JSON], dict[str, bytes]]:
     previous = _previous_symbols(context.reference, spec, options.bits)
-    payload = coder(
-        symbols.plane, 1 << options.bits, previous, columns=_columns(spec), threads=context.threads
+    coder = options.plane_coder()
+    payload = encode_plane(
+        symbols.plane, 1 << options.bits, coder, previous, context.threads, columns=_columns(spec)
     )
     sections = {"codebook": symbols.codebook.astype("<f4").tobytes(), "symbols": payload}
     return {"bits": options.bits}, sections

@@ -13,12 +13,10 @@ import torch
 
 from shrinkpoint.arrays import Bools, Float32s, UInt8s
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.quantize.clustering import assign, optimal_clusters
-from shrinkpoint.quantize.sketch import SignedHistogram
+from shrinkpoint.quantize.clustering import assign
 from shrinkpoint.schemes.codec_io import normal
 
 __all__ = [
-    "Clustering",
     "Codebook",
     "Refill",
     "Symbols",
@@ -28,8 +26,6 @@ __all__ = [
     "refill_values",
 ]
 
-Clustering = Literal["kmeans", "optimal"]
-"""``kmeans`` as published: 25 iterations from random points on a sample; ``optimal`` is the best codebook there is."""
 Codebook = Literal["float32", "float16"]
 Refill = Literal["none", "mean", "factored"]
 """The restored value of a pruned second moment: zero as published, its tensor's mean, or row mean x column mean /
@@ -38,7 +34,6 @@ mean."""
 _ITERATIONS = 25  # faiss.Kmeans' defaults, which the repository uses
 _POINTS_PER_CLUSTER = 256
 _SEED = 1234
-_SMALLEST = 2.0**-126
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +52,7 @@ class Symbols:
         return values
 
 
-def cluster(values: Float32s, keep: Bools, bits: int, clustering: Clustering, codebook: Codebook) -> Symbols:
+def cluster(values: Float32s, keep: Bools, bits: int, codebook: Codebook) -> Symbols:
     """Quantize the kept nonzero values to at most ``2^bits - 1`` clusters.
 
     Few enough distinct values are their own clusters, where the repository stores the tensor itself: the same values.
@@ -66,7 +61,6 @@ def cluster(values: Float32s, keep: Bools, bits: int, clustering: Clustering, co
         values: flat, finite.
         keep: flat; what is False becomes symbol 0.
         bits: 1..8.
-        clustering: how the codebook is made.
         codebook: dtype that its values are rounded to.
 
     Raises:
@@ -75,7 +69,7 @@ def cluster(values: Float32s, keep: Bools, bits: int, clustering: Clustering, co
     values = normal(values)
     mask = keep & (values != 0)
     kept, size = values[mask], (1 << bits) - 1
-    centroids = _centroids(kept, size, clustering) if kept.size else np.empty(0, np.float32)
+    centroids = _centroids(kept, size) if kept.size else np.empty(0, np.float32)
     if codebook == "float16":
         with np.errstate(over="ignore"):
             centroids = centroids.astype(np.float16).astype(np.float32)
@@ -89,14 +83,10 @@ def cluster(values: Float32s, keep: Bools, bits: int, clustering: Clustering, co
     return Symbols(plane=plane, codebook=centroids)
 
 
-def _centroids(kept: Float32s, size: int, clustering: Clustering) -> Float32s:
+def _centroids(kept: Float32s, size: int) -> Float32s:
     distinct: Float32s = np.unique(kept[: 1 << 12])
     if distinct.size <= size and (distinct := np.unique(kept)).size <= size:
         return distinct
-    if clustering == "optimal":
-        histogram = SignedHistogram(x_min=_SMALLEST).add(torch.from_numpy(kept)).histogram()
-        best: Float32s = optimal_clusters(histogram.values, histogram.counts.astype(np.float64), size).numpy()
-        return best
     return _kmeans(kept, size)
 
 

@@ -16,15 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from shrinkpoint.entropy.lstm.coder import Advance, LstmOptions
-from shrinkpoint.errors import ConfigError
-from shrinkpoint.schemes.base import ReferenceState, TensorCodec
+from shrinkpoint.entropy.lstm.coder import LstmOptions
+from shrinkpoint.schemes.base import TensorCodec
 from shrinkpoint.schemes.published.excp import ExCP
 from shrinkpoint.schemes.published.excp_codecs import ExcpSettings, ExcpWeightCodec
-from shrinkpoint.schemes.recipe import described, reference_value
-from shrinkpoint.schemes.symbol_coders import LstmCoder
+from shrinkpoint.schemes.recipe import reference_value
 from shrinkpoint.state.training import Role, TrainingState
-from shrinkpoint.state.tree import JSON
 from shrinkpoint.warn import warn
 
 __all__ = ["ITMO", "ItmoOptions"]
@@ -45,8 +42,6 @@ class ItmoOptions(ExcpSettings):
         >>> config = shrinkpoint.SaverConfig(scheme="itmo", options=ItmoOptions(width=64))
     """
 
-    reference_step: int = 1
-    """The paper's s: how many saves back the reference lies; only 1 is possible."""
     width: int = 32
     """Units of each of the two layers, a multiple of 4; the paper has 512. Time grows with its square."""
     rate: int = 7
@@ -56,41 +51,24 @@ class ItmoOptions(ExcpSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.reference_step) is not int or self.reference_step != 1:
-            raise ConfigError(
-                f"reference_step must be 1, not {self.reference_step!r}: a chain's reader keeps its last checkpoint only"
-            )
-        self.network()
+        self.plane_coder()
 
-    def network(self) -> LstmOptions:
-        """The coder's own settings."""
-        return LstmOptions(width=self.width, rate=self.rate, chunk=self.chunk)
-
-    def plane_coder(self) -> LstmCoder:
+    def plane_coder(self) -> LstmOptions:
         """See `ExcpSettings.plane_coder`."""
-        return LstmCoder(self.network())
+        return LstmOptions(width=self.width, rate=self.rate, chunk=self.chunk)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ITMO:
-    """The scheme.
-
-    Args:
-        options: its settings.
-        reference: as for `ExCP`.
-        advance: called with the number of symbols coded since the last call, from any thread, for progress bars;
-            `symbols` gives the total.
-    """
+class ITMO(ExCP):
+    """The scheme: `ExCP` with these settings, whose coder is the LSTM."""
 
     name: ClassVar[str] = "itmo"
 
     options: ItmoOptions = field(default_factory=ItmoOptions)
-    reference: Mapping[str, ReferenceState] | None = None
-    advance: Advance | None = None
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`; warns once in a process if coding will take more than a minute."""
-        makers = self._excp().codecs(state)
+        makers = super().codecs(state)
         symbols = self._planned(state, makers)
         seconds = symbols / _SYMBOLS_PER_S * (self.options.width / _USUAL_WIDTH) ** 2
         if seconds > _LONG_S and not _warned.is_set():
@@ -102,13 +80,6 @@ class ITMO:
             )
         return makers
 
-    def symbols(self, state: TrainingState) -> int:
-        """The number of symbols to be coded, including those coded again for verification.
-
-        An upper bound: tensors that cannot be represented, and planes that a table codes, are left out later.
-        """
-        return self._planned(state, self._excp().codecs(state))
-
     def _planned(self, state: TrainingState, names: Iterable[str]) -> int:
         specs = state.specs
         planes = [
@@ -118,14 +89,6 @@ class ITMO:
             or reference_value(self.reference, specs[name], ExcpWeightCodec.id) is not None
         ]
         return 2 * sum(planes)
-
-    def _excp(self) -> ExCP:
-        coder = LstmCoder(self.options.network(), self.advance)
-        return ExCP(options=self.options, reference=self.reference, coder=coder)
-
-    def describe(self) -> JSON:
-        """See `Scheme.describe`."""
-        return described(self.name, self.options)
 
 
 def _readable(seconds: float) -> str:

@@ -62,8 +62,6 @@ class LCCheckpointOptions(WeightOptions):
     empty."""
     paired: bool = False
     """Keep buckets of both signs of an exponent or neither; an odd number of buckets is biased to one sign."""
-    cached_table: bool = True
-    """Reuse the predecessor's Huffman table if it has as many symbols, as published; otherwise always build one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,7 +113,7 @@ class LCCheckpointWeightCodec(ClosedLoopCodec):
     def _lengths(self, populations: Int64s, reference: ReferenceState | None) -> list[int]:
         """Code lengths by rank; the predecessor's (also ranked by population) are reused if there are as many."""
         cached = reference.params.get("lengths") if reference is not None else None
-        if self.options.cached_table and isinstance(cached, list) and len(cached) == populations.size:
+        if isinstance(cached, list) and len(cached) == populations.size:
             return cached
         return rank_lengths(populations)
 

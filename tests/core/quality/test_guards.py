@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from support.baselines import BASELINES
+from support.baseline_schemes import BASELINES
 from support.optimizers import KINDS
 from support.training import OPTIMIZERS, TinyGPT, TinyMLP, capture, train
 

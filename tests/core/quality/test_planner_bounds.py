@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from support.baselines import GoboOptions
+from support.baseline_schemes import GoboOptions
 from support.training import OPTIMIZERS, TinyMLP, capture, train
 
 from shrinkpoint.coding.encode import encode_state

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import scratch_memory
-from support.baselines import BASELINES
+from support.baseline_schemes import BASELINES
 from support.optimizers import Lion
 from support.training import OPTIMIZERS, TinyGPT, train
 

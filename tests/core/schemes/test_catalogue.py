@@ -2,7 +2,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from support.baselines import BASELINES, GoboOptions
+from support.baseline_schemes import BASELINES, GoboOptions
 from support.chains import check_chain, save_chain, state_of, walks
 from support.containers import identical
 from support.matrices import some_fast

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import format_baselines  # noqa: F401 - which are read too
-from support.baselines import TopN, Uniform
+from support.baseline_schemes import TopN, Uniform
 from support.chains import save_chain, state_of
 from support.containers import take_apart
 from support.format_codecs import read_chain

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import support.baselines  # noqa: F401 - for a scheme of theirs
+import support.baseline_schemes  # noqa: F401 - for a scheme of theirs
 import torch
 
 from shrinkpoint.config import SaverConfig

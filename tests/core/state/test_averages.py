@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import format_baselines  # noqa: F401 - which are read too
-from support.baselines import Uniform, UniformOptions
+from support.baseline_schemes import Uniform, UniformOptions
 from support.containers import identical
 from support.format_codecs import read_chain
 from support.training import OPTIMIZERS, TinyGPT, TinyMLP, capture, train

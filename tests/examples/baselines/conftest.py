@@ -1,3 +1,3 @@
 """The tests import the package `baselines` of the benchmarks."""
 
-import support.baselines  # noqa: F401
+import support.baseline_schemes  # noqa: F401

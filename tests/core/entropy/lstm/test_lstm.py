@@ -242,20 +242,6 @@ def test_what_does_not_decode_is_never_written(monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_array_equal(decode_plane(payload, plane.size, 3, columns=50, previous=previous), plane)
 
 
-def test_progress_counts_every_symbol_twice() -> None:
-    plane, previous = shifted(200, 100, 3)
-    seen: list[int] = []
-    with NEVER:
-        payload = encode_plane(
-            plane, 3, columns=100, previous=previous, options=SMALL, advance=seen.append, threads=2
-        )
-    assert sum(seen) == 2 * plane.size
-    seen.clear()
-    decode_plane(payload, plane.size, 3, columns=100, previous=previous, advance=seen.append)
-    assert sum(seen) == plane.size
-    assert max(seen) < plane.size
-
-
 def sample() -> tuple[np.ndarray, np.ndarray, bytes]:
     plane, previous = shifted(40, 40, 3)
     options = LstmOptions(width=4, rate=4, chunk=10)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.baselines import BASELINES
+from support.baseline_schemes import BASELINES
 from support.chains import check_malformed, save_chain, spec_of, state_of
 from support.moments import KINDS, SCALES, SHAPES, given_second, moments
 

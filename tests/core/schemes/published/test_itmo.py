@@ -15,7 +15,7 @@ from shrinkpoint.errors import ConfigError, FormatError, ShrinkpointWarning
 from shrinkpoint.schemes.published import itmo
 from shrinkpoint.schemes.published.excp import SYMBOLS, ExCP, ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
 from shrinkpoint.schemes.published.itmo import ITMO, ItmoOptions
-from shrinkpoint.schemes.symbol_coders import LstmCoder, decode_plane, uses_previous
+from shrinkpoint.schemes.symbol_coders import decode_plane, encode_plane, uses_previous
 
 NEVER = mock.patch.object(lstm, "_encode_ordinary", return_value=bytes(1 << 20))
 """Within it every plane is coded by the network, also those for which it does not pay: those of fast tests."""
@@ -25,7 +25,6 @@ LSTM = 6
 options = st.builds(
     ItmoOptions,
     alpha=st.sampled_from([0.0, 5e-5, 1.0]),
-    target_sparsity=st.sampled_from([None, 0.5, 1.0]),
     beta=st.sampled_from([0.0, 2.0]),
     bits=st.sampled_from([1, 4, 8]),
     refill=st.sampled_from(["none", "mean"]),
@@ -124,23 +123,6 @@ def test_planes_of_any_shape(shape):
         check_chain(states, lambda reference: ITMO(options=SMALL, reference=reference))
 
 
-def test_progress_reaches_what_was_announced():
-    states = training()
-    seen: list[int] = []
-    announced = []
-
-    def make(reference):
-        scheme = ITMO(options=SMALL, reference=reference, advance=seen.append)
-        announced.append(scheme.symbols(states[len(announced)]))
-        return scheme
-
-    with NEVER:
-        save_chain(states, make)
-    elements = 24 * 40
-    assert announced == [2 * 2 * elements, 2 * 3 * elements, 2 * 3 * elements]
-    assert sum(seen) == sum(announced)
-
-
 def test_it_says_once_how_long_it_will_take(monkeypatch):
     monkeypatch.setattr(itmo, "_LONG_S", 0.01)
     itmo._warned.clear()
@@ -162,14 +144,14 @@ def test_malformed_bytes_are_refused():
     before, after = torch.randn(2, 18, 20, generator=generator)
     with NEVER:
         for codec in (ExcpWeightCodec, ExcpMomentCodec):
-            check_malformed(codec(coder=LstmCoder(LstmOptions(width=4, chunk=8))), before, after)
+            check_malformed(codec(options=ItmoOptions(width=4, chunk=8)), before, after)
 
 
 def test_a_plane_that_needs_the_previous_one_is_refused_without():
     rng = np.random.default_rng(0)
     plane = rng.integers(0, 4, 400).astype(np.uint8)
     with NEVER:
-        payload = LstmCoder(LstmOptions(width=4))(plane, 4, plane, columns=20, threads=1)
+        payload = encode_plane(plane, 4, LstmOptions(width=4), plane, columns=20)
     assert np.array_equal(decode_plane(payload, 400, 4, plane, columns=20), plane)
     for previous in (None, plane[:399]):
         with pytest.raises(FormatError, match="there is none"):
@@ -183,7 +165,7 @@ def test_symbols_are_held_for_the_next_save():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"reference_step": 2}, {"reference_step": True}, {"width": 30}, {"rate": 99}, {"chunk": 1}, {"bits": 9}],
+    [{"width": 30}, {"rate": 99}, {"chunk": 1}, {"bits": 9}],
 )
 def test_options_are_checked(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):

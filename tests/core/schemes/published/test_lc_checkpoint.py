@@ -32,7 +32,6 @@ options = st.builds(
     representative=st.sampled_from(["midrange", "mean"]),
     priority=st.sampled_from(["exponent", "energy"]),
     paired=st.booleans(),
-    cached_table=st.booleans(),
     min_elements=st.just(1),
     moments=st.sampled_from(["exact", "levels"]),
 )
@@ -104,17 +103,12 @@ def test_the_code_table_is_taken_from_the_predecessor():
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(40, 40, generator=generator) * (1 + i) for i in range(3)]
     spec = spec_of(weights[0])
-    for cached in (True, False):
-        codec, lengths, reference = (
-            LCCheckpointWeightCodec(options=LCCheckpointOptions(cached_table=cached)),
-            [],
-            None,
-        )
-        for weight in (torch.zeros(40, 40), *weights):
-            one = codec.encode(weight, spec, Context(reference))
-            reference = ReferenceState(codec.id, one.encoded.params, one.planes)
-            lengths.append(one.encoded.params.get("lengths"))
-        assert (lengths[1] == lengths[2] == lengths[3]) is cached
+    codec, lengths, reference = LCCheckpointWeightCodec(), [], None
+    for weight in (torch.zeros(40, 40), *weights):
+        one = codec.encode(weight, spec, Context(reference))
+        reference = ReferenceState(codec.id, one.encoded.params, one.planes)
+        lengths.append(one.encoded.params.get("lengths"))
+    assert lengths[1] == lengths[2] == lengths[3]
 
 
 def test_a_super_step_restores_the_same_bits():
