@@ -23,6 +23,7 @@ __all__ = [
     "finite",
     "floats",
     "integer",
+    "matrix_shape",
     "normal",
     "number",
     "plane_of",
@@ -55,7 +56,7 @@ def as_float32(
         CannotRepresentError: the tensor is empty, contains NaN or infinity, or is of another dtype.
     """
     if tensor.dtype not in dtypes:
-        raise CannotRepresentError(f"{spec.name}: {tensor.dtype} cannot be quantized: stored exactly")
+        raise CannotRepresentError(f"{spec.name}: dtype {tensor.dtype} cannot be quantized: stored exactly")
     if tensor.numel() == 0:
         raise CannotRepresentError(f"{spec.name} is empty: stored exactly")
     values = widened(tensor)
@@ -99,6 +100,13 @@ def normal(values: Float32s) -> Float32s:
         part = slice(start, start + _CHUNK)
         target[part] = np.where(source[part] & _EXPONENT, source[part], np.uint32(0))
     return flushed.view(np.float32)
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor: the first axis against all others; one row for what has a single axis."""
+    if len(shape) < 2:
+        return 1, int(np.prod(shape, dtype=np.int64))
+    return shape[0], int(np.prod(shape[1:], dtype=np.int64))
 
 
 def section(encoded: EncodedTensor, spec: TensorSpec, name: str) -> bytes:

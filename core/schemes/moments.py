@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.arrays import Float32s, Float64s, UInt8s
+from shrinkpoint.arrays import Float32s, UInt8s
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
-from shrinkpoint.schemes.codec_io import normal
+from shrinkpoint.schemes.codec_io import as_float32, floats, matrix_shape, normal, number, plane_of, section
 from shrinkpoint.state.training import Role, TensorSpec
 
 __all__ = ["FirstMomentCodec", "SecondMomentCodec"]
@@ -33,25 +33,11 @@ _M_BEYOND = 15.5  # |m| / sqrt(v) that moments of one gradient hardly exceed
 _M_STRANGERS = 1e-3  # share of such elements above which the two are not moments of one gradient
 
 
-def _check_float32(tensor: torch.Tensor, spec: TensorSpec) -> Float32s:
-    if tensor.dtype is not torch.float32:
-        raise CannotRepresentError(f"{spec.name}: moments of dtype {tensor.dtype} are stored exactly")
-    values: Float32s = tensor.detach().contiguous().reshape(-1).numpy()
-    if not np.isfinite(values).all():
-        raise CannotRepresentError(f"{spec.name} contains NaN or infinity and is stored exactly")
-    return values
-
-
-def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of the factor: the first axis against all others."""
-    if len(shape) < 2:
-        return 1, int(np.prod(shape, dtype=np.int64))
-    return shape[0], int(np.prod(shape[1:], dtype=np.int64))
-
-
-def _code_plane(plane: UInt8s, name: str, alphabet: int, context: Context) -> tuple[bytes, bool]:
+def _code_plane(
+    plane: UInt8s, spec: TensorSpec, name: str, alphabet: int, context: Context
+) -> tuple[bytes, bool]:
     """Code the plane conditioned on the previous checkpoint's, or alone where that is predicted to be smaller."""
-    previous = _previous(name, plane.size, context.reference)
+    previous = _previous(name, spec, context)
     if previous is not None:
         counts = count_symbols(plane, previous, alphabet, alphabet)
         if predict_bytes(counts) < predict_bytes(counts.sum(axis=0, keepdims=True)):
@@ -62,46 +48,24 @@ def _code_plane(plane: UInt8s, name: str, alphabet: int, context: Context) -> tu
 def _read_plane(
     encoded: EncodedTensor, spec: TensorSpec, name: str, alphabet: int, context: Context
 ) -> UInt8s:
-    previous = _previous(name, spec.numel, context.reference) if encoded.uses_reference else None
+    previous = _previous(name, spec, context) if encoded.uses_reference else None
     if encoded.uses_reference and previous is None:
         raise FormatError(f"{spec.name}: its reference plane {name!r} is missing")
     contexts = alphabet if previous is not None else 1
     return decode_symbols(
-        _section(encoded, spec, name), previous, spec.numel, alphabet, contexts, threads=context.threads
+        section(encoded, spec, name), previous, spec.numel, alphabet, contexts, threads=context.threads
     )
+
+
+def _previous(name: str, spec: TensorSpec, context: Context) -> UInt8s | None:
+    plane = plane_of(context.reference, name, spec)
+    return np.asarray(plane, np.uint8) if plane is not None else None
 
 
 def _rebased(encoded: EncodedTensor, reference: ReferenceState, alphabet: int) -> EncodedTensor:
     plane = np.ascontiguousarray(reference.planes["levels"], dtype=np.uint8)
     sections = {**encoded.sections, "levels": encode_symbols(plane, None, alphabet, 1)}
     return replace(encoded, sections=sections, uses_reference=False)
-
-
-def _previous(name: str, size: int, reference: ReferenceState | None) -> UInt8s | None:
-    plane = reference.planes.get(name) if reference is not None else None
-    return np.asarray(plane, np.uint8) if plane is not None and plane.size == size else None
-
-
-def _section(encoded: EncodedTensor, spec: TensorSpec, name: str) -> bytes:
-    try:
-        return encoded.sections[name]
-    except KeyError:
-        raise FormatError(f"{spec.name}: section {name!r} is missing") from None
-
-
-def _floats(encoded: EncodedTensor, spec: TensorSpec, name: str, count: int) -> Float32s:
-    section = _section(encoded, spec, name)
-    data = np.frombuffer(section, dtype="<f4", count=len(section) // 4)
-    if len(section) != 4 * count or not np.isfinite(data).all():
-        raise FormatError(f"{spec.name}: section {name!r} must hold {count} finite fp32 values")
-    return data.astype(np.float32)
-
-
-def _number(params: Mapping[str, Any], spec: TensorSpec, key: str) -> np.float32:
-    value = params.get(key)
-    if not isinstance(value, float) or not 0 < value < float("inf"):
-        raise FormatError(f"{spec.name}: {key!r} must be a positive number, not {value!r}")
-    return np.float32(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +90,10 @@ class SecondMomentCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; second moments that are negative, not fp32 or not finite are refused."""
-        values = _check_float32(tensor, spec)
-        if values.size == 0 or values.min() < 0:
-            raise CannotRepresentError(f"{spec.name} is empty or has negative second moments: stored exactly")
-        rows, columns = self._factors(values.reshape(_matrix_shape(spec.shape)))
+        values = as_float32(tensor, spec, (torch.float32,))
+        if values.min() < 0:
+            raise CannotRepresentError(f"{spec.name} has negative second moments: stored exactly")
+        rows, columns = self._factors(values.reshape(matrix_shape(spec.shape)))
         factor = self._factor(rows, columns)
         with np.errstate(divide="ignore"):
             level = np.rint(np.log2(values / factor) / np.float32(self.step))
@@ -140,7 +104,7 @@ class SecondMomentCodec:
         octaves = (np.arange(lowest, highest + 1) - (_V_CLIP_STEPS + 1)) * self.step
         codebook = np.exp2(octaves).astype("<f4")
         compact = np.where(plane > 0, plane - (lowest - 1), 0).astype(np.uint8)
-        payload, uses_reference = _code_plane(plane, "levels", 2 * _V_CLIP_STEPS + 2, context)
+        payload, uses_reference = _code_plane(plane, spec, "levels", 2 * _V_CLIP_STEPS + 2, context)
         sections = {
             "rows": rows.astype("<f4").tobytes(),
             "columns": columns.astype("<f4").tobytes(),
@@ -162,9 +126,9 @@ class SecondMomentCodec:
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        height, width = _matrix_shape(spec.shape)
-        rows = _floats(encoded, spec, "rows", height)
-        columns = _floats(encoded, spec, "columns", width)
+        height, width = matrix_shape(spec.shape)
+        rows = floats(encoded, spec, "rows", height)
+        columns = floats(encoded, spec, "columns", width)
         lowest, count = encoded.params.get("lowest"), encoded.params.get("count")
         highest = 2 * _V_CLIP_STEPS + 1
         if (
@@ -173,7 +137,7 @@ class SecondMomentCodec:
             or not 1 <= lowest <= highest - count + 1 <= highest + 1
         ):
             raise FormatError(f"{spec.name}: the range of levels is malformed")
-        codebook = _floats(encoded, spec, "codebook", count)
+        codebook = floats(encoded, spec, "codebook", count)
         plane = np.asarray(planes["levels"], dtype=np.int64)
         compact = np.where(plane > 0, plane - (lowest - 1), 0)
         if compact.size and (compact.max() > count or compact.min() < 0):
@@ -198,7 +162,9 @@ class SecondMomentCodec:
         if mean == 0:
             return np.zeros(matrix.shape[0], np.float32), np.zeros(matrix.shape[1], np.float32)
         # divided by the mean here, so that no product of two means can underflow
-        return _normal(wide.mean(axis=1) / mean), _normal(wide.mean(axis=0))
+        return normal((wide.mean(axis=1) / mean).astype(np.float32)), normal(
+            wide.mean(axis=0).astype(np.float32)
+        )
 
     @staticmethod
     def _factor(rows: Float32s, columns: Float32s) -> Float32s:
@@ -212,11 +178,6 @@ class SecondMomentCodec:
             value: Float32s = np.maximum(factor * table[compact], _TINY)
         value[compact == 0] = 0
         return value
-
-
-def _normal(values: Float64s) -> Float32s:
-    """As fp32 without subnormals, which a process after ``torch.set_flush_denormal(True)`` reads as zero."""
-    return np.where(values < _TINY, 0, values).astype(np.float32)
 
 
 def _level_range(plane: UInt8s) -> tuple[int, int]:
@@ -244,7 +205,7 @@ class FirstMomentCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; first moments without a second moment of their gradient are refused."""
-        values = _check_float32(tensor, spec)
+        values = as_float32(tensor, spec, (torch.float32,))
         root = _root(spec, context)
         if root is None:
             raise CannotRepresentError(f"{spec.name} has no second moment to scale it by: stored exactly")
@@ -255,7 +216,7 @@ class FirstMomentCodec:
         if np.count_nonzero((np.abs(values) > limit * root) & (root > 0)) > _M_STRANGERS * values.size:
             raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
         plane = (np.clip(level, -_M_CLIP_STEPS, _M_CLIP_STEPS) + _M_CLIP_STEPS).astype(np.uint8)
-        payload, uses_reference = _code_plane(plane, "levels", 2 * _M_CLIP_STEPS + 1, context)
+        payload, uses_reference = _code_plane(plane, spec, "levels", 2 * _M_CLIP_STEPS + 1, context)
         params = {"step": float(np.float32(self.step))}
         encoded = EncodedTensor(self.id, params, {"levels": payload}, uses_reference)
         return Coded(encoded, {"levels": plane}, self._restore(plane, unit, spec))
@@ -271,7 +232,7 @@ class FirstMomentCodec:
         root = _root(spec, context)
         if root is None:
             raise FormatError(f"{spec.name}: the second moment that scales it is missing")
-        return self._restore(planes["levels"], _number(encoded.params, spec, "step") * root, spec)
+        return self._restore(planes["levels"], number(encoded.params, spec, "step") * root, spec)
 
     def rebase(
         self,

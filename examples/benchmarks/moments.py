@@ -33,10 +33,11 @@ from bound_trainings import KINDS
 from shrinkpoint.coding.encode import encode_state, restored_values
 from shrinkpoint.optimizers.updates import OptimizerKind, Updates, compare_updates, moments_of_direction
 from shrinkpoint.quantize.movement import MovementTracker
-from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
+from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext, TensorCodec
+from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import Role, TrainingState
 

@@ -32,12 +32,12 @@ from moments import Middle, middle_of, trainings
 
 from shrinkpoint.entropy.contexts.coder import encode_plane
 from shrinkpoint.optimizers.updates import Updates, compare_updates
-from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.base import Context
+from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
 TRAININGS = ("gpt", "recommender", "forecasting", "fine-tuning")

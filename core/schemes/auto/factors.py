@@ -17,10 +17,10 @@ from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.base import EncodedTensor
-from shrinkpoint.schemes.codec_io import section
+from shrinkpoint.schemes.codec_io import matrix_shape, section
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["EMPTY", "Factors", "matrix_shape", "row_and_column_means"]
+__all__ = ["EMPTY", "Factors", "row_and_column_means"]
 
 _PER_OCTAVE = 4
 # 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
@@ -31,13 +31,6 @@ _LOW, _HIGH = -126 * _PER_OCTAVE, 127 * _PER_OCTAVE  # of normal numbers
 _TINY = np.float32(np.finfo(np.float32).tiny)
 _SYMBOLS, _BYTES = 0, 1
 _SAMPLE = 1 << 16  # elements by which the misfit is measured
-
-
-def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a tensor: the first axis against all others; one row for what has a single axis."""
-    if len(shape) < 2:
-        return 1, int(np.prod(shape, dtype=np.int64))
-    return shape[0], int(np.prod(shape[1:], dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,17 +25,24 @@ import torch
 from shrinkpoint.arrays import Float32s, Float64s, UInt8s, widened
 from shrinkpoint.entropy.contexts.coder import Effort, decode_plane, encode_plane
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.moment_units import (
     STRANGE,
     MomentCodec,
     OwnUnits,
     RootUnits,
     check_dtype,
-    fp32_values,
 )
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged
-from shrinkpoint.schemes.codec_io import emit, finite, integer, number, section
+from shrinkpoint.schemes.codec_io import (
+    CODED_DTYPES,
+    as_float32,
+    emit,
+    finite,
+    integer,
+    matrix_shape,
+    number,
+    section,
+)
 from shrinkpoint.schemes.recipe import check_choice
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
@@ -112,7 +119,7 @@ class _CentroidCodec(MomentCodec):
     def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
         from shrinkpoint.schemes.auto import moment_kernels  # numba
 
-        values = fp32_values(tensor, spec)
+        values = as_float32(tensor, spec, CODED_DTYPES)
         units, sections = self._measure(values, spec, context)
         values = self._wanted(values, units, spec)
         step = np.float32(
@@ -190,7 +197,9 @@ class CentroidFirstMomentCodec(RootUnits, _CentroidCodec):
         if second is None or tuple(second.shape) != spec.shape:
             return values
         wanted = np.empty_like(values)
-        moment_kernels.in_other_units(values, fp32_values(second, spec), units, self.epsilon, STRANGE, wanted)
+        moment_kernels.in_other_units(
+            values, as_float32(second, spec, CODED_DTYPES), units, self.epsilon, STRANGE, wanted
+        )
         return wanted
 
 

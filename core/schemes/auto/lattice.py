@@ -26,7 +26,6 @@ from shrinkpoint.entropy.contexts.coder import Effort, decode_plane, encode_plan
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.dither import SEEDS
-from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_points import (
     FARTHEST,
     Lattice,
@@ -37,7 +36,7 @@ from shrinkpoint.schemes.auto.lattice_points import (
 )
 from shrinkpoint.schemes.auto.lattice_steps import Steps, read_step, read_steps, write_exponents
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, Staged
-from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, finite, integer, section
+from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, finite, integer, matrix_shape, section
 from shrinkpoint.schemes.recipe import check_choice
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON

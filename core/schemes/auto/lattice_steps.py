@@ -19,10 +19,10 @@ import torch
 from shrinkpoint.arrays import Float64s, Int8s, UInt8s, widened
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import FormatError
-from shrinkpoint.schemes.auto.factors import matrix_shape, row_and_column_means
+from shrinkpoint.schemes.auto.factors import row_and_column_means
 from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT, join_exponents
 from shrinkpoint.schemes.base import EncodedTensor
-from shrinkpoint.schemes.codec_io import check_sections, number, section
+from shrinkpoint.schemes.codec_io import check_sections, matrix_shape, number, section
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["Steps", "curvature_exponents", "read_step", "read_steps", "write_exponents"]

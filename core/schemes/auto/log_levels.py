@@ -25,7 +25,7 @@ from shrinkpoint.entropy.contexts.coder import decode_plane, encode_plane
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import ConfigError, FormatError
 from shrinkpoint.quantize.dither import SEEDS
-from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
+from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.auto.log_planes import LogPlanes
 from shrinkpoint.schemes.auto.log_residuals import (
     HIGH,
@@ -40,9 +40,17 @@ from shrinkpoint.schemes.auto.log_residuals import (
     shift_between,
     values_of,
 )
-from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted, fp32_values
+from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, Staged
-from shrinkpoint.schemes.codec_io import check_sections, emit, integer, section
+from shrinkpoint.schemes.codec_io import (
+    CODED_DTYPES,
+    as_float32,
+    check_sections,
+    emit,
+    integer,
+    matrix_shape,
+    section,
+)
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
@@ -87,7 +95,7 @@ class LogLevelsCodec:
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `Stages.stage`; refuses what `encode` refuses."""
-        values = fp32_values(tensor, spec)
+        values = as_float32(tensor, spec, CODED_DTYPES)
         levels, negative = self._levels(values, context), _negative(values)
         before = _exponents_before(context.reference, spec)
         residuals, shift = levels.residuals(Prediction.by_factors(values, spec)), 0

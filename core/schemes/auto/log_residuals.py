@@ -14,7 +14,8 @@ import numpy.typing as npt
 from shrinkpoint.arrays import Bools, Float32s, Int16s, Int32s, UInt8s
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.quantize.dither import dither
-from shrinkpoint.schemes.auto.factors import EMPTY, Factors, matrix_shape
+from shrinkpoint.schemes.auto.factors import EMPTY, Factors
+from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = [

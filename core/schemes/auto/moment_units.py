@@ -12,12 +12,12 @@ import torch
 
 from shrinkpoint.arrays import Float32s, widened
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
+from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.base import Context, EncodedTensor
-from shrinkpoint.schemes.codec_io import CODED_DTYPES, check_sections, emit, finite, normal
+from shrinkpoint.schemes.codec_io import CODED_DTYPES, check_sections, emit, finite, matrix_shape, normal
 from shrinkpoint.state.training import Role, TensorSpec
 
-__all__ = ["STRANGE", "MomentCodec", "OwnUnits", "RootUnits", "check_dtype", "emitted", "fp32_values"]
+__all__ = ["STRANGE", "MomentCodec", "OwnUnits", "RootUnits", "check_dtype", "emitted"]
 
 STRANGE = 31.0
 """Roots of a second moment that a first one of the same gradient is large at most: it hardly exceeds ten of the true one, and
@@ -98,22 +98,6 @@ def check_dtype(spec: TensorSpec) -> None:
     """Raise FormatError unless a codec of moments may have stored the tensor."""
     if spec.dtype not in CODED_DTYPES or spec.numel == 0:
         raise FormatError(f"{spec.name}: a moment of {spec.dtype} and shape {spec.shape} is stored exactly")
-
-
-def fp32_values(tensor: torch.Tensor, spec: TensorSpec) -> Float32s:
-    """A moment's elements, flat in C order; those of float64 rounded.
-
-    Raises:
-        CannotRepresentError: it is empty, of another dtype, or not finite.
-    """
-    if tensor.dtype not in CODED_DTYPES:
-        raise CannotRepresentError(f"{spec.name}: moments of dtype {tensor.dtype} are stored exactly")
-    if tensor.numel() == 0:
-        raise CannotRepresentError(f"{spec.name} is empty: stored exactly")
-    values = widened(tensor)
-    if not finite(values):
-        raise CannotRepresentError(f"{spec.name} holds NaN or infinity and is stored exactly")
-    return values
 
 
 def emitted(restored: Float32s, spec: TensorSpec, *, nonzero: Float32s | None = None) -> torch.Tensor:

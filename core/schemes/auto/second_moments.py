@@ -18,10 +18,10 @@ import torch
 
 from shrinkpoint.arrays import Float32s
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
-from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted, fp32_values
+from shrinkpoint.schemes.auto.factors import Factors
+from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged
-from shrinkpoint.schemes.codec_io import check_sections, emit, finite
+from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, check_sections, emit, finite, matrix_shape
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["FactoredSecondMomentCodec", "rank_one_misfit"]
@@ -63,7 +63,7 @@ class FactoredSecondMomentCodec:
         return self._factored(tensor, spec)[1]
 
     def _factored(self, tensor: torch.Tensor, spec: TensorSpec) -> tuple[Factors, torch.Tensor]:
-        values = fp32_values(tensor, spec)
+        values = as_float32(tensor, spec, CODED_DTYPES)
         if values.min() < 0:
             raise CannotRepresentError(f"{spec.name} has negative second moments: stored exactly")
         matrix = values.reshape(matrix_shape(spec.shape))
@@ -81,7 +81,7 @@ class FactoredSecondMomentCodec:
         if first is None or tuple(first.shape) != spec.shape:
             return None
         try:
-            return fp32_values(first, spec)
+            return as_float32(first, spec, CODED_DTYPES)
         except CannotRepresentError:  # what is refused there is no reason to refuse the second moment
             return None
 
@@ -104,7 +104,7 @@ def rank_one_misfit(tensor: torch.Tensor, spec: TensorSpec) -> float:
     Elements that are zero do not count; 0 where the codec refuses the tensor.
     """
     try:
-        matrix = fp32_values(tensor, spec).reshape(matrix_shape(spec.shape))
+        matrix = as_float32(tensor, spec, CODED_DTYPES).reshape(matrix_shape(spec.shape))
     except CannotRepresentError:
         return 0.0
     return 0.0 if matrix.min() < 0 else Factors.of_second_moment(matrix).balanced(matrix).misfit(matrix)

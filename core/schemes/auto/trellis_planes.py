@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s, Indices, Int8s, Int16s, UInt8s
-from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_points import join_exponents, split_exponents
 from shrinkpoint.schemes.auto.trellis_points import Grid
 from shrinkpoint.schemes.base import PackedPlanes, Planes, bytes_in_memory
+from shrinkpoint.schemes.codec_io import matrix_shape
 
 __all__ = ["KeptRows", "TrellisPlanes"]
 

@@ -11,12 +11,11 @@ from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8
 from shrinkpoint.entropy.contexts.sample import Side
 from shrinkpoint.entropy.trellis.coder import Path
 from shrinkpoint.entropy.trellis.states import States
-from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_points import QUARTERS
 from shrinkpoint.schemes.auto.random_walk import CARRIED, EXPONENTS, LAST_WALK, NO_WALK, step_ratio_of
 from shrinkpoint.schemes.auto.trellis_points import Grid, zero_places
 from shrinkpoint.schemes.base import ReferenceState
-from shrinkpoint.schemes.codec_io import integer, number, plane_of
+from shrinkpoint.schemes.codec_io import integer, matrix_shape, number, plane_of
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 

@@ -7,13 +7,12 @@ from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.entropy.trellis.coder import CodedPoints, Path, decode_points, encode_points
 from shrinkpoint.errors import FormatError
 from shrinkpoint.quantize.dither import SEEDS
-from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_points import split_exponents
 from shrinkpoint.schemes.auto.lattice_steps import read_steps, write_exponents
 from shrinkpoint.schemes.auto.trellis_points import Grid
 from shrinkpoint.schemes.auto.trellis_prediction import TrellisReference, read_step_ratio
 from shrinkpoint.schemes.base import EncodedTensor
-from shrinkpoint.schemes.codec_io import integer, section
+from shrinkpoint.schemes.codec_io import integer, matrix_shape, section
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = [

@@ -23,7 +23,6 @@ from shrinkpoint.entropy.trellis.coder import CodedPoints, Path
 from shrinkpoint.entropy.trellis.states import States
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.dither import SEEDS
-from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_points import join_exponents, split_exponents
 from shrinkpoint.schemes.auto.lattice_steps import Steps
 from shrinkpoint.schemes.auto.random_walk import (
@@ -71,7 +70,7 @@ from shrinkpoint.schemes.base import (
     ReferenceState,
     Staged,
 )
-from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, finite, integer
+from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, finite, integer, matrix_shape
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 

@@ -19,6 +19,7 @@ from shrinkpoint.schemes.codec_io import (
     emit,
     finite,
     integer,
+    matrix_shape,
     normal,
     plane_of,
     section,
@@ -28,7 +29,6 @@ from shrinkpoint.schemes.published.excp_symbols import (
     Refill,
     Symbols,
     cluster,
-    matrix_shape,
     refill_factors,
     refill_values,
 )

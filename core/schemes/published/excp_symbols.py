@@ -14,14 +14,13 @@ import torch
 from shrinkpoint.arrays import Bools, Float32s, UInt8s
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.quantize.clustering import assign
-from shrinkpoint.schemes.codec_io import normal
+from shrinkpoint.schemes.codec_io import matrix_shape, normal
 
 __all__ = [
     "Codebook",
     "Refill",
     "Symbols",
     "cluster",
-    "matrix_shape",
     "refill_factors",
     "refill_values",
 ]
@@ -133,10 +132,3 @@ def refill_values(factors: Float32s, shape: tuple[int, ...]) -> Float32s:
         return same
     with np.errstate(over="ignore", invalid="ignore"):
         return normal(np.multiply.outer(factors[:rows], factors[rows:]).reshape(-1))
-
-
-def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of the refill's factors: the first axis against all others."""
-    if len(shape) < 2:
-        return 1, int(np.prod(shape, dtype=np.int64))
-    return shape[0], int(np.prod(shape[1:], dtype=np.int64))

@@ -14,11 +14,12 @@ from support.moments import KINDS, SCALES, SHAPES, given_second, moments
 from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
 from shrinkpoint.schemes.auto import moment_kernels
-from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
+from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer, SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
+from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.schemes.moments import FirstMomentCodec
 from shrinkpoint.state.training import Role
 

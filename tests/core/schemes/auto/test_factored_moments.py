@@ -9,9 +9,10 @@ from support.moments import KINDS, SCALES, SHAPES, moments
 from shrinkpoint.entropy.static.rans import encode_symbols
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.quantize import matrix_kernels
-from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
+from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, rank_one_misfit
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer
+from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.state.training import Role
 
 LONGEST = 2 ** (1 / 16) * 1.0001
