@@ -14,11 +14,10 @@ from shrinkpoint.cli.compile import compile_now
 from shrinkpoint.cli.diff import diff
 from shrinkpoint.cli.export import export
 from shrinkpoint.cli.ls import ls
-from shrinkpoint.cli.prune import pin, prune, unpin
+from shrinkpoint.cli.prune import pin, prune, undelete, unpin
 from shrinkpoint.cli.runs import READ_ANYWAY
 from shrinkpoint.cli.show import show
 from shrinkpoint.cli.stores import heal, stores
-from shrinkpoint.cli.undelete import undelete
 from shrinkpoint.cli.verify import verify
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import quieted

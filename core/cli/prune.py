@@ -1,4 +1,4 @@
-"""``shrinkpoint prune``, ``pin`` and ``unpin``: which checkpoints are kept."""
+"""``shrinkpoint prune``, ``undelete``, ``pin`` and ``unpin``: which checkpoints are kept."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ from shrinkpoint.cli.options import (
 )
 from shrinkpoint.cli.output import bytes_text, console, print_json
 from shrinkpoint.cli.runs import OpenRun, describe_manifest, open_run, pick
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.saving.retention import Record, RetentionPolicy
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 from shrinkpoint.store.manifest import Manifest
 
-__all__ = ["pin", "prune", "unpin"]
+__all__ = ["pin", "prune", "undelete", "unpin"]
 
 
 _CLOCK_TICKS = (0.02, 1.1, 1.1)
@@ -203,6 +203,48 @@ def _print(report: Mapping[str, Any], shown: str) -> None:
         )
     for key in report.get("unreadable", ()):
         out.print(f"kept, with all that it may need: unreadable {key}")
+
+
+def undelete(
+    url: Url,
+    step: Step = None,
+    seq: Seq = None,
+    yes: Yes = False,
+    storage_options: StorageOptions = None,
+    option: Pairs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring back removed checkpoints, all or one, for as long as their data waits for the end of its grace."""
+    address = addressed(url, step, seq)
+    url, step, seq = address.url, address.step, address.seq
+    run = open_run(url, parse_storage_options(url, storage_options, option))
+    there = run.store.removed()
+    wanted = [m for m in there if (step is None or m.step == step) and (seq is None or m.seq == seq)]
+    if not wanted:
+        known = ", ".join(str(m.step) for m in there) or "none"
+        raise NoCheckpointError(
+            f"{run.store.display} has no such removed checkpoint; the steps that can be brought back are: {known}"
+        )
+    if yes:
+        with run.store.writer() as writer:
+            for manifest in wanted:
+                writer.undelete(manifest)
+    if as_json:
+        print_json({"done": yes, "undelete": [{"seq": m.seq, "step": m.step} for m in wanted]})
+    else:
+        _print_wanted(wanted, run.store.display, yes=yes)
+
+
+def _print_wanted(wanted: list[Manifest], shown: str, *, yes: bool) -> None:
+    steps = ", ".join(str(manifest.step) for manifest in wanted)
+    if yes:
+        console().print(
+            f"brought back {len(wanted)} checkpoints to {shown}; steps: {steps}. Pin those that a training with retention must not remove"
+        )
+    else:
+        console().print(
+            f"would bring back {len(wanted)} checkpoints to {shown}; steps: {steps}. Nothing was changed: give --yes to do it"
+        )
 
 
 def pin(

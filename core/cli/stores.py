@@ -8,7 +8,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, parse_storage_options
-from shrinkpoint.cli.output import bytes_text, console, print_json, print_table
+from shrinkpoint.cli.output import bytes_text, console, counted, print_json, print_table
 from shrinkpoint.cli.runs import OpenRun, open_run
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.store.striped import StripedObjects
@@ -131,11 +131,7 @@ def _print_survey(found: Survey) -> None:
 def _may_be_lost(count: int) -> str:
     if count == 0:
         return "no further store may be lost now"
-    return f"{_count(count, 'store')} may be lost now"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return f"{counted(count, 'store')} may be lost now"
 
 
 def _print_healed(healed: Healed, shown: str, *, replaced: bool) -> None:
@@ -144,7 +140,7 @@ def _print_healed(healed: Healed, shown: str, *, replaced: bool) -> None:
         out.print(f"store {number} was blank and belongs to the run now")
     leftovers = f"; {healed.orphans} leftovers of interrupted saves are left alone" if healed.orphans else ""
     out.print(
-        f"wrote what was missing: {_count(healed.records, 'record')} and {_count(healed.shards, 'shard')}; repaired"
+        f"wrote what was missing: {counted(healed.records, 'record')} and {counted(healed.shards, 'shard')}; repaired"
         f" {healed.repaired} that were damaged{leftovers}"
     )
     if healed.outdated:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.files import ContainerFile
+from shrinkpoint.cli.decode import ContainerFile
 from shrinkpoint.cli.options import (
     AsJson,
     Pairs,

@@ -22,19 +22,21 @@ import torch
 
 from shrinkpoint.arrays import Bools, Float64s, Int8s
 from shrinkpoint.schemes.auto.curvature import Curvature, curvature_of, size_of, square, sums_of
+from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
 from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.auto.options import AutoOptions
-from shrinkpoint.schemes.auto.row_steps import narrowed
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
 
-__all__ = ["WeightStep", "WeightSteps", "known_movement"]
+__all__ = ["WeightStep", "WeightSteps", "known_movement", "narrowed"]
 
 _CURVED = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES)
 _FARTHEST = 64.0  # no tensor's curvature changes its steps by more
+_PER_OCTAVE = 4  # exponents of rows and columns
+_ROWS = 256  # by which columns are judged
 _FINER = 8  # biases and norms: few elements, each of which counts for many
 _FEW = 2000  # so do those of small tensors
 _NOISE = math.sqrt(1 / 12)  # of a uniform quantizer, in its step sizes
@@ -229,3 +231,41 @@ def _least_movement(moved: Float64s) -> float:
 def _finer(spec: TensorSpec) -> int:
     few = len(spec.shape) < 2 or spec.tag.layer_type is LayerType.NORM or spec.numel < _FEW
     return _FINER if few else 1
+
+
+def narrowed(
+    step: float, exponents: tuple[Int8s, Int8s], noise: Float64s
+) -> tuple[float, tuple[Int8s, Int8s]]:
+    """Step sizes of which no row makes more noise than it may.
+
+    Where the curvature allows every element of a row more noise than that, elements have equal steps: none may have more.
+
+    Args:
+        step: the tensor's own step size, of a uniform quantizer.
+        exponents: int8 (rows,) and (columns,): quarter octaves above it.
+        noise: float64 (rows,): the greatest root mean square of a row's errors. Rows that may have none, or less than
+            2 ** -8 of the noisiest row's, take the finest step sizes that there are.
+
+    Returns:
+        The same, with narrower steps where they must be.
+    """
+    rows, columns = (side.astype(np.float64) for side in exponents)
+    with np.errstate(divide="ignore"):
+        most = _PER_OCTAVE * np.log2(noise / (_NOISE * step))
+    if float(rows.max() + columns.max()) <= float(most.min()):
+        return step, exponents
+    moved = np.flatnonzero(np.isfinite(most))
+    if not moved.size:
+        return step, exponents
+    some = moved[:: max(1, moved.size // _ROWS)]
+    wanted = np.minimum(rows[some, None] + columns[None], most[some, None])
+    columns = np.rint(wanted.mean(axis=0) - wanted.mean())
+    # of a row, over its columns: noise goes with the square of the step size
+    spread = _PER_OCTAVE * math.log2(math.sqrt(float(np.exp2(columns / (_PER_OCTAVE / 2)).mean())))
+    rows = np.floor(np.minimum(rows + exponents[1].mean(), most - spread))
+    shift = float(
+        rows.max()
+    )  # the widest row takes the tensor's own step size, and the others are within reach below it
+    lowered = np.clip(rows - shift, -MAX_EXPONENT, MAX_EXPONENT).astype(np.int8)
+    sides = (lowered, np.clip(columns, -MAX_EXPONENT, MAX_EXPONENT).astype(np.int8))
+    return step * 2.0 ** (shift / _PER_OCTAVE), sides

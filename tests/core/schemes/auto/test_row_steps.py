@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
-from shrinkpoint.schemes.auto.row_steps import narrowed
+from shrinkpoint.schemes.auto.weight_steps import narrowed
 
 UNIFORM = (1 / 12) ** 0.5  # noise of a uniform quantizer, in its step sizes
 FINEST = 2.0 ** (-MAX_EXPONENT / 4)
