@@ -10,7 +10,7 @@ from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.quality.trial import restored_model
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import build
-from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.training import Role, TensorSpec
 
 __all__ = ["FixedStrategy"]
 
@@ -31,7 +31,9 @@ class FixedStrategy:
 
     def takes(self, spec: TensorSpec) -> bool:
         """See `Strategy.takes`."""
-        return self._options is None or bool(self._options.takes(spec))
+        if self._options is None:
+            return spec.tag.role is Role.WEIGHT
+        return bool(self._options.takes(spec))
 
     def unmeasured(self, save_context: SaveContext) -> Plan:
         """See `Strategy.unmeasured`."""

@@ -76,11 +76,11 @@ class SchemeEntry:
     build: Callable[[Any, SaveContext], Scheme]
     """Builds the scheme for one save from its options."""
     options: Callable[[], Any] | None = None
-    """The class of its options; None takes none."""
+    """The class of its options, with a method ``takes`` as of `shrinkpoint.schemes.recipe.WeightOptions`; None takes none."""
     codecs: tuple[type[TensorCodec], ...] = ()
     """Codecs of its own, which are found by their ids when a checkpoint is read."""
     choice: Choice = "settings"
-    """What is chosen at each save."""
+    """What is chosen at each save: for the scheme of another package the default, or ``nothing`` if every restore is exact."""
 
 
 def _inshrinkerator(options: InshrinkeratorOptions, save_context: SaveContext) -> Scheme:
@@ -207,6 +207,8 @@ def _loaded(point: "EntryPoint") -> SchemeEntry:
         raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
     if not isinstance(entry, SchemeEntry):
         raise ConfigError(f"{where} must be a SchemeEntry, not {type(entry).__name__}")
+    if entry.choice not in ("nothing", "settings"):
+        raise ConfigError(f"{where} has choice={entry.choice!r}: it must be 'settings' or 'nothing'")
     for codec in entry.codecs:
         if not codec.id.startswith(f"{_package(point)}:"):
             raise ConfigError(

@@ -51,8 +51,6 @@ def trained():
 
 
 assert not trained()
-"""
-CONTINUED = """
 for parameter in model.parameters():
     torch.nn.init.zeros_(parameter)
 assert trained() == 6
@@ -105,7 +103,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of a run that was saved where the package is installed."""
     folder = tmp_path_factory.mktemp("half")
     installed(folder)
-    assert run(TRAINING + CONTINUED, folder, f"{folder}/run").strip().endswith("restored")
+    assert run(TRAINING, folder, f"{folder}/run").strip().endswith("restored")
     return f"{folder}/run"
 
 
@@ -137,6 +135,10 @@ def test_a_scheme_of_another_package_is_refused_by_its_name_where_that_is_not_in
     [
         ("import there_is_no_such_module", "cannot be imported: ModuleNotFoundError"),
         ("ENTRY = 7", "must be a SchemeEntry, not int"),
+        (
+            "from shrinkpoint.schemes.catalogue import SchemeEntry\nENTRY = SchemeEntry(None, choice='scale')",
+            "has choice='scale'",
+        ),
         (
             "from shrinkpoint.schemes.catalogue import ENTRIES\nENTRY = ENTRIES['excp']",
             "the codec 'excp-weight', whose id must begin with 'other-schemes:'",
