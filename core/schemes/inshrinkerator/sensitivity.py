@@ -56,10 +56,6 @@ class GradientEMA:
     Args:
         beta: weight of the past, in [0, 1).
         steps: how many steps before a save gradients are collected for.
-        overwritten: whether gradients may be changed in place between an update and the next one, as
-            ``zero_grad(set_to_none=False)`` and accumulation do. They are then first copied on the device, which
-            takes their size in device memory for a moment. With False that memory is saved, and an in-place change
-            spoils the average. Does not matter for gradients on a CPU.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -68,14 +64,13 @@ class GradientEMA:
     save; its coefficient is not known, 0.9 (Adam's beta1) is our choice.
     """
 
-    def __init__(self, beta: float = 0.9, steps: int = 50, *, overwritten: bool = True) -> None:
+    def __init__(self, beta: float = 0.9, steps: int = 50) -> None:
         if not 0.0 <= beta < 1.0:
             raise ConfigError(f"beta={beta} must lie in [0, 1); 0.9 averages over about ten steps")
         if steps < 1:
             raise ConfigError(f"steps={steps} must be at least 1; the published value is 50")
         self.beta = beta
         self.steps = steps
-        self.overwritten = overwritten
         self.non_finite = 0
         """Updates left out because a gradient contained NaN or infinity, as after an overflow under a loss scaler."""
         self.dropped = 0
@@ -157,9 +152,8 @@ class GradientEMA:
         self, grads: Mapping[str, torch.Tensor], slot: _Slot
     ) -> tuple[dict[str, torch.Tensor], list[torch.cuda.Event]]:
         """Queue the copies of device tensors: the host tensors, and the events after which they are complete."""
-        sources = {
-            name: grad.clone() if self.overwritten else grad for name, grad in grads.items() if grad.is_cuda
-        }
+        # Copied on the device first, since ``zero_grad(set_to_none=False)`` and accumulation change gradients in place.
+        sources = {name: grad.clone() for name, grad in grads.items() if grad.is_cuda}
         copies = {name: grad.clone() for name, grad in grads.items() if not grad.is_cuda}
         devices = {source.device for source in sources.values()}
         for device in devices:
