@@ -30,7 +30,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE / "baselines")]
 
 from baselines import BASELINES
 from bound_run import Setting, Task, checkpointed

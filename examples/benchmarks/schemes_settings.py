@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent / "baselines"))
 
 from baselines import (
     AdaptiveOptions,

@@ -17,6 +17,7 @@ def modules(monkeypatch):
     """The folders on the path, as they are for the script that lies there."""
     monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "baselines"))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "benchmarks" / "baselines"))
 
 from baselines import BASELINES
 from baselines.gobo import GoboOptions

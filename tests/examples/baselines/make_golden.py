@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1] / "golden"), str(HERE.parents[2] / "examples" / "benchmarks")]
+sys.path[:0] = [
+    str(HERE.parents[1] / "golden"),
+    str(HERE.parents[2] / "examples" / "benchmarks" / "baselines"),
+]
 
 from baselines.check_n_run import AdaptiveOptions, CheckNRunWeightCodec
 from baselines.delta_dnn import DeltaDnnCodec, DeltaDnnOptions
