@@ -21,12 +21,11 @@ except ModuleNotFoundError as error:
 from shrinkpoint.integrations.common.pickling import given, reduced
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import refusing_unknown
-from shrinkpoint.integrations.lightning.addresses import take_addresses
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.sharded import session_for
-from shrinkpoint.integrations.lightning.words import answer_words
+from shrinkpoint.integrations.lightning.words import answer_words, take_addresses
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions

@@ -16,10 +16,16 @@ from torch import nn
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.loading import weights_of_step
-from shrinkpoint.loop.kinds import saver_for, warn_of_copies, way_back
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
-from shrinkpoint.loop.options import check_adoption, check_options, split_fields
+from shrinkpoint.loop.options import (
+    check_adoption,
+    check_options,
+    saver_for,
+    split_fields,
+    warn_of_copies,
+    way_back,
+)
 from shrinkpoint.loop.replicas import ReplicatedObjects
 from shrinkpoint.loop.replicated_log import ReplicatedLog
 from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspeed

@@ -28,7 +28,7 @@ from shrinkpoint.store.keys import STEPS_PREFIX
 from shrinkpoint.warn import warn
 
 if TYPE_CHECKING:
-    from shrinkpoint.steps.overview import LogOverview
+    from shrinkpoint.steps.reader import LogOverview
 
 __all__ = ["ls"]
 
@@ -102,7 +102,7 @@ def _step_log(run: OpenRun) -> "LogOverview | None":
     segments = ObjectsBelow(run.objects, STEPS_PREFIX)
     if not run.store.exists() or not (listed := segments.list("")):
         return None
-    from shrinkpoint.steps.overview import overview
+    from shrinkpoint.steps.reader import overview
 
     return overview(segments, listed, run.store.run_id())
 

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from shrinkpoint.runtime.threads import usable_threads
+from shrinkpoint.runtime.processors import usable_threads
 from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.schemes.catalogue import codec_class
 from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_reference

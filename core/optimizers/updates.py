@@ -21,7 +21,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from shrinkpoint.errors import ScratchError
 from shrinkpoint.runtime.dispatch import ThreadMode
-from shrinkpoint.runtime.threads import usable_threads
+from shrinkpoint.runtime.processors import usable_threads
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.wrappers import unwrapped
 

@@ -22,8 +22,8 @@ from shrinkpoint.quality.restore_budget import (
     reserve_of,
     restore_cost,
 )
+from shrinkpoint.quality.scale_strategy import strategy_of
 from shrinkpoint.quality.snapshots import PlannedSnapshot
-from shrinkpoint.quality.strategies import strategy_of
 from shrinkpoint.quality.strategy import Guard, Measure, Plan, Strategy, exactly
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.warn import warn

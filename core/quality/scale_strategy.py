@@ -2,18 +2,23 @@
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from shrinkpoint.config import SaverConfig
 from shrinkpoint.quality.comparison import Comparison
-from shrinkpoint.quality.measurement import Rise
+from shrinkpoint.quality.history import History
+from shrinkpoint.quality.inshrinkerator_search.strategy import ConfigurationStrategy
+from shrinkpoint.quality.measurement import Rise, pooled
 from shrinkpoint.quality.scale_search import ScaleSearch
-from shrinkpoint.quality.strategy import Plan, exactly
+from shrinkpoint.quality.strategy import Plan, Strategy, exactly
 from shrinkpoint.quality.trial import restored_model
 from shrinkpoint.schemes.auto.scheme import MILD_SCALE, Auto, AutoOptions
 from shrinkpoint.schemes.base import SaveContext
-from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.schemes.catalogue import Choice, build, entry_of
+from shrinkpoint.state.training import Role, TensorSpec
 
-__all__ = ["ScaleStrategy"]
+__all__ = ["ScaleStrategy", "strategy_of"]
 
 # Once a scale has been below this one, moments lose less than usual, too. A scale is how much of its movement the loss lets a weight
 # lose, and what moments lose shows at no restore, but in the updates of as many steps as they remember. Such weights take most of the
@@ -137,3 +142,79 @@ class ScaleStrategy:
         """See `Strategy.load_state_dict`."""
         self._search.load_state_dict(state)
         self._sensitive = state.get("sensitive") is True
+
+
+def strategy_of(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | None:
+    """The scheme's strategy; None for a lossless scheme, which has nothing to choose."""
+    options = config.scheme_options
+    make: Mapping[Choice, Callable[[], Strategy | None]] = {
+        "nothing": lambda: None,
+        "scale": lambda: ScaleStrategy(
+            options,
+            whole=config.adopt,
+            threads=config.waiting_threads if config.adopt else 1,  # else it is the training that has them
+        ),
+        "configurations": lambda: ConfigurationStrategy(
+            options, config.max_degradation, config.search_overhead, spent_s
+        ),
+        "settings": lambda: FixedStrategy(config.scheme, options),
+    }
+    return make[entry_of(config.scheme).choice]()
+
+
+class FixedStrategy:
+    """Takes one scheme with the settings that the user gave.
+
+    Args:
+        name: the scheme's.
+        options: its settings.
+    """
+
+    def __init__(self, name: str, options: Any) -> None:
+        self._name = name
+        self._options = options
+        self._settings = f"{name} {options}"
+        self._history: History | None = None
+
+    def takes(self, spec: TensorSpec) -> bool:
+        """See `Strategy.takes`."""
+        if self._options is None:
+            return spec.tag.role is Role.WEIGHT
+        return bool(self._options.takes(spec))
+
+    def unmeasured(self, save_context: SaveContext) -> Plan:
+        """See `Strategy.unmeasured`."""
+        scheme = build(self._name, self._options, save_context)
+        return Plan(
+            scheme,
+            "as given",
+            "the settings given: nothing to measure the degradation with",
+            options=self._settings,
+        )
+
+    def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
+        """See `Strategy.measured`."""
+        scheme = build(self._name, self._options, save_context)
+        own = comparison.rise(
+            "as given", lambda: restored_model(save_context.state, scheme, save_context.reference)
+        )
+        rise = pooled(own, self._history.aged().predicted(1.0) if self._history is not None else None)
+        self._history = History.of(1.0, rise, self._history)
+        reason = (
+            f"the settings given raise the loss by {rise.mean:+.3g} ({rise.high:+.3g} at most), and a restore may cost"
+            f" {allowed:.3g}"
+        )
+        if allowed <= 0 or not rise.within(allowed):
+            return exactly(f"{reason}: stored exactly")
+        # built again: some schemes pass a save to their codecs only once
+        scheme = build(self._name, self._options, save_context)
+        return Plan(scheme, "as given", reason, rise, options=self._settings)
+
+    def state_dict(self) -> dict[str, object]:
+        """The pooled measurements and the settings that they were made with."""
+        history = self._history.to_json() if self._history is not None else None
+        return {"settings": self._settings, "history": history}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from what `state_dict` returned, if it was measured with the same settings."""
+        self._history = History.load(state) if state.get("settings") == self._settings else None

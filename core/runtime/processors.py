@@ -2,9 +2,10 @@
 
 import math
 import os
+import threading
 from pathlib import Path
 
-__all__ = ["processors"]
+__all__ = ["processors", "usable_threads"]
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """Of cgroup v2, as containers see their own: microseconds of CPU time in a period, and the period; ``max`` is no limit."""
@@ -29,3 +30,14 @@ def _quota() -> float | None:
         return int(used) / int(period)
     except (OSError, ValueError, ZeroDivisionError):  # no limit, no cgroup v2, or another system
         return None
+
+
+def usable_threads(wanted: int) -> int:
+    """As many as are wanted; one, the caller's own, once the main thread has ended: the interpreter then allows no further ones.
+
+    That is so in what a program has registered with `atexit`, such as a last save.
+
+    Args:
+        wanted: how many.
+    """
+    return wanted if threading.main_thread().is_alive() else 1

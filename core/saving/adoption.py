@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from shrinkpoint.coding.decode import Decoded, decode_chain
 from shrinkpoint.coding.encode import EncodedState, encode_state
 from shrinkpoint.coding.staging import StagedState
@@ -31,7 +33,6 @@ from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.adopted import KEY, Adopted, adopted_of
-from shrinkpoint.saving.carried import carried_in, carrying
 from shrinkpoint.saving.committer import Committer
 from shrinkpoint.saving.fingerprint import changed_settings, settings_of
 from shrinkpoint.saving.finite import not_finite
@@ -48,7 +49,7 @@ from shrinkpoint.saving.reporting import provenance, report_of, with_updates
 from shrinkpoint.saving.takeover import NotAdoptedError, Takeover
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.state.averages import confirmed
-from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.warn import warn
@@ -361,3 +362,34 @@ class AdoptingCommitter(Committer):
                 f"step {report.step} was not a planned save and is stored exactly, in {report.bytes / 1e6:.3g} MB (of"
                 f" {report.raw_bytes / 1e6:.3g} MB): with adopt=True only planned saves are small. This message comes once"
             )
+
+
+_PREFIX = "adopted before/"
+
+
+def carrying(state: TrainingState, noted: Mapping[str, torch.Tensor]) -> TrainingState:
+    """A state with these weights in addition, which its tree does not refer to: only `carried_in` finds them.
+
+    Args:
+        state: that is stored.
+        noted: weights by name, as they were at the last planned save, or where training began.
+    """
+    tag = Tag(role=Role.OTHER)
+    specs = {
+        _PREFIX + name: TensorSpec(
+            name=_PREFIX + name, dtype=tensor.dtype, shape=tuple(tensor.shape), tag=tag
+        )
+        for name, tensor in noted.items()
+    }
+    tensors = {_PREFIX + name: tensor for name, tensor in noted.items()}
+    return TrainingState(state.tree, {**state.tensors, **tensors}, {**state.specs, **specs})
+
+
+def carried_in(state: TrainingState) -> TrainingState | None:
+    """The weights that `carrying` has added, by their own names; None where there are none."""
+    tensors = {
+        name.removeprefix(_PREFIX): tensor
+        for name, tensor in state.tensors.items()
+        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) in state.specs
+    }
+    return TrainingState(None, tensors, {name: state.specs[name] for name in tensors}) if tensors else None

@@ -86,7 +86,7 @@ class Layout:
     """Tied tensors: the name under which each is stored."""
     sharded: frozenset[str]
     unproven: tuple[tuple[str, Box], ...]
-    """What several ranks hold without being known to torch as copies of each other: see `shrinkpoint.sharded.copies`."""
+    """What several ranks hold without being known to torch as copies of each other: see `shrinkpoint.sharded.gathering`."""
 
     def first_alone(self, name: str) -> bool:
         """Whether a save takes a tensor from the first of the ranks that hold it: what is no shard."""

@@ -14,18 +14,15 @@ from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.folder import LogFolder
 from shrinkpoint.steps.hyperparameters import parameters_of
-from shrinkpoint.steps.moment import Moment
+from shrinkpoint.steps.moment import Moment, Pending
 from shrinkpoint.steps.options import StepLog, refuse_optimizers
-from shrinkpoint.steps.patience import Patience
-from shrinkpoint.steps.pending import Pending
-from shrinkpoint.steps.progress import ReplayBar
 from shrinkpoint.steps.record import Record
 from shrinkpoint.steps.recorder import Recorder
 from shrinkpoint.steps.rehearsal import Rehearsal
 from shrinkpoint.steps.remainder import Remainder
-from shrinkpoint.steps.replay import Replay
+from shrinkpoint.steps.replay import Replay, ReplayBar
 from shrinkpoint.steps.segment import Place, Reference
-from shrinkpoint.steps.supervision import CannotLogError, Supervised
+from shrinkpoint.steps.supervision import CannotLogError, Patience, Supervised
 from shrinkpoint.steps.writer import SegmentWriter
 from shrinkpoint.warn import warn
 

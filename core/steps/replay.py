@@ -1,10 +1,13 @@
 """Replays logged steps with the training's own optimizers, and accepts the result only if its digest matches."""
 
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from shrinkpoint.steps.record import Dense, Event, Gradient, Record, Sparse, Ten
 from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.segment import Head, Place, Reference
 
-__all__ = ["Replay", "Replayed", "make_step"]
+__all__ = ["Replay", "ReplayBar", "Replayed", "make_step"]
 
 _AHEAD = 8
 """Steps that are read and decoded before they are asked for."""
@@ -322,3 +325,37 @@ def _cut_short(rest: Sequence[Reference]) -> list[str]:
     if not rest:
         return []
     return [f"steps {rest[0].begin.step} to {rest[-1].end.step} are logged too, but not what leads there"]
+
+
+_AFTER_S = 2.0
+
+
+class ReplayBar:
+    """Drawn on stderr where that is a terminal, and only for replays that take more than two seconds."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __call__(self, done: int, of: int) -> None:
+        """Show how many of the segments are replayed."""
+        if self._bar is None:
+            if not sys.stderr.isatty() or time.monotonic() - self._began < _AFTER_S:
+                return
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("replaying logged steps", total=of)
+            self._bar.start()
+        self._bar.update(self._task, completed=done, total=of)
+
+    def __enter__(self) -> "ReplayBar":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -31,7 +31,6 @@ from shrinkpoint.integrations.transformers.data import DataPlace
 from shrinkpoint.integrations.transformers.generated import generated_state, load_generated, load_reference
 from shrinkpoint.integrations.transformers.hooks import Override, overridden
 from shrinkpoint.integrations.transformers.probe import LossProbe, StepProbe
-from shrinkpoint.integrations.transformers.progress import Progress, inside_epoch
 from shrinkpoint.integrations.transformers.reports import current_metrics, log_reports
 from shrinkpoint.integrations.transformers.resume import (
     choose,
@@ -42,8 +41,10 @@ from shrinkpoint.integrations.transformers.resume import (
 )
 from shrinkpoint.integrations.transformers.settings import Settings
 from shrinkpoint.integrations.transformers.state import (
+    Progress,
     describe_state,
     followed_state,
+    inside_epoch,
     load_callbacks,
     load_model,
     load_optimizer,

@@ -9,6 +9,7 @@ from torch import nn
 from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
 
 from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.integrations.common.ranks import rank, world_size
 from shrinkpoint.integrations.transformers.generated import reference_of
 from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.loop.identity import (
@@ -36,8 +37,10 @@ from shrinkpoint.warn import warn
 
 __all__ = [
     "OUTLINE",
+    "Progress",
     "describe_state",
     "followed_state",
+    "inside_epoch",
     "load_callbacks",
     "load_model",
     "load_optimizer",
@@ -258,3 +261,66 @@ def trainer_state(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The trainer's state, as it reads it from a file of JSON."""
     state: dict[str, Any] = dict(stored["trainer"])
     return state
+
+
+_LAST_LOGGED = "_globalstep_last_logged"
+_TOTAL = "_total_loss_scalar"
+_FIRST_STEP = "_initial_global_step"
+_SUM = "_tr_loss"
+
+
+def inside_epoch(state: Any) -> bool:
+    """Whether batches of the present epoch are still to be trained on."""
+    return bool(state.epoch) and float(state.epoch) != round(state.epoch)
+
+
+class Progress:
+    """The sums behind the losses that a trainer logs, saved and put back."""
+
+    def __init__(self) -> None:
+        self._pending = 0.0
+
+    def state(self, trainer: Any, tr_loss: torch.Tensor | None) -> dict[str, Any]:
+        """This rank's sums.
+
+        Args:
+            trainer: after a step has been logged.
+            tr_loss: the sum since it has logged last; None where training has ended.
+        """
+        return {
+            "loss": 0.0 if tr_loss is None else float(tr_loss.item()),
+            "total_loss": float(getattr(trainer, _TOTAL, 0.0)),
+            "last_logged": int(getattr(trainer, _LAST_LOGGED, trainer.state.global_step)),
+        }
+
+    def restore(self, trainer: Any, stored: Mapping[str, Any]) -> None:
+        """Put a checkpoint's sums and counts back; the trainer has just set them as if it had logged at this step.
+
+        Args:
+            trainer: about to train.
+            stored: the checkpoint.
+        """
+        step, ranks = stored["trainer"]["global_step"], stored["ranks"]
+        trainer.state.global_step = step  # it was given a different one where nothing is left to train
+        setattr(trainer, _LAST_LOGGED, step)
+        if hasattr(trainer, _FIRST_STEP):
+            setattr(trainer, _FIRST_STEP, step)
+        if len(ranks) != world_size():
+            return
+        own = ranks[rank()]
+        setattr(trainer, _LAST_LOGGED, own["last_logged"])
+        if hasattr(trainer, _FIRST_STEP):
+            # Since transformers 5 the loss of a whole call is that of its own steps.
+            setattr(trainer, _TOTAL, -sum(each["loss"] for each in ranks) / len(ranks))
+        else:
+            setattr(trainer, _TOTAL, own["total_loss"])
+        if isinstance(getattr(trainer, _SUM, None), torch.Tensor):
+            getattr(trainer, _SUM).fill_(own["loss"])
+        else:
+            self._pending = own["loss"]
+
+    def add_pending(self, tr_loss: torch.Tensor) -> None:
+        """Before the first step is logged, add the stored sum to the trainer's local variable."""
+        if self._pending:
+            tr_loss += self._pending
+            self._pending = 0.0

@@ -37,7 +37,7 @@ from shrinkpoint.entropy.tables import (
 )
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
-from shrinkpoint.runtime.threads import usable_threads
+from shrinkpoint.runtime.processors import usable_threads
 from shrinkpoint.runtime.unlocked import to_bytes
 
 __all__ = ["decode_symbols", "encode_symbols", "map_in_threads", "predict_bytes"]

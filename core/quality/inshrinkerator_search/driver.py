@@ -9,11 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias, cast
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.quality.inshrinkerator_search.budget import Budget
 from shrinkpoint.quality.inshrinkerator_search.guided import guided_exhaustive
 from shrinkpoint.quality.inshrinkerator_search.neighbourhood import delta_neighbourhood, reprobe
-from shrinkpoint.quality.inshrinkerator_search.outcome import Predict, SearchOutcome, is_feasible
-from shrinkpoint.quality.inshrinkerator_search.running import RunningSearch
+from shrinkpoint.quality.inshrinkerator_search.outcome import (
+    Predict,
+    Search,
+    SearchKind,
+    SearchOutcome,
+    is_feasible,
+)
 from shrinkpoint.quality.measurement import Measurements, Rise
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 
@@ -365,3 +369,94 @@ class SearchDriver:
 
     def _holds(self, degradation: float) -> bool:
         return is_feasible(degradation, self._config.max_degradation)
+
+
+class RunningSearch:
+    """Keeps a search suspended at the measurement that it waits for, over as many saves as that takes.
+
+    Args:
+        kind: which search it is.
+        search: the generator, not started.
+        answers: degradations measured before a restart; the search gets them instead of asking again.
+    """
+
+    def __init__(
+        self, kind: SearchKind, search: Search, answers: Mapping[Configuration, float] | None = None
+    ) -> None:
+        self.kind = kind
+        self.request = next(search)
+        self.answers: dict[Configuration, float] = {}
+        self._search = search
+        self._earlier = dict(answers or {})
+
+    def recall(self) -> float | None:
+        """The answer to :attr:`request` from before a restart, if there was one."""
+        return self._earlier.get(self.request)
+
+    def last_feasible(self, holds: Callable[[float], bool]) -> Configuration | None:
+        """The latest answered configuration that holds; in an exhaustive search also the smallest."""
+        return next((c for c in reversed(self.answers) if holds(self.answers[c])), None)
+
+    def answer(self, degradation: float) -> SearchOutcome | None:
+        """Pass on the degradation of :attr:`request`; the outcome once the search has ended, else None."""
+        self.answers[self.request] = degradation
+        try:
+            self.request = self._search.send(degradation)
+        except StopIteration as end:
+            outcome: SearchOutcome = end.value
+            return outcome
+        return None
+
+
+class Budget:
+    """A token bucket that fills with training time: ``spent <= fraction * trained`` holds at all times.
+
+    A save lasts from :meth:`enter` to :meth:`leave`. The advance of the cost clock meanwhile is charged; the rest of
+    the time is training.
+
+    Args:
+        fraction: seconds that may be spent per second of training; ``inf`` for no limit.
+        clock: seconds since any fixed moment.
+        cost_clock: seconds taken from training so far; ``clock`` itself where training is stopped during a save.
+        trained: seconds of training so far.
+        spent: seconds spent so far.
+    """
+
+    def __init__(
+        self,
+        fraction: float,
+        clock: Callable[[], float],
+        cost_clock: Callable[[], float],
+        *,
+        trained: float = 0.0,
+        spent: float = 0.0,
+    ) -> None:
+        self.trained = trained
+        self.spent = spent
+        self._fraction = fraction
+        self._clock = clock
+        self._cost_clock = cost_clock
+        self._counted_to = clock()
+        self._cost_at_entry = cost_clock()
+
+    def enter(self) -> None:
+        """A save begins."""
+        now = self._clock()
+        self.trained += now - self._counted_to
+        self._counted_to = now
+        self._cost_at_entry = self._cost_clock()
+
+    def leave(self) -> None:
+        """A save ends."""
+        taken = self._cost_clock() - self._cost_at_entry
+        now = self._clock()
+        self.trained += max(0.0, now - self._counted_to - taken)
+        self._counted_to = now
+
+    def affords(self, seconds: float) -> bool:
+        """Whether something that is expected to take so long may be started."""
+        return math.isinf(self._fraction) or self.spent + seconds <= self._fraction * self.trained
+
+    def spend(self, seconds: float) -> None:
+        """Take seconds out."""
+        self.spent += seconds

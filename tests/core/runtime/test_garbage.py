@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shrinkpoint.runtime.garbage import rarely_collected
+from shrinkpoint.runtime.jit import rarely_collected
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,8 @@ from support.tilings import tilings
 
 from shrinkpoint.errors import CannotRepresentError, StoreError
 from shrinkpoint.sharded.boxes import Box
-from shrinkpoint.sharded.copies import fingerprints
 from shrinkpoint.sharded.exchange import ExchangePlan, Target
-from shrinkpoint.sharded.gathering import Gathering
+from shrinkpoint.sharded.gathering import Gathering, fingerprints
 from shrinkpoint.sharded.layout import RankTensors, layout_of, owners_of
 from shrinkpoint.state.training import Role, Tag, TensorSpec
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shrinkpoint.steps.live_tensors import LiveTensors
+from shrinkpoint.steps.weight_copies import LiveTensors
 
 
 class _Averaged(nn.Linear):

@@ -23,8 +23,8 @@ from shrinkpoint.errors import (
     ShrinkpointError,
     ShrinkpointWarning,
 )
-from shrinkpoint.steps.cadence import Cadence
 from shrinkpoint.steps.segment import Key, Place, Reference
+from shrinkpoint.steps.supervision import Cadence
 from shrinkpoint.steps.writer import chain_ends
 
 WEIGHTS = ("0.weight", "2.weight")
@@ -173,8 +173,8 @@ def test_every_third_step_only(tmp_path):
 
 def test_the_interval_is_raised_until_the_overhead_is_met(monkeypatch):
     clock = itertools.count(0.0, 1.0)
-    monkeypatch.setattr("shrinkpoint.steps.cadence.time.perf_counter", lambda: next(clock))
-    monkeypatch.setattr("shrinkpoint.steps.cadence.processors", lambda: 2)
+    monkeypatch.setattr("shrinkpoint.steps.supervision.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("shrinkpoint.steps.supervision.processors", lambda: 2)
     cadence = Cadence(1, 0.02)
     raised, blocked, cpu, records = [], 0.0, 0.0, 0
     for step in range(1, 400):

@@ -11,8 +11,8 @@ from torch import nn
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.steps import capture as capture_module
-from shrinkpoint.steps.capture import Capture
 from shrinkpoint.steps.record import Dense
+from shrinkpoint.steps.recorder import Capture
 
 
 def gradients() -> list[torch.Tensor | None]:

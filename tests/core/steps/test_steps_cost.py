@@ -12,11 +12,9 @@ from torch import nn
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.steps import moment, patience, supervision
 from shrinkpoint.steps.buffers import Buffers
-from shrinkpoint.steps.jobs import JobQueue
 from shrinkpoint.steps.moment import Moment
-from shrinkpoint.steps.patience import Patience
-from shrinkpoint.steps.supervision import CannotLogError
-from shrinkpoint.steps.writer import SegmentWriter
+from shrinkpoint.steps.supervision import CannotLogError, Patience
+from shrinkpoint.steps.writer import JobQueue, SegmentWriter
 
 
 def places() -> tuple[str, str]:

@@ -20,7 +20,9 @@ from shrinkpoint.steps.record import (
     Tensors,
     TensorTable,
     decode_record,
+    drop_zeros,
     encode_record,
+    put_zeros_back,
 )
 from shrinkpoint.steps.segment import (
     PREFIX,
@@ -33,7 +35,6 @@ from shrinkpoint.steps.segment import (
     read_head,
     read_prefix,
 )
-from shrinkpoint.steps.sparse import drop_zeros, put_zeros_back
 
 RUN = "0123456789abcdef" * 2
 KEY = Key(3, "00112233445566aa", 2)

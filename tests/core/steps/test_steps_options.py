@@ -159,7 +159,7 @@ def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypa
     training = Training().log(*places, every=6, steps=1)
     with monkeypatch.context() as patch:
         go = held_up(patch)
-        patch.setattr("shrinkpoint.steps.patience._AT_ONCE_S", 0.0)
+        patch.setattr("shrinkpoint.steps.supervision._AT_ONCE_S", 0.0)
         training.checkpointer.resume()
         with pytest.warns(ShrinkpointWarning, match="gap after step .*busy='wait'") as told:
             training.run(0, 6)
@@ -181,7 +181,7 @@ def test_steps_may_wait_for_the_log(monkeypatch, options):
     training = Training().log(*places, step_log=StepLog(segment_steps=1, **options))
     with monkeypatch.context() as patch:
         go = held_up(patch)
-        patch.setattr("shrinkpoint.steps.patience._AT_ONCE_S", 0.0)
+        patch.setattr("shrinkpoint.steps.supervision._AT_ONCE_S", 0.0)
         submit, segments = SegmentWriter.submit, []
 
         def submitted(*arguments, **more) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from support.stepped import Training
 
 from shrinkpoint.steps import progress
-from shrinkpoint.steps.progress import ReplayBar
+from shrinkpoint.steps.replay import ReplayBar
 
 
 class Terminal(io.StringIO):

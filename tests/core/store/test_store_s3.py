@@ -13,8 +13,7 @@ from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.objects import CredentialsError, MissingKeyError, TransientStoreError
 from shrinkpoint.store.retry import RetryPolicy
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.s3 import PART_BYTES, S3Objects
-from shrinkpoint.store.s3_errors import http_status, translate
+from shrinkpoint.store.s3 import PART_BYTES, S3Objects, http_status, translate
 
 KEY = "data/000000000001-0123456789abcdef-0123456789abcdef.shrink"
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 pytest.importorskip("composer")
 
-from shrinkpoint.integrations.composer.skipping import SkippingSampler, can_skip
+from shrinkpoint.integrations.composer.data import SkippingSampler, can_skip
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
 
