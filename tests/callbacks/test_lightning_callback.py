@@ -28,7 +28,7 @@ from shrinkpoint.errors import (
     StateMismatchError,
     StoreError,
 )
-from shrinkpoint.integrations.lightning import loaders
+from shrinkpoint.integrations.lightning import position as loaders
 from shrinkpoint.integrations.lightning import resume as lightning_resume
 from shrinkpoint.integrations.lightning.io import load_checkpoint, open_as_ckpt
 from shrinkpoint.saver import Saver

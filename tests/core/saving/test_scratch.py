@@ -24,7 +24,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, SaveFailedError
 from shrinkpoint.runtime import scratch as files
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving import scratch as saving
+from shrinkpoint.saving import committer as saving
 from shrinkpoint.schemes.catalogue import SCHEMES
 from shrinkpoint.sharded.limits import refuse_options
 from shrinkpoint.state import scratch

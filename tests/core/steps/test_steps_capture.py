@@ -10,7 +10,7 @@ from torch import nn
 
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.state.snapshot import Snapshotter
-from shrinkpoint.steps import capture as capture_module
+from shrinkpoint.steps import recorder as capture_module
 from shrinkpoint.steps.record import Dense
 from shrinkpoint.steps.recorder import Capture
 

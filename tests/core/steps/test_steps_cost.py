@@ -10,7 +10,7 @@ from support.stepped import Training
 from torch import nn
 
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.steps import moment, patience, supervision
+from shrinkpoint.steps import moment, supervision
 from shrinkpoint.steps.buffers import Buffers
 from shrinkpoint.steps.moment import Moment
 from shrinkpoint.steps.supervision import CannotLogError, Patience
@@ -84,8 +84,8 @@ def test_a_segment_waits_until_the_one_before_is_written():
 
 def test_waiting_is_bounded_by_its_share(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(patience, "time", clock)
-    monkeypatch.setattr(patience, "_AT_ONCE_S", 1.0)
+    monkeypatch.setattr(supervision, "time", clock)
+    monkeypatch.setattr(supervision, "_AT_ONCE_S", 1.0)
     bounded = Patience(0.1)
     assert bounded.left_s == 1.0
     with bounded.spent():

@@ -7,7 +7,7 @@ from uuid import uuid4
 import pytest
 from support.stepped import Training
 
-from shrinkpoint.steps import progress
+from shrinkpoint.steps import replay
 from shrinkpoint.steps.replay import ReplayBar
 
 
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 def shown(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch, *, after_s: float) -> str:
     """What a replay of three segments prints."""
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(progress, "_AFTER_S", after_s)
+    monkeypatch.setattr(replay, "_AFTER_S", after_s)
     monkeypatch.setenv("TERM", "xterm")
     with ReplayBar() as bar:
         for done in (1, 2, 3):
