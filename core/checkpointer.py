@@ -33,7 +33,7 @@ from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.processes import world_size
 from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
-from shrinkpoint.runtime.turns import Turns
+from shrinkpoint.runtime.turns import Turns, in_turn
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.arguments import check_metrics, plain_step
 from shrinkpoint.saving.resume import (
@@ -293,6 +293,7 @@ class Checkpointer:
             self._overdue = self._every is not None and reached // self._every > base // self._every
         return reached
 
+    @in_turn
     def step(self, step: int, *, metrics: Mapping[str, float] | None = None) -> Accepted | None:
         """To be called after every training step; saves when one is due.
 
@@ -309,9 +310,6 @@ class Checkpointer:
             SaveFailedError, FencedError, CannotRepresentError: as `Saver.save`.
         """
         step = self._checked(step, metrics)
-        return self._turns.take("step", lambda: self._step(step, metrics))
-
-    def _step(self, step: int, metrics: Mapping[str, float] | None) -> Accepted | None:
         with self._pace.visit():
             self.saver.poll()
             if not self._began:

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, ResumedStep
 from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.memory import LARGE, give_back
-from shrinkpoint.runtime.turns import Turns
+from shrinkpoint.runtime.turns import Turns, in_turn
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saving.adopted import adopted_of
 from shrinkpoint.saving.adoption import AdoptingCommitter
@@ -206,6 +205,7 @@ class Saver:
 
     # ---- saving
 
+    @in_turn
     def begin(self, state: object, *, step: int = 0, describe: Describe = plain) -> None:
         """Note where a training starts: the noise of the first checkpoint is limited by how far the weights have moved since.
 
@@ -219,9 +219,6 @@ class Saver:
             describe: as of `save`.
         """
         step = plain_step(step)
-        self._turns.take("begin", lambda: self._begin(state, step, describe))
-
-    def _begin(self, state: object, step: int, describe: Describe) -> None:
         if self._continuation.is_known:
             return
         if self._frozen is not None:
@@ -232,6 +229,7 @@ class Saver:
         self._continuation.begin(TrainingState(None, tensors, specs), step)
         self._settle_if_idle()
 
+    @in_turn
     def save(
         self,
         state: object,
@@ -281,37 +279,6 @@ class Saver:
         )
         if adoption is not None and not self.config.adopt:
             raise ConfigError("adoption needs a saver with adopt=True")
-        save = partial(
-            self._save,
-            state,
-            step=step,
-            describe=describe,
-            metrics=numbers,
-            evaluate=evaluate,
-            resumed=resumed,
-            gradients=gradients or {},
-            optimizers=optimizers,
-            exact=exact,
-            wait=wait,
-            adoption=adoption,
-        )
-        return self._turns.take("save", save)
-
-    def _save(
-        self,
-        state: object,
-        *,
-        step: int,
-        describe: Describe,
-        metrics: dict[str, float],
-        evaluate: Evaluate | None,
-        resumed: ResumedSteps | None,
-        gradients: Mapping[str, torch.Tensor],
-        optimizers: Sequence[torch.optim.Optimizer],
-        exact: bool,
-        wait: bool,
-        adoption: Adoption | None,
-    ) -> Accepted | None:
         self._raise_if_fatal()
         started = time.perf_counter()
         self.adopted = ()
@@ -331,10 +298,12 @@ class Saver:
         job = Job(
             snapshot=self._snapshotter.take(captured),
             step=step,
-            metrics=metrics,
+            metrics=numbers,
             measure=self._desk.measure if evaluate is not None else None,
             resume=self._desk.resume if resumed is not None else None,
-            gradients={name: value.detach().to("cpu", copy=True) for name, value in gradients.items()},
+            gradients={
+                name: value.detach().to("cpu", copy=True) for name, value in (gradients or {}).items()
+            },
             optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
             exact=exact,
             weights_only=self.config.weights_only or alone,
@@ -506,6 +475,7 @@ class Saver:
 
     # ---- restoring
 
+    @in_turn
     def newest(self, *, begins: Callable[[Manifest], object] = lambda manifest: None) -> Manifest | None:
         """The newest checkpoint whose whole chain is sound; None in an empty run.
 
@@ -518,7 +488,7 @@ class Saver:
             ChainError: there are checkpoints, and none of them is sound.
             StoreError: the store cannot be read.
         """
-        return self._turns.take("newest", lambda: self._find(begins))
+        return self._find(begins)
 
     def _find(self, begins: Callable[[Manifest], object] = lambda manifest: None) -> Manifest | None:
         found = self._reader.newest(begins)
@@ -583,6 +553,7 @@ class Saver:
         self._reader.warn_if_diverged(manifest)
         return Restored(manifest, self._filled(decoded.state))
 
+    @in_turn
     def forget(self, *, follows: Manifest | None = None) -> None:
         """Hold nothing of what was read: the next save makes a base.
 
@@ -590,9 +561,6 @@ class Saver:
             follows: the checkpoint whose training goes on all the same, so that retention goes on with it; None: another
                 training begins, and leaves all earlier checkpoints alone.
         """
-        self._turns.take("forget", lambda: self._forget(follows))
-
-    def _forget(self, follows: Manifest | None) -> None:
         self._newest = None
         self._continuation.forget(follows)
         self._settle_if_idle()

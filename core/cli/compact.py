@@ -12,11 +12,9 @@ from shrinkpoint.cli.options import (
     StorageOptions,
     Url,
     Yes,
-    addressed,
-    parse_storage_options,
 )
 from shrinkpoint.cli.output import bytes_text, console, print_json
-from shrinkpoint.cli.runs import open_run, pick
+from shrinkpoint.cli.runs import opened, pick
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 
@@ -44,9 +42,7 @@ def compact(
     from shrinkpoint.compaction import rebase
     from shrinkpoint.config import SaverConfig
 
-    address = addressed(url, step, seq)
-    url = address.url
-    run = open_run(url, parse_storage_options(url, storage_options, option))
+    run, address = opened(url, step, seq, storage_options, option)
     manifest = pick(run, address)
     if manifest.kind == "base":
         _warn({"step": manifest.step, "seq": manifest.seq, "done": False, "already_base": True}, as_json)

@@ -7,19 +7,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from shrinkpoint.cli.options import (
-    AsJson,
-    Pairs,
-    Seq,
-    Step,
-    StorageOptions,
-    Url,
-    Yes,
-    addressed,
-    parse_storage_options,
-)
+from shrinkpoint.cli.options import AsJson, Pairs, Seq, Step, StorageOptions, Url, Yes, parse_storage_options
 from shrinkpoint.cli.output import bytes_text, console, print_json
-from shrinkpoint.cli.runs import OpenRun, describe_manifest, open_run, pick
+from shrinkpoint.cli.runs import OpenRun, describe_manifest, open_run, opened, pick
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.saving.retention import Record, RetentionPolicy
@@ -215,11 +205,9 @@ def undelete(
     as_json: AsJson = False,
 ) -> None:
     """Bring back removed checkpoints, all or one, for as long as their data waits for the end of its grace."""
-    address = addressed(url, step, seq)
-    url, step, seq = address.url, address.step, address.seq
-    run = open_run(url, parse_storage_options(url, storage_options, option))
+    run, address = opened(url, step, seq, storage_options, option)
     there = run.store.removed()
-    wanted = [m for m in there if (step is None or m.step == step) and (seq is None or m.seq == seq)]
+    wanted = [m for m in there if address.step in (None, m.step) and address.seq in (None, m.seq)]
     if not wanted:
         known = ", ".join(str(m.step) for m in there) or "none"
         raise NoCheckpointError(
@@ -232,18 +220,12 @@ def undelete(
     if as_json:
         print_json({"done": yes, "undelete": [{"seq": m.seq, "step": m.step} for m in wanted]})
     else:
-        _print_wanted(wanted, run.store.display, yes=yes)
-
-
-def _print_wanted(wanted: list[Manifest], shown: str, *, yes: bool) -> None:
-    steps = ", ".join(str(manifest.step) for manifest in wanted)
-    if yes:
+        steps = ", ".join(str(manifest.step) for manifest in wanted)
+        which = f"{len(wanted)} checkpoints to {run.store.display}; steps: {steps}"
         console().print(
-            f"brought back {len(wanted)} checkpoints to {shown}; steps: {steps}. Pin those that a training with retention must not remove"
-        )
-    else:
-        console().print(
-            f"would bring back {len(wanted)} checkpoints to {shown}; steps: {steps}. Nothing was changed: give --yes to do it"
+            f"brought back {which}. Pin those that a training with retention must not remove"
+            if yes
+            else f"would bring back {which}. Nothing was changed: give --yes to do it"
         )
 
 
@@ -257,9 +239,7 @@ def pin(
     as_json: AsJson = False,
 ) -> None:
     """Keep a checkpoint through every collection until it is unpinned."""
-    address = addressed(url, step, seq)
-    url = address.url
-    run = open_run(url, parse_storage_options(url, storage_options, option))
+    run, address = opened(url, step, seq, storage_options, option)
     manifest = pick(run, address)
     with run.store.writer() as writer:
         writer.pin(name, manifest)

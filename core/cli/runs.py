@@ -1,10 +1,11 @@
 """Opens runs for the commands: a clear error where there is none, selection of checkpoints, detection of damage."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from shrinkpoint.cli.options import addressed, parse_storage_options
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.adopted import adopted_of
@@ -18,7 +19,16 @@ from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.single import looks_like_file
 from shrinkpoint.store.urls import split_urls
 
-__all__ = ["READ_ANYWAY", "OpenRun", "describe_manifest", "find_damage", "open_run", "pick", "runs_below"]
+__all__ = [
+    "READ_ANYWAY",
+    "OpenRun",
+    "describe_manifest",
+    "find_damage",
+    "open_run",
+    "opened",
+    "pick",
+    "runs_below",
+]
 
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=5.0, deadline_s=60.0)
 """Shorter than in training, since a user waits at the terminal."""
@@ -72,6 +82,18 @@ def open_run(url: str, options: StorageOptions) -> OpenRun:
     if not (store.exists() or objects.list("commits/", limit=1)):
         raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")
     return OpenRun(url, store, objects)
+
+
+def opened(
+    url: str, step: int | None, seq: int | None, storage_options: str | None, pairs: Sequence[str] | None
+) -> tuple[OpenRun, Address]:
+    """The run that a command's arguments name, and which of its checkpoints.
+
+    Raises:
+        ConfigError, MissingDependencyError, NoCheckpointError, StoreError: as `open_run`; or the arguments contradict each other.
+    """
+    address = addressed(url, step, seq)
+    return open_run(address.url, parse_storage_options(address.url, storage_options, pairs)), address
 
 
 def runs_below(url: str, options: StorageOptions) -> list[str]:

@@ -3,12 +3,14 @@
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from shrinkpoint.errors import ConfigError
 
-__all__ = ["Turns"]
+__all__ = ["Turns", "in_turn"]
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.005
@@ -84,3 +86,13 @@ class Turns:
                 f"{call} was called within {inside[1]}, by a function that this calls (evaluate=, say) or by a signal handler: call it"
                 " between two training steps"
             )
+
+
+def in_turn(method: F) -> F:
+    """Make a method one of those of an object's `Turns`, its attribute ``_turns``, that wait for each other."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._turns.take(method.__name__, lambda: method(self, *args, **kwargs))
+
+    return cast("F", call)

@@ -1,29 +1,47 @@
-"""Framework-independent parts of measuring the loss during training: kept batches, and losses."""
+"""Framework-independent parts of measuring the loss during training: kept batches, losses, and steps from a saved state.
+
+The trainers' own loops cannot be used: they count, log, call all hooks and read the loaders. So a few recent batches are kept, the
+framework's own loss is computed on them, and the rest of a step is implemented here, for trainings where that is simple enough.
+"""
 
 import copy
 from collections import deque
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.ranks import gather
+from shrinkpoint.loop.alone import alone, wrapper_obstacle
+from shrinkpoint.quality.evaluation import Loss, ResumedSteps
+from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
+from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.sharded.swapping import swapped_shards
+from shrinkpoint.sharded.targets import reshard, unreduced
+from shrinkpoint.state.averages import without_averages
 from shrinkpoint.warn import warn
 
 __all__ = [
-    "MORE_BATCHES",
     "KeptBatches",
+    "LossProbe",
+    "Measured",
     "RecentBatches",
-    "as_many",
+    "StepParts",
+    "StepProbe",
     "loss_of",
     "number_of",
+    "scale_of",
     "to_host",
 ]
 
-MORE_BATCHES = 4
+Measured: TypeAlias = Callable[[], tuple[float, ...]]
+
+_MORE_BATCHES = 4
 """So many times as many batches are kept as are used at first."""
 
 _MOST_BYTES = 256 * 2**20
@@ -169,9 +187,153 @@ class RecentBatches:
             self._kept.append(self._current)
 
 
-def as_many(batches: list[list[Any]]) -> list[list[Any]]:
-    """The first ones of each rank's batches, as many on every rank; a collective."""
-    return batches[: min(gather(len(batches)))]
+class LossProbe:
+    """Evaluates a run's model on a few batches: the first ones of evaluation, or of training where there is none yet.
+
+    A run is what the framework's own `measurement` takes: a state, a trainer, or trainer and module.
+
+    Args:
+        batches: how many to use at first; some more are kept, in host memory.
+    """
+
+    measurement: Callable[..., Measured]
+    """The losses of a run's model with its current weights on the batches that are kept now, or on those that all ranks measure on
+    ``together``. The caller of the returned function puts the model in eval mode, and back afterwards."""
+    live: Callable[
+        ...,
+        tuple[
+            nn.Module, Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]], Sequence[object]
+        ],
+    ]
+    """A run's model, what gives its own names to weights of a checkpoint, and what else a step may change, as of `preserved_state`."""
+
+    def __init__(self, *, batches: int = 2) -> None:
+        self.kept = KeptBatches(batches, _MORE_BATCHES * batches)
+
+    def evaluation(self, *run: Any) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
+        """The loss with given weights on each of the batches that are kept now, even if others are kept later: losses are compared by
+        batch.
+
+        Args:
+            run: between two steps. Its model's parameters, buffers, modes, metrics and all random number generators are as before
+                afterwards.
+
+        Raises:
+            ConfigError: raised by the returned function, if no batch has been seen, or the model returns no loss.
+        """
+        return self._evaluation(run, None)
+
+    def evaluation_together(self, *run: Any) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
+        """As `evaluation`, for a model of which each rank has shards: what is returned is called on all ranks; a collective.
+
+        Each rank's losses are on its own batches, as many on all of them.
+        """
+        return self._evaluation(run, self.kept.agreed())
+
+    def _evaluation(
+        self, run: Sequence[Any], together: list[Any] | None
+    ) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
+        measure, by_itself = self.measurement(*run, together=together), together is None
+        swapped = swapped_weights if by_itself else swapped_shards
+
+        def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+            module, named, around = self.live(*run)
+            with (
+                alone() if by_itself else nullcontext(),
+                swapped(module, named(without_averages(weights)), *around),
+            ):
+                return measure()
+
+        return evaluate
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """What a step of a run is made of."""
+
+    module: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    wrapped: nn.Module | None
+    """The model as it is trained."""
+    losses: Callable[[Sequence[Any], int], Iterable[torch.Tensor]]
+    """Of the parts of the batch with this number."""
+    clip: Callable[[], None]
+    scaler: Any
+    """Of half-precision training; None where there is none."""
+    around: Sequence[object]
+    """As of `ResumedRun`."""
+    states: Callable[[Any], tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]
+    """The weights by the module's own names, and the optimizers' states, in a stored state."""
+
+
+class StepProbe:
+    """Keeps batches for the steps of a probe, and makes these steps; a run is that of its `LossProbe`.
+
+    Args:
+        losses: measures the loss after the steps.
+        steps: how many batches to keep, in host memory; 0 keeps none and makes none.
+        shards: whether each rank has shards of the model, and all make the steps together.
+    """
+
+    parts: Callable[..., StepParts]
+    """What a step of a run is made of."""
+    obstacle: Callable[..., str | None]
+    """Why the framework makes a run's steps in a way that cannot be repeated; None where it can."""
+
+    def __init__(self, losses: LossProbe, *, steps: int, shards: bool = False) -> None:
+        self._losses = losses
+        self._shards = shards
+        self._recent = RecentBatches(steps)
+
+    def starts(self, *run: Any) -> None:
+        """Keep no batches in a training that does not allow probes."""
+        if self._obstacle(run) is not None:
+            self._recent.stop()
+
+    def resumed(self, *run: Any) -> ResumedSteps | None:
+        """Resumed steps from a present checkpoint in the framework's form; None where that is impossible. Of shards a collective.
+
+        Gradients are clipped as in training. No hooks of callbacks are called, nor those of the trainer's loop.
+        """
+        batches, together = self._recent.take(), None
+        if self._shards:  # as many on every rank
+            batches, together = batches[: min(gather(len(batches)))], self._losses.kept.agreed()
+        if not batches or self._obstacle(run) is not None:
+            return None
+        parts = self.parts(*run)
+        steps = ResumedRun(
+            module=parts.module,
+            optimizers=parts.optimizers,
+            losses=lambda index: parts.losses(batches[index % len(batches)], index),
+            evaluate=self._losses.measurement(*run, together=together),
+            clip=parts.clip,
+            scale=scale_of(parts.scaler),
+            settle=lambda: reshard(parts.module) if self._shards else None,
+            around=parts.around,
+        )
+
+        def resumed(stored: Any, marks: Sequence[int]) -> Sequence[Loss]:
+            reason = self._obstacle(run)
+            if reason is not None:
+                raise ConfigError(reason)
+            with nullcontext() if self._shards else alone():
+                return steps.steps(*parts.states(stored), marks)
+
+        return resumed
+
+    def _obstacle(self, run: Sequence[Any]) -> str | None:
+        reason = self.obstacle(*run)
+        if reason is not None:
+            return reason
+        parts = self.parts(*run)
+        if self._shards:
+            return obstacle(parts.module, parts.optimizers, shards=True) or unreduced(parts.module)
+        return wrapper_obstacle(parts.wrapped) or obstacle(parts.module, parts.optimizers, alone=True)
+
+
+def scale_of(scaler: Any) -> float:
+    """The present scale of the losses, where half-precision training has a scaler; not changed."""
+    return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
 
 
 def _nbytes(batch: Any) -> int:

@@ -4,7 +4,7 @@
 and the model's own loss is computed on them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,92 +15,37 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.probe import (
-    MORE_BATCHES,
-    KeptBatches,
-    loss_of,
-    to_host,
-)
+from shrinkpoint.integrations.common import probe as common
+from shrinkpoint.integrations.common.probe import loss_of, to_host
 from shrinkpoint.integrations.common.ranks import broadcast, gather
 from shrinkpoint.integrations.composer.state import parameter_names, trained_module
-from shrinkpoint.loop.alone import alone
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.swap import swapped_weights
-from shrinkpoint.sharded.swapping import swapped_shards
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
 __all__ = ["LossProbe"]
 
 
-class LossProbe:
-    """Evaluates a run's model on a few batches: the first ones of evaluation, or of training where there is none yet.
+class LossProbe(common.LossProbe):
+    """Evaluates a run's model on a few batches: see the base class, whose runs are a state between two batches."""
 
-    Args:
-        batches: how many to use at first; some more are kept, in host memory.
-    """
+    def live(self, state: State) -> Any:
+        """See the base class."""
+        module = trained_module(state)
+        names = {stored: own for own, stored in parameter_names(module).items()}
+        return (
+            module,
+            lambda weights: {names[name]: value for name, value in weights.items() if name in names},
+            [state],
+        )
 
-    def __init__(self, *, batches: int) -> None:
-        self.kept = KeptBatches(batches, MORE_BATCHES * batches)
-
-    def evaluate(self, state: State, weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-        """The loss on each of the kept batches; arguments as of what `evaluation` returns."""
-        return self.evaluation()(state, weights)
-
-    def evaluation(self) -> Callable[[State, Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        """Measures the loss on each of the batches that are kept now, whatever is kept later.
-
-        Args of what is returned:
-            state: between two batches. Its model's parameters, buffers, modes, metrics and all random number generators
-                are as before afterwards.
-            weights: values in the parameters' and buffers' place, by their names in a checkpoint, on any device.
-
-        Raises:
-            ConfigError: no batch has been seen, or the model returns no loss.
-        """
-        batches = list(self.kept.batches)
-
-        def evaluate(state: State, weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            module = trained_module(state)
-            names = {stored: own for own, stored in parameter_names(module).items()}
-            values = {names[name]: value for name, value in weights.items() if name in names}
-            with alone():
-                return _losses_with(state, module, values, batches)
-
-        return evaluate
-
-    def measurement(self, state: State, together: list[Any] | None = None) -> Callable[[], tuple[float, ...]]:
-        """The losses of the model with its current weights on the batches that are kept now, even if others are kept
-        later.
-
-        Args:
-            state: of the only process, or of the one that measures. The caller of the returned function puts the model
-                in eval mode, and back afterwards.
-            together: the batches to use where all ranks measure at the same time; None takes those that are kept.
-        """
+    def measurement(self, state: State, *, together: list[Any] | None = None) -> common.Measured:
+        """See the base class."""
         batches = list(self.kept.batches) if together is None else together
         return lambda: _losses(state, trained_module(state), batches)
 
-    def evaluation_together(self, state: State) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        """As `evaluation`, for a model of which each rank has shards: what is returned is called on all ranks; a collective.
-
-        Each rank's losses are on its own batches, as many on all of them.
-
-        Args:
-            state: between two batches.
-        """
-        batches = self.kept.agreed()
-
-        def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            module = trained_module(state)
-            names = {stored: own for own, stored in parameter_names(module).items()}
-            values = {names[name]: value for name, value in weights.items() if name in names}
-            with swapped_shards(module, values, state):
-                return _losses(state, module, batches)
-
-        return evaluate
-
     def evaluate_sharded(self, state: State, weights: Mapping[str, torch.Tensor] | None) -> tuple[float, ...]:
-        """As `evaluate`, for a model whose parameters are sharded; called on every rank.
+        """As what `evaluation` returns, for a model whose parameters FSDP1 shards; called on every rank.
 
         Args:
             state: between two batches.
@@ -126,18 +71,12 @@ class LossProbe:
         self, state: State, module: nn.Module, weights: Mapping[str, torch.Tensor], batches: list[Any]
     ) -> tuple[float, ...] | str:
         try:
-            return _losses_with(state, module, weights, batches)
+            with swapped_weights(module, weights, state):
+                return _losses(state, module, batches)
         except TraceError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - raised on every rank, so that none waits for this one
             return f"{type(error).__name__}: {error}"
-
-
-def _losses_with(
-    state: State, module: nn.Module, weights: Mapping[str, torch.Tensor], batches: Sequence[Any]
-) -> tuple[float, ...]:
-    with swapped_weights(module, weights, state):
-        return _losses(state, module, batches)
 
 
 def _losses(state: State, module: nn.Module, batches: Sequence[Any]) -> tuple[float, ...]:

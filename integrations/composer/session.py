@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -407,8 +408,9 @@ class Session:
         return {**stored, "trained": trained}
 
     def _evaluation(self, state: State) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        evaluate = self._probe.evaluate_sharded if state.fsdp_enabled else self._probe.evaluation()
-        return lambda weights: evaluate(state, weights)
+        if state.fsdp_enabled:
+            return partial(self._probe.evaluate_sharded, state)
+        return self._probe.evaluation(state)
 
     # ---- after training
 

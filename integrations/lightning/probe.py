@@ -6,111 +6,47 @@ validation step is called on them with its ``log`` replaced.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.probe import (
-    MORE_BATCHES,
-    KeptBatches,
-    number_of,
-    to_host,
-)
-from shrinkpoint.loop.alone import alone
-from shrinkpoint.quality.swap import swapped_weights
-from shrinkpoint.sharded.swapping import swapped_shards
-from shrinkpoint.state.averages import without_averages
+from shrinkpoint.integrations.common import probe as common
+from shrinkpoint.integrations.common.probe import number_of, to_host
 
 __all__ = ["LossProbe", "arguments", "around", "captured_logs"]
 
 
-class LossProbe:
-    """Evaluates a module on a few batches: the first ones of validation, or of training where there is none yet."""
+class LossProbe(common.LossProbe):
+    """Evaluates a module on a few batches: see the base class, whose runs are a trainer between two batches and its module.
+
+    Args:
+        metric: name under which the validation step logs the loss; by default ``val_loss`` or what it returns.
+        batches: as of the base class.
+    """
 
     def __init__(self, *, metric: str | None = None, batches: int = 2) -> None:
-        """Keeps nothing until it has seen batches.
-
-        Args:
-            metric: name under which the validation step logs the loss; by default ``val_loss`` or what it returns.
-            batches: how many batches to use at first; some more are kept, in host memory.
-        """
+        super().__init__(batches=batches)
         self._metric = metric
-        self.kept = KeptBatches(batches, MORE_BATCHES * batches)
 
     def see_validation(self, batch: Any, dataloader_idx: int, batch_idx: int | None = None) -> None:
         """Keep a validation batch if more are needed; the module gets it after this."""
         if dataloader_idx == 0:
             self.kept.see_validation(batch, batch_idx)
 
-    def see_training(self, batch: Any) -> None:
-        """Keep a training batch while there are no validation batches; the module gets it after this."""
-        self.kept.see_training(batch)
-
-    def evaluate(
-        self, trainer: Trainer, module: LightningModule, weights: Mapping[str, torch.Tensor] | None = None
-    ) -> tuple[float, ...]:
-        """The loss on each of the kept batches.
-
-        Args:
-            trainer: between two batches.
-            module: its parameters, buffers, modes, metrics and random number generators are as before afterwards.
-            weights: values to put in the parameters' place, by name, on any device; None for the live ones.
-
-        Raises:
-            ConfigError: no batch has been seen, or the module returns no loss.
-        """
-        return self.evaluation(trainer, module)(weights or {})
-
-    def evaluation(
-        self, trainer: Trainer, module: LightningModule
-    ) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        """As `evaluate`, on the batches that are kept now, even if others are kept later: losses are compared by
-        batch."""
-        measure = self.measurement(trainer, module)
-
-        def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with swapped_weights(module, without_averages(weights), *around(trainer)):
-                return measure()
-
-        return evaluate
-
-    def evaluation_together(
-        self, trainer: Trainer, module: LightningModule
-    ) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        """As `evaluation`, for a module of which each rank has shards: what is returned is called on all ranks; a collective.
-
-        Each rank's losses are on its own batches, as many on all of them.
-        """
-        measure = self.measurement(trainer, module, self.kept.agreed())
-
-        def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with swapped_shards(module, without_averages(weights), *around(trainer)):
-                return measure()
-
-        return evaluate
+    def live(self, trainer: Trainer, module: LightningModule) -> Any:
+        """See the base class."""
+        return module, lambda weights: weights, around(trainer)
 
     def measurement(
-        self, trainer: Trainer, module: LightningModule, together: list[Any] | None = None
-    ) -> Callable[[], tuple[float, ...]]:
-        """The losses of the module with its current weights on the batches that are kept now, even if others are kept
-        later.
-
-        Args:
-            trainer: between two batches.
-            module: the caller of the returned function puts it in eval mode, and back afterwards.
-            together: the batches to use where all ranks measure at the same time, and communicate; None where one does alone.
-
-        Raises:
-            ConfigError: raised by the returned function, if no batch has been seen, or the module returns no loss.
-        """
+        self, trainer: Trainer, module: LightningModule, *, together: list[Any] | None = None
+    ) -> common.Measured:
+        """See the base class."""
         batches = list(self.kept.batches) if together is None else together
-        by_itself = together is None
         step, context = _step(trainer, module, held_out=self.kept.held_out)
 
         def measure() -> tuple[float, ...]:
@@ -122,8 +58,7 @@ class LossProbe:
             for index, kept in enumerate(batches):
                 batch = move_data_to_device(to_host(kept), module.device)
                 with (
-                    alone() if by_itself else nullcontext(),
-                    captured_logs(trainer, module, by_itself=by_itself) as logged,
+                    captured_logs(trainer, module, by_itself=together is None) as logged,
                     context(),
                 ):
                     returned = step(*arguments(step, batch, index))

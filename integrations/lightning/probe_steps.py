@@ -1,12 +1,7 @@
-"""The probe of a Lightning run: some steps from a saved state, which are undone completely.
-
-The trainer's own loop cannot be used: it counts, logs, calls all hooks and reads the loaders. So the module's training
-step is called on recent batches, and the rest of a step is implemented here, for trainings where that is simple enough.
-"""
+"""The probe of a Lightning run: some steps from a saved state, which are undone completely."""
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,13 +12,10 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.probe import RecentBatches, as_many, to_host
-from shrinkpoint.integrations.lightning.probe import LossProbe, arguments, around, captured_logs
+from shrinkpoint.integrations.common import probe as common
+from shrinkpoint.integrations.common.probe import to_host
+from shrinkpoint.integrations.lightning.probe import arguments, around, captured_logs
 from shrinkpoint.integrations.lightning.state import trained_key
-from shrinkpoint.loop.alone import alone, wrapper_obstacle
-from shrinkpoint.quality.evaluation import Loss, ResumedSteps
-from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
-from shrinkpoint.sharded.targets import reshard, unreduced
 
 __all__ = ["StepProbe"]
 
@@ -31,90 +23,40 @@ _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 _OWN_STEPS = ("optimizer_step", "backward", "manual_backward")
 
 
-class StepProbe:
-    """Keeps batches for the steps of a probe, and makes these steps.
-
-    Args:
-        losses: measures the loss after the steps.
-        steps: how many batches to keep, in host memory; 0 keeps none and makes none.
-        shards: whether each rank has shards of the module, and all make the steps together.
-    """
-
-    def __init__(self, losses: LossProbe, *, steps: int, shards: bool = False) -> None:
-        self._losses = losses
-        self._shards = shards
-        self._recent = RecentBatches(steps)
-
-    def starts(self, trainer: Trainer, module: LightningModule) -> None:
-        """Keep no batches in a training that does not allow probes."""
-        if self._obstacle(trainer, module) is not None:
-            self._recent.stop()
+class StepProbe(common.StepProbe):
+    """See the base class; runs are as of `LossProbe`."""
 
     def see(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """A batch is about to be trained on."""
         self._recent.see(batch, first=batch_idx % trainer.accumulate_grad_batches == 0)
 
-    def resumed(self, trainer: Trainer, module: LightningModule) -> ResumedSteps | None:
-        """Resumed steps from a present checkpoint in Lightning's form; None where that is impossible. Of shards a collective.
-
-        Gradients are clipped as in training. The hooks of callbacks, and those of the module that belong to the trainer's
-        loop, are not called.
-        """
-        batches, together = self._recent.take(), None
-        if self._shards:
-            batches, together = as_many(batches), self._losses.kept.agreed()
-        if not batches or self._obstacle(trainer, module) is not None:
-            return None
+    def parts(self, trainer: Trainer, module: LightningModule) -> common.StepParts:
+        """See the base class."""
         (optimizer,) = trainer.optimizers
-        run = ResumedRun(
+        return common.StepParts(
             module=module,
             optimizers=[optimizer],
-            losses=lambda index: _losses(trainer, module, batches[index % len(batches)], index),
-            evaluate=self._losses.measurement(trainer, module, together),
+            wrapped=trainer.strategy.model,
+            losses=lambda parts, index: _losses(trainer, module, parts, index),
             clip=lambda: _clip(trainer, module, optimizer),
-            scale=_scale(trainer),
-            settle=lambda: reshard(module) if self._shards else None,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
             around=around(trainer),
+            states=lambda checkpoint: (checkpoint[trained_key(checkpoint)], checkpoint["optimizer_states"]),
         )
 
-        def resumed(checkpoint: Any, marks: Sequence[int]) -> Sequence[Loss]:
-            weights = checkpoint[trained_key(checkpoint)]
-            reason = self._obstacle(trainer, module)
-            if reason is not None:
-                raise ConfigError(reason)
-            with nullcontext() if self._shards else alone():
-                return run.steps(weights, checkpoint["optimizer_states"], marks)
-
-        return resumed
-
-    def _obstacle(self, trainer: Trainer, module: LightningModule) -> str | None:
+    def obstacle(self, trainer: Trainer, module: LightningModule) -> str | None:
+        """See the base class."""
         known = (ModelParallelStrategy,) if self._shards else (SingleDeviceStrategy, DDPStrategy)
-        reason = _obstacle(trainer, module, known)
-        if reason is not None:
-            return reason
-        if self._shards:
-            return obstacle(module, trainer.optimizers, shards=True) or unreduced(module)
-        return wrapper_obstacle(trainer.strategy.model) or obstacle(module, trainer.optimizers, alone=True)
-
-
-def _obstacle(trainer: Trainer, module: LightningModule, known: Sequence[type]) -> str | None:
-    precision = trainer.precision_plugin
-    if type(trainer.strategy) not in known:
-        return f"the strategy is none of {', '.join(kind.__name__ for kind in known)}"
-    if type(precision) not in _PRECISIONS:
-        return "the precision is a library's"
-    if not module.automatic_optimization or len(trainer.optimizers) != 1:
-        return "the module optimizes by itself, or has several optimizers"
-    own = any(is_overridden(name, module) for name in _OWN_STEPS)
-    if own or "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        return "the module makes its steps in a way of its own"
-    return None
-
-
-def _scale(trainer: Trainer) -> float:
-    """The present scale of the losses, where half-precision training has a scaler; not changed."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
+        if type(trainer.strategy) not in known:
+            return f"the strategy is none of {', '.join(kind.__name__ for kind in known)}"
+        if type(trainer.precision_plugin) not in _PRECISIONS:
+            return "the precision is a library's"
+        if not module.automatic_optimization or len(trainer.optimizers) != 1:
+            return "the module optimizes by itself, or has several optimizers"
+        own = any(is_overridden(name, module) for name in _OWN_STEPS)
+        if own or "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            return "the module makes its steps in a way of its own"
+        return None
 
 
 def _losses(

@@ -297,7 +297,7 @@ class Session:
 
     def batch_starts(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """A batch is about to be trained on."""
-        self.probe.see_training(batch)
+        self.probe.kept.see_training(batch)
         if self._active:
             self._steps.see(trainer, batch, batch_idx)
 

@@ -5,7 +5,7 @@
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,34 +13,18 @@ from torch import nn
 from transformers import Trainer
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.probe import (
-    MORE_BATCHES,
-    KeptBatches,
-    RecentBatches,
-    loss_of,
-    to_host,
-)
+from shrinkpoint.integrations.common import probe as common
+from shrinkpoint.integrations.common.probe import loss_of, to_host
 from shrinkpoint.integrations.common.ranks import world_size
 from shrinkpoint.integrations.transformers.state import optimizers_of
-from shrinkpoint.loop.alone import alone, wrapper_obstacle
-from shrinkpoint.quality.evaluation import Loss, ResumedSteps
-from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
-from shrinkpoint.quality.swap import swapped_weights
-from shrinkpoint.state.averages import without_averages
 
 __all__ = ["LossProbe", "StepProbe"]
 
 
-class LossProbe:
-    """Evaluates a run's model on a few batches: the first ones of evaluation, or of training where there is none yet.
+class LossProbe(common.LossProbe):
+    """Evaluates a run's model on a few batches: see the base class, whose runs are a trainer between two steps."""
 
-    Args:
-        batches: how many to use at first; some more are kept, in host memory.
-    """
-
-    def __init__(self, *, batches: int) -> None:
-        self.kept = KeptBatches(batches, MORE_BATCHES * batches)
-        self._number = 0
+    _number = 0
 
     def evaluates(self, inputs: Any) -> None:
         """The model is about to get a held-out batch."""
@@ -51,33 +35,14 @@ class LossProbe:
         """The next held-out batch is the first of another evaluation."""
         self._number = 0
 
-    def evaluation(self, trainer: Any) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        """Measures the loss with given weights on each of the batches that are kept now, even if others are kept later.
+    def live(self, trainer: Any) -> Any:
+        """See the base class."""
+        around = trainer, trainer.args, trainer.state, trainer.control, trainer.callback_handler.callbacks
+        return trainer.model, lambda weights: weights, around
 
-        Args:
-            trainer: between two steps. Its model's parameters, buffers, modes, metrics and all random number generators are
-                as before afterwards.
-
-        Raises:
-            ConfigError: raised by the returned function, if no batch has been seen, or the model returns no loss.
-        """
-        measure = self.measurement(trainer)
-        module: nn.Module = trainer.model
-
-        def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with swapped_weights(module, without_averages(weights), *_around(trainer)), alone():
-                return measure()
-
-        return evaluate
-
-    def measurement(self, trainer: Any) -> Callable[[], tuple[float, ...]]:
-        """The losses of the model with its current weights on the batches that are kept now, even if others are kept
-        later.
-
-        Args:
-            trainer: the caller of the returned function puts its model in eval mode, and back afterwards.
-        """
-        batches = list(self.kept.batches)
+    def measurement(self, trainer: Any, *, together: list[Any] | None = None) -> common.Measured:
+        """See the base class."""
+        batches = list(self.kept.batches) if together is None else together
 
         def measure() -> tuple[float, ...]:
             if not batches:
@@ -88,22 +53,8 @@ class LossProbe:
         return measure
 
 
-class StepProbe:
-    """Keeps batches for the steps of a probe, and makes these steps.
-
-    Args:
-        losses: measures the loss after the steps.
-        steps: how many batches to keep, in host memory; 0 keeps none and makes none.
-    """
-
-    def __init__(self, losses: LossProbe, *, steps: int) -> None:
-        self._losses = losses
-        self._recent = RecentBatches(steps)
-
-    def starts(self, trainer: Any) -> None:
-        """Keep no batches in a training that does not allow probes."""
-        if _obstacle(trainer) is not None:
-            self._recent.stop()
+class StepProbe(common.StepProbe):
+    """See the base class; runs are as of `LossProbe`."""
 
     def see(self, batch: Any, number: int, *, accumulated: int) -> None:
         """A batch is about to be trained on.
@@ -115,44 +66,29 @@ class StepProbe:
         """
         self._recent.see(batch, first=number % accumulated == 0)
 
-    def resumed(self, trainer: Any) -> ResumedSteps | None:
-        """Resumed steps from a present `stored_state`; None where that is impossible."""
-        batches = self._recent.take()
-        if not batches or _obstacle(trainer) is not None:
-            return None
-        run = ResumedRun(
-            module=trainer.model,
+    def parts(self, trainer: Any) -> common.StepParts:
+        """See the base class."""
+        module, _, around = self._losses.live(trainer)
+        return common.StepParts(
+            module=module,
             optimizers=optimizers_of(trainer),
-            losses=lambda index: _losses(trainer, batches[index % len(batches)]),
-            evaluate=self._losses.measurement(trainer),
+            wrapped=trainer.model_wrapped,
+            losses=lambda parts, _: _losses(trainer, parts),
             clip=lambda: _clip(trainer),
-            scale=_scale(trainer),
-            around=_around(trainer),
+            scaler=getattr(trainer.accelerator, "scaler", None),
+            around=around,
+            states=lambda stored: (stored["model"], stored["optimizers"]),
         )
 
-        def resumed(stored: Any, marks: Sequence[int]) -> Sequence[Loss]:
-            with alone():
-                return run.steps(stored["model"], stored["optimizers"], marks)
-
-        return resumed
-
-
-def _obstacle(trainer: Any) -> str | None:
-    if trainer.args.n_gpu > 1:
-        return "one process trains on several GPUs"
-    if type(trainer).training_step is not Trainer.training_step or "training_step" in vars(trainer):
-        return "the trainer makes its steps in a way of its own"
-    if getattr(trainer, "use_apex", False) or "lomo" in str(trainer.args.optim).lower():
-        return "the optimizer or the precision is a library's"
-    return wrapper_obstacle(trainer.model_wrapped) or obstacle(
-        trainer.model, optimizers_of(trainer), alone=True
-    )
-
-
-def _scale(trainer: Any) -> float:
-    """The present scale of the losses, where half-precision training has a scaler; not changed."""
-    scaler = getattr(trainer.accelerator, "scaler", None)
-    return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
+    def obstacle(self, trainer: Any) -> str | None:
+        """See the base class."""
+        if trainer.args.n_gpu > 1:
+            return "one process trains on several GPUs"
+        if type(trainer).training_step is not Trainer.training_step or "training_step" in vars(trainer):
+            return "the trainer makes its steps in a way of its own"
+        if getattr(trainer, "use_apex", False) or "lomo" in str(trainer.args.optim).lower():
+            return "the optimizer or the precision is a library's"
+        return None
 
 
 def _losses(trainer: Any, parts: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -195,7 +131,3 @@ def _clip(trainer: Any) -> None:
 
 def _nowhere(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _around(trainer: Any) -> tuple[object, ...]:
-    return trainer, trainer.args, trainer.state, trainer.control, trainer.callback_handler.callbacks

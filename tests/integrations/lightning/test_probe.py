@@ -42,7 +42,7 @@ class Probing(Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.probe is not None:
-            self.probe.see_training(batch)
+            self.probe.kept.see_training(batch)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -56,14 +56,8 @@ class Probing(Callback):
             return
         live = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
         zero = {name: torch.zeros_like(value) for name, value in live.items()}
-        evaluate = self.probe.evaluate
-        self.losses.append(
-            (
-                evaluate(trainer, pl_module),
-                evaluate(trainer, pl_module, live),
-                evaluate(trainer, pl_module, zero),
-            )
-        )
+        evaluate = self.probe.evaluation(trainer, pl_module)
+        self.losses.append((evaluate({}), evaluate(live), evaluate(zero)))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +97,7 @@ def test_prefers_the_monitored_metric() -> None:
     def measured(module: Tiny, metric: str | None) -> float:
         probe = LossProbe(metric=metric)
         probe.see_validation(batch, 0)
-        [loss] = probe.evaluate(trainer, module)
+        [loss] = probe.evaluation(trainer, module)({})
         return loss
 
     assert [measured(Two(), metric) for metric in ("perplexity", None, "missing")] == [2.0, 1.0, 1.0]
@@ -128,7 +122,7 @@ def test_a_step_that_gathers_is_refused_where_the_other_processes_do_not_take_pa
     probe.see_validation((torch.zeros(2), torch.zeros(2, 8), torch.zeros(2, 1)), 0)
     monkeypatch.setattr(type(trainer), "world_size", 2)
     with pytest.raises(ConfigError, match="all_gather"):
-        probe.evaluate(trainer, module)
+        probe.evaluation(trainer, module)({})
     assert available == [False]
     assert module.mean.distributed_available_fn()
     assert "all_gather" not in vars(module)
@@ -137,4 +131,4 @@ def test_a_step_that_gathers_is_refused_where_the_other_processes_do_not_take_pa
 def test_needs_batches() -> None:
     outcome = fit(max_epochs=1)
     with pytest.raises(ConfigError, match="no batch"):
-        LossProbe().evaluate(outcome.trainer, outcome.module)
+        LossProbe().evaluation(outcome.trainer, outcome.module)({})

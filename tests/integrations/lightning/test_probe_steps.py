@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.integrations.lightning import probe_steps as lightning_probe_steps
+from shrinkpoint.integrations.common.probe import scale_of
 from shrinkpoint.integrations.lightning.probe import LossProbe
 from shrinkpoint.integrations.lightning.probe_steps import StepProbe
 
@@ -74,7 +74,7 @@ class Stepping(Callback):
         self.steps.starts(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.probe.see_training(batch)
+        self.probe.kept.see_training(batch)
         self.steps.see(trainer, batch, batch_idx)
 
     def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, *_: Any) -> None:
@@ -217,4 +217,4 @@ def test_losses_are_scaled_as_in_training() -> None:
         (GradScaler("cpu", enabled=False), 1.0),
     ):
         trainer: Any = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler))
-        assert lightning_probe_steps._scale(trainer) == scale
+        assert scale_of(trainer.precision_plugin.scaler) == scale
