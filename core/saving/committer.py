@@ -38,7 +38,7 @@ from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
 from shrinkpoint.warn import warn
 
-__all__ = ["Committer"]
+__all__ = ["Committer", "RunCommits"]
 
 _OF_VALUES = (
     ExactCodec.id,
@@ -48,7 +48,81 @@ _UNCHANGED = 0.25  # least share of a base's bytes that has not changed, for a l
 _PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
 
 
-class Committer:
+class RunCommits:
+    """What commits to one run: its writer, the training that its checkpoints belong to, and the removal of older ones.
+
+    Args:
+        store: where to.
+        config: how.
+    """
+
+    def __init__(self, store: RunStore, config: SaverConfig) -> None:
+        self._store = store
+        self._config = config
+        self._writer: RunWriter | None = None
+        self.lineage: str | None = None
+        """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
+
+    def open(self) -> RunWriter:
+        """The run's writer; taking it makes this process the run's only one.
+
+        Raises:
+            StoreError: the store cannot be written, or holds something foreign.
+        """
+        if self._writer is None:
+            self._writer = self._store.writer()
+        return self._writer
+
+    def close(self) -> None:
+        """Let go of the store."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def follow(self, manifest: Manifest) -> None:
+        """Belong to the training of this checkpoint, whatever is built on."""
+        self.lineage = lineage_of(manifest.meta) or new_nonce()
+
+    def _is_complete(self, chain: Sequence[BlobRef]) -> bool:
+        """Whether a base is due: every `key_every` checkpoints, but an expensive one is used for longer before another is made."""
+        if len(chain) < self._config.key_every:
+            return False
+        deltas = sum(ref.total for ref in chain[1:])
+        return len(chain) >= self._config.chain_limit or deltas >= _PAID_OFF * chain[0].total
+
+    def _lineage_of_this(self) -> str:
+        if self.lineage is None:
+            others = self._store.manifests()
+            if others:
+                warn(
+                    f"{self._store.display} holds {len(others)} checkpoints, the newest of step {others[0].step}, that this"
+                    " training does not continue. They stay: retention leaves them alone (`shrinkpoint prune` removes them), and"
+                    " a resume goes on from the newest one, which is this training's from now on. To go on from them, stop and"
+                    " start with resume='must' (a Checkpointer's resume() must be called, on every rank); to keep the two apart,"
+                    " give another URL"
+                )
+            self.lineage = new_nonce()
+        return self.lineage
+
+    def _collect(self) -> None:
+        policy = policy_of(self._config)
+        if policy is None:
+            return
+        try:
+            # A training that this one does not continue is not its to judge, whatever was forgotten.
+            seen = [m for m in self._store.manifests() if lineage_of(m.meta) == self.lineage]
+            records = [record_of(manifest, self._config.monitor) for manifest in seen]
+            self.open().collect(policy.select(records), seen=seen, grace_s=self._config.grace_s)
+        except FencedError:
+            raise
+        # as where nothing may be deleted; the checkpoint is committed all the same
+        except ShrinkpointError as error:
+            warn(
+                f"the checkpoint is stored, but older ones could not be removed: {error}. The next save tries again"
+            )
+
+
+class Committer(RunCommits):
     """Encodes, commits and collects, in this order; remembers the chain that it extends.
 
     Args:
@@ -58,16 +132,12 @@ class Committer:
     """
 
     def __init__(self, store: RunStore, config: SaverConfig, spent_s: Callable[[], float]) -> None:
-        self._store = store
-        self._config = config
+        super().__init__(store, config)
         self._spent_s = spent_s
-        self._writer: RunWriter | None = None
         self._link: Link | None = None
         self._movement = MovementTracker()
         self._warned_of_loss = False
         self._warned_exact: set[str] = set()
-        self.lineage: str | None = None
-        """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
         self._diverged = False
         self._scratch = SaveScratch.of(config)
         keep = config.keep_optimizer
@@ -79,22 +149,11 @@ class Committer:
         self.planner = Planner(config, spent_s)
 
     def open(self) -> RunWriter:
-        """The run's writer; taking it makes this process the run's only one.
-
-        Raises:
-            StoreError: the store cannot be written, or holds something foreign.
-        """
-        if self._writer is None:
-            self._writer = self._store.writer()
-            if self._scratch is not None:
-                self._scratch.look()
-        return self._writer
-
-    def close(self) -> None:
-        """Let go of the store."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """See `RunCommits.open`."""
+        known, writer = self._writer, super().open()
+        if known is None and self._scratch is not None:
+            self._scratch.look()
+        return writer
 
     @property
     def follows(self) -> bool:
@@ -133,10 +192,6 @@ class Committer:
 
     def _keeper(self) -> Callable[[ReferenceState], ReferenceState] | None:
         return None if self._scratch is None else self._scratch.keeper()
-
-    def follow(self, manifest: Manifest) -> None:
-        """Belong to the training of this checkpoint, whatever is built on."""
-        self.lineage = lineage_of(manifest.meta) or new_nonce()
 
     def forget(self) -> None:
         """Build on nothing: the next checkpoint is a base."""
@@ -338,44 +393,6 @@ class Committer:
         if sum(base.tensors[name].nbytes for name in same) < _UNCHANGED * link.parent.chain[0].size:
             return None
         return Link(link.parent, {name: link.reference[name] for name in same}, base=base.state_digest)
-
-    def _is_complete(self, chain: Sequence[BlobRef]) -> bool:
-        """Whether a base is due: every `key_every` checkpoints, but an expensive one is used for longer before another is made."""
-        if len(chain) < self._config.key_every:
-            return False
-        deltas = sum(blob.size for blob in chain[1:])
-        return len(chain) >= self._config.chain_limit or deltas >= _PAID_OFF * chain[0].size
-
-    def _lineage_of_this(self) -> str:
-        if self.lineage is None:
-            others = self._store.manifests()
-            if others:
-                warn(
-                    f"{self._store.display} holds {len(others)} checkpoints, the newest of step {others[0].step}, that this"
-                    " training does not continue. They stay: retention leaves them alone (`shrinkpoint prune` removes them), and"
-                    " a resume goes on from the newest one, which is this training's from now on. To go on from them, stop and"
-                    " start with resume='must' (a Checkpointer's resume() must be called); to keep the two apart, give another"
-                    " URL"
-                )
-            self.lineage = new_nonce()
-        return self.lineage
-
-    def _collect(self) -> None:
-        policy = policy_of(self._config)
-        if policy is None:
-            return
-        try:
-            # A training that this one does not continue is not its to judge, whatever was forgotten.
-            seen = [m for m in self._store.manifests() if lineage_of(m.meta) == self.lineage]
-            records = [record_of(manifest, self._config.monitor) for manifest in seen]
-            self.open().collect(policy.select(records), seen=seen, grace_s=self._config.grace_s)
-        except FencedError:
-            raise
-        # as where nothing may be deleted; the checkpoint is committed all the same
-        except ShrinkpointError as error:
-            warn(
-                f"the checkpoint is stored, but older ones could not be removed: {error}. The next save tries again"
-            )
 
     def _slim(self) -> None:
         """Turn older checkpoints into weights, where `keep_optimizer` says so."""

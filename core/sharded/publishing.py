@@ -5,23 +5,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import FencedError, ShrinkpointError, StoreError
+from shrinkpoint.errors import StoreError
 from shrinkpoint.reports import Measured, SaveReport
 from shrinkpoint.saving.adopted import KEY as ADOPTION
 from shrinkpoint.saving.adopted import Adopted
-from shrinkpoint.saving.meta import lineage_of
-from shrinkpoint.saving.retention import policy_of, record_of
+from shrinkpoint.saving.committer import RunCommits
 from shrinkpoint.schemes.exactness import ExactPart
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.store.keys import new_nonce
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.parts import Part
-from shrinkpoint.store.run import RunStore, RunWriter
-from shrinkpoint.warn import warn
+from shrinkpoint.store.run import RunStore
 
 __all__ = ["AdoptedPart", "Publisher", "posted"]
-
-_PAID_OFF = 2.0  # as in `shrinkpoint.saving.committer`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +39,7 @@ class AdoptedPart:
         )
 
 
-class Publisher:
+class Publisher(RunCommits):
     """Commits to one run, and keeps the chain of the checkpoints that it committed.
 
     Args:
@@ -53,44 +48,22 @@ class Publisher:
     """
 
     def __init__(self, store: RunStore, config: SaverConfig) -> None:
-        self._store = store
-        self._config = config
-        self._writer: RunWriter | None = None
+        super().__init__(store, config)
         self.parent: Manifest | None = None
         """What the next delta builds on."""
-        self.lineage: str | None = None
-        """The training that the next checkpoint belongs to."""
         self.digest = ""
         """State digest of the checkpoint that was committed last."""
 
-    def open(self) -> RunWriter:
-        """The run's writer; taking it makes this training the run's only one.
-
-        Raises:
-            StoreError: the store cannot be written, or holds something foreign.
-        """
-        if self._writer is None:
-            self._writer = self._store.writer()
-        return self._writer
-
-    def close(self) -> None:
-        """Let go of the store."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
     @property
     def base_is_due(self) -> bool:
-        """Whether the next checkpoint is to be a base: as of `Committer`."""
+        """Whether the next checkpoint is to be a base."""
         chain = self.parent.chain if self.parent is not None else ()
-        if len(chain) < self._config.key_every:
-            return not chain
-        deltas = sum(ref.total for ref in chain[1:])
-        return len(chain) >= self._config.chain_limit or deltas >= _PAID_OFF * chain[0].total
+        return not chain or self._is_complete(chain)
 
     def adopt(self, manifest: Manifest) -> None:
         """Continue the training of a restored checkpoint, and its chain."""
-        self.parent, self.lineage = manifest, lineage_of(manifest.meta) or new_nonce()
+        self.parent = manifest
+        self.follow(manifest)
 
     def publish(
         self,
@@ -129,7 +102,7 @@ class Publisher:
             )
         report = _report([post["report"] for post in posts], step, metrics, blocked_s)
         report = replace(report, search_s=search_s)
-        meta = {"lineage": self._lineage(), "ranks": len(posts)}
+        meta = {"lineage": self._lineage_of_this(), "ranks": len(posts)}
         if search is not None:
             meta["search"] = search
         if self._config.monitor is not None:
@@ -162,34 +135,6 @@ class Publisher:
         known = [post["report"]["redundancy"] for post in posts]
         own = self._store.redundancy
         return None if own is None else min([own, *(number for number in known if number is not None)])
-
-    def _lineage(self) -> str:
-        if self.lineage is None:
-            others = self._store.manifests()
-            if others:
-                warn(
-                    f"{self._store.display} holds {len(others)} checkpoints, the newest of step {others[0].step}, that this"
-                    " training does not continue. They stay, and a resume goes on from the newest one, which is this"
-                    " training's from now on. To go on from them, call resume() on every rank; to keep the two apart, give"
-                    " another URL"
-                )
-            self.lineage = new_nonce()
-        return self.lineage
-
-    def _collect(self) -> None:
-        policy = policy_of(self._config)
-        if policy is None:
-            return
-        try:
-            seen = [m for m in self._store.manifests() if lineage_of(m.meta) == self.lineage]
-            records = [record_of(manifest, self._config.monitor) for manifest in seen]
-            self.open().collect(policy.select(records), seen=seen, grace_s=self._config.grace_s)
-        except FencedError:
-            raise
-        except ShrinkpointError as error:
-            warn(
-                f"the checkpoint is stored, but older ones could not be removed: {error}. The next save tries again"
-            )
 
 
 def posted(part: Part, report: Mapping[str, Any]) -> dict[str, Any]:
