@@ -10,8 +10,9 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-import shrinkpoint.errors as errors
+from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.runtime.processes import is_first, rank, world_size
+from shrinkpoint.sharded.ranks import Ranks, rebuilt
 
 __all__ = [
     "Outcome",
@@ -32,21 +33,12 @@ T = TypeVar("T")
 
 def broadcast(value: T) -> T:
     """The first rank's `value`, on every rank."""
-    if world_size() == 1:
-        return value
-    values = [value if is_first() else None]
-    dist.broadcast_object_list(values, src=0)
-    shared: T = values[0]  # type: ignore[assignment]  # the first rank's is never the placeholder None
-    return shared
+    return value if world_size() == 1 else Ranks().broadcast(value)
 
 
 def gather(value: T) -> list[T]:
     """`value` of every rank, in their order, on every rank."""
-    if world_size() == 1:
-        return [value]
-    values: list[T] = [value] * world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return [value] if world_size() == 1 else Ranks().gather(value)
 
 
 def gather_first(value: T) -> list[T]:
@@ -85,24 +77,8 @@ def on_first(action: Callable[[], T]) -> T:
 
 
 def on_every(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if it fails on one of them, every rank raises.
-
-    `action` must not communicate with other ranks: one that has failed would not answer.
-
-    Returns:
-        This rank's own result.
-
-    Raises:
-        Exception: where `action` failed, its error; elsewhere the first failing rank's, by the project's own class and
-            with its message.
-    """
-    own: Outcome[T] = Outcome()
-    own.run(action)
-    failures = gather(None if own.error is None else (type(own.error).__name__, str(own.error)))
-    for number, named in enumerate(failures):
-        if own.error is None and named is not None:
-            raise _rebuilt(*named, where=f"on process {number}")
-    return own.get()
+    """As `Ranks.on_every`, over all processes."""
+    return action() if world_size() == 1 else Ranks().on_every(action)
 
 
 def raise_together(error: Exception | None) -> None:
@@ -116,7 +92,7 @@ def raise_together(error: Exception | None) -> None:
     if error is not None:
         raise error
     if named is not None:
-        raise _rebuilt(*named, where="on the first process")
+        raise rebuilt(*named, rank=0)
 
 
 class Outcome(Generic[T]):
@@ -158,7 +134,7 @@ class Outcome(Generic[T]):
         if self.error is not None:
             raise self.error
         if not self._results:
-            raise errors.ShrinkpointError("the action whose result is asked for was never run")
+            raise ShrinkpointError("the action whose result is asked for was never run")
         return self._results[0]
 
     def share(self) -> T:
@@ -171,11 +147,3 @@ class Outcome(Generic[T]):
             self.run(self.get)
         raise_together(self.error if is_first() else None)
         return broadcast(self._results[0] if is_first() else None)  # type: ignore[return-value]
-
-
-def _rebuilt(name: str, message: str, *, where: str) -> Exception:
-    """Another rank's error: of its class if it is shrinkpoint's, since others may not be constructible from a
-    message."""
-    kind = getattr(errors, name, errors.ShrinkpointError)
-    rebuilt: Exception = kind(f"{where}: {message}")
-    return rebuilt
