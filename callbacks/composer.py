@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from shrinkpoint.errors import MissingDependencyError
-from shrinkpoint.integrations.common.pickling import given, reduced
-from shrinkpoint.integrations.common.settings import refusing_unknown
+from shrinkpoint.integrations.common.settings import given, reduced, refusing_unknown
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
@@ -17,8 +16,8 @@ try:
     from composer.core import Callback, Event, State
     from composer.loggers import Logger
 
+    from shrinkpoint.integrations.composer.schedule import Settings
     from shrinkpoint.integrations.composer.session import Session
-    from shrinkpoint.integrations.composer.settings import Settings
     from shrinkpoint.integrations.composer.sharded import session_for
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "composer":

@@ -18,9 +18,8 @@ except ModuleNotFoundError as error:
         f'CompressedCheckpoint needs Lightning ({error}): pip install "shrinkpoint[lightning]"'
     ) from error
 
-from shrinkpoint.integrations.common.pickling import given, reduced
 from shrinkpoint.integrations.common.run_session import RunSession
-from shrinkpoint.integrations.common.settings import refusing_unknown
+from shrinkpoint.integrations.common.settings import given, reduced, refusing_unknown
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings

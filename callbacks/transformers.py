@@ -5,8 +5,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from shrinkpoint.errors import MissingDependencyError
-from shrinkpoint.integrations.common.pickling import given, reduced
-from shrinkpoint.integrations.common.settings import refusing_unknown
+from shrinkpoint.integrations.common.settings import given, reduced, refusing_unknown
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.store.connect import StorageOptions
 

@@ -28,7 +28,6 @@ from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.memory import LARGE, give_back
 from shrinkpoint.runtime.turns import Turns, in_turn
 from shrinkpoint.runtime.worker import Worker
-from shrinkpoint.saving.adopted import adopted_of
 from shrinkpoint.saving.adoption import AdoptingCommitter
 from shrinkpoint.saving.arguments import check_parts, plain_metrics, plain_step, plain_timeout
 from shrinkpoint.saving.committer import Committer
@@ -36,7 +35,7 @@ from shrinkpoint.saving.continuation import Continuation
 from shrinkpoint.saving.deadline import Deadline
 from shrinkpoint.saving.failures import Failures
 from shrinkpoint.saving.job import Job
-from shrinkpoint.saving.meta import is_weights_only
+from shrinkpoint.saving.meta import adopted_of, is_weights_only
 from shrinkpoint.saving.reading import CheckpointReader
 from shrinkpoint.saving.slimming import without_optimizer
 from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare, unsuitable

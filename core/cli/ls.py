@@ -22,9 +22,9 @@ from shrinkpoint.cli.output import (
 )
 from shrinkpoint.cli.runs import OpenRun, describe_manifest, find_damage, open_run, runs_below
 from shrinkpoint.errors import FormatError, ShrinkpointWarning
-from shrinkpoint.store.below import ObjectsBelow
 from shrinkpoint.store.connect import StorageOptions as Options
 from shrinkpoint.store.keys import STEPS_PREFIX
+from shrinkpoint.store.objects import ObjectsBelow
 from shrinkpoint.warn import warn
 
 if TYPE_CHECKING:

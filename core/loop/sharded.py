@@ -12,14 +12,13 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.quality.resumed_steps import obstacle
+from shrinkpoint.sharded.agreement import obstacle_of, unmeasured
 from shrinkpoint.sharded.boxes import is_sharded
-from shrinkpoint.sharded.capture import captured
-from shrinkpoint.sharded.limits import obstacle_of, unmeasured
 from shrinkpoint.sharded.planning import measurable
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
-from shrinkpoint.sharded.swapping import swapped_shards
-from shrinkpoint.sharded.targets import Targets, reshard, unreduced
+from shrinkpoint.sharded.targets import Targets, reshard, swapped_shards, unreduced
+from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.rng import capture_rng, diverge_rng
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain

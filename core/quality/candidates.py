@@ -10,7 +10,7 @@ from shrinkpoint.quality.evaluation import Measure, losses_of
 from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.trial import mirrored_model, own_memory, perturbed_model, true_model
 from shrinkpoint.runtime.memory import Returns
-from shrinkpoint.state.candidate import Candidate
+from shrinkpoint.state.averages import Candidate
 from shrinkpoint.state.training import TrainingState
 
 __all__ = ["Candidates", "Change"]

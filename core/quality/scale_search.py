@@ -1,7 +1,7 @@
 """The search of ``auto``: finds the scale factor of all weights' step sizes within a few evaluations a save.
 
 The rise of the loss grows with the square of the step size where it is more than noise, so that one measurement
-predicts the next, and those of all saves are pooled (`shrinkpoint.quality.history`). A scale is accepted if the upper
+predicts the next, and those of all saves are pooled (`shrinkpoint.quality.measurement`). A scale is accepted if the upper
 end of its measured rise is within the bound. Step sizes shrink whenever the bound requires it, and grow at the start of
 a chain, where that costs no bytes; within a chain by an octave at least, if the pooled measurements allow it.
 """
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.quality.history import History
-from shrinkpoint.quality.measurement import Rise, pooled
+from shrinkpoint.quality.measurement import History, Rise, pooled
 
 __all__ = ["ScaleChoice", "ScaleSearch"]
 

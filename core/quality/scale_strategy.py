@@ -7,9 +7,8 @@ from typing import Any
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.quality.comparison import Comparison
-from shrinkpoint.quality.history import History
 from shrinkpoint.quality.inshrinkerator_search.strategy import ConfigurationStrategy
-from shrinkpoint.quality.measurement import Rise, pooled
+from shrinkpoint.quality.measurement import History, Rise, pooled
 from shrinkpoint.quality.scale_search import ScaleSearch
 from shrinkpoint.quality.strategy import Plan, Strategy, exactly
 from shrinkpoint.quality.trial import restored_model

@@ -9,7 +9,7 @@ from torch import nn
 
 from shrinkpoint.arrays import overwrite
 from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_state
-from shrinkpoint.state.candidate import Candidate
+from shrinkpoint.state.averages import Candidate
 from shrinkpoint.state.dtypes import PACKED
 from shrinkpoint.state.flat import inner_tensors, is_flat
 from shrinkpoint.state.rng import capture_rng, restore_rng

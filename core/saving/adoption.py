@@ -32,17 +32,18 @@ from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.saving.adopted import KEY, Adopted, adopted_of
 from shrinkpoint.saving.committer import Committer
-from shrinkpoint.saving.fingerprint import changed_settings, settings_of
 from shrinkpoint.saving.finite import not_finite
 from shrinkpoint.saving.job import Job, Link
+from shrinkpoint.saving.meta import KEY, Adopted, adopted_of
 from shrinkpoint.saving.planned import (
     UNPLANNED,
     PlannedChain,
     Staging,
+    changed_settings,
     changed_tensors,
     period_of,
+    settings_of,
     unstored,
 )
 from shrinkpoint.saving.reporting import provenance, report_of, with_updates

@@ -1,7 +1,7 @@
 """What a planned save is quantized against: the values adopted last, whether a reader finds them in a container or not."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,23 @@ import torch
 from shrinkpoint.arrays import widened
 from shrinkpoint.coding.staging import StagedState, stage_state
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.saving.adopted import Adopted
+from shrinkpoint.saving.meta import Adopted
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import ReferenceState, Scheme
 from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.tree import JSON
+from shrinkpoint.version import __version__
 
-__all__ = ["UNPLANNED", "PlannedChain", "Staging", "changed_tensors", "period_of", "unstored"]
+__all__ = [
+    "UNPLANNED",
+    "PlannedChain",
+    "Staging",
+    "changed_settings",
+    "changed_tensors",
+    "period_of",
+    "settings_of",
+    "unstored",
+]
 
 UNPLANNED = "not planned, so that the undisturbed run would not have adopted it: stored exactly"
 """The reason of an exact checkpoint of a training that adopts."""
@@ -116,3 +127,47 @@ def _as_reference(value: torch.Tensor) -> ReferenceState:
         "offset": np.zeros(count, np.int8),
     }
     return ReferenceState(TrellisWeightCodec.id, {"step": 1.0, "variance_code": 0}, planes)
+
+
+_OPTIONS = (
+    "max_degradation",
+    "loss_floor",
+    "adoptions",
+    "probe_steps",
+    "guards",
+    "key_every",
+    "longest_chain",
+    "search_overhead",
+)
+
+
+def settings_of(config: SaverConfig, more: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Everything but the training's state that values depend on, in JSON primitives.
+
+    Args:
+        config: of the saver.
+        more: the integration's own, such as the interval of saves.
+    """
+    options = config.scheme_options
+    return {
+        **{name: getattr(config, name) for name in _OPTIONS},
+        "options": {name: _plain(value) for name, value in asdict(options).items()} if options else {},
+        **more,
+        "shrinkpoint": __version__,
+        "torch_threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+    }
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Each setting that differs, as in ``max_degradation=0.02 instead of 0.01``."""
+    return [
+        f"{name}={now.get(name)!r} instead of {before.get(name)!r}"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _plain(value: Any) -> JSON:
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)

@@ -17,27 +17,28 @@ from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.strategy import Plan, exactly
-from shrinkpoint.saving.adopted import Adopted, adopted_of
-from shrinkpoint.saving.fingerprint import changed_settings, settings_of
+from shrinkpoint.saving.meta import Adopted, adopted_of
 from shrinkpoint.saving.planned import (
     UNPLANNED,
     PlannedChain,
     Staging,
+    changed_settings,
     changed_tensors,
     period_of,
+    settings_of,
     unstored,
 )
 from shrinkpoint.saving.takeover import Adoption, NotAdoptedError, Takeover, unsuitable
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.sharded.background import Background, Save
 from shrinkpoint.sharded.boxes import Piece
-from shrinkpoint.sharded.capture import captured
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
 from shrinkpoint.sharded.layout import block_box, tensors_of_rank
 from shrinkpoint.sharded.publishing import AdoptedPart
 from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.sharded.restoring import Decoded
 from shrinkpoint.sharded.spreading import Shards, spread
+from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.training import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore

@@ -141,6 +141,14 @@ _SHOWN = 3
 Unproven = Sequence[tuple[str, Box]]
 
 
+# ---- Makes sure that what several ranks hold under one name and as one box are copies: a save stores one of them.
+#
+# Ranks of one mesh hold copies by what a DTensor is. Ranks of different meshes need not: with tensor parallelism a layer that is not
+# parallelized has a copy on every data-parallel mesh, and the stages of a pipeline may have different layers of one name and shape there.
+# Nothing but their values distinguishes the two, so these are compared: all bytes when the layout is new, and some elements at every
+# save, since different layers may begin with equal values.
+
+
 def fingerprints(
     unproven: Unproven, pieces: Mapping[str, Sequence[Piece]], *, whole: bool
 ) -> list[int | None]:

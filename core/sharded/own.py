@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from shrinkpoint.sharded.boxes import is_sharded
-from shrinkpoint.sharded.capture import captured
+from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import TensorSpec, TrainingState, plain
 from shrinkpoint.state.tree import JSON

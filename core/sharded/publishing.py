@@ -7,9 +7,9 @@ from typing import Any, Literal
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import StoreError
 from shrinkpoint.reports import Measured, SaveReport
-from shrinkpoint.saving.adopted import KEY as ADOPTION
-from shrinkpoint.saving.adopted import Adopted
 from shrinkpoint.saving.committer import RunCommits
+from shrinkpoint.saving.meta import KEY as ADOPTION
+from shrinkpoint.saving.meta import Adopted
 from shrinkpoint.schemes.exactness import ExactPart
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.manifest import BlobRef, Manifest

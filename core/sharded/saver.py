@@ -28,15 +28,13 @@ from shrinkpoint.sharded.adopting import (
     take_over,
     takeover_for,
 )
-from shrinkpoint.sharded.agreement import Agreed, Status, agree, require_same
+from shrinkpoint.sharded.agreement import Agreed, Status, agree, refuse_options, require_same
 from shrinkpoint.sharded.background import Background, Save
 from shrinkpoint.sharded.boxes import Piece
-from shrinkpoint.sharded.capture import captured
 from shrinkpoint.sharded.encoding import Link, PartJob
 from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.gathering import Gathering, NoMemoryError
 from shrinkpoint.sharded.layout import Layout, RankTensors, agreed_layout, owners_of, tensors_of_rank
-from shrinkpoint.sharded.limits import refuse_options
 from shrinkpoint.sharded.own import OwnState
 from shrinkpoint.sharded.planning import measurable
 from shrinkpoint.sharded.probing import Probe, ProbedSave
@@ -44,6 +42,7 @@ from shrinkpoint.sharded.publishing import Publisher
 from shrinkpoint.sharded.ranks import Mailbox, Ranks
 from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
 from shrinkpoint.sharded.spreading import Shards
+from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions

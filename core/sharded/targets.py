@@ -1,21 +1,23 @@
 """The tensors of a sharded model and its optimizers that a restore fills; parameters are matched by their names."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.resume import require_same_model
 from shrinkpoint.sharded.boxes import is_sharded
-from shrinkpoint.sharded.capture import captured
+from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.roles import describe_training, optimizer_parameter_names
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
-__all__ = ["Targets", "require_model", "reshard", "target_for", "unreduced"]
+__all__ = ["Targets", "require_model", "reshard", "swapped_shards", "target_for", "unreduced"]
 
 
 def reshard(model: nn.Module) -> None:
@@ -191,3 +193,20 @@ def target_for(
     if parameter is not None and tuple(parameter.shape) == spec.shape:
         return torch.empty_like(parameter.detach(), dtype=spec.dtype)
     return torch.empty(spec.shape, dtype=spec.dtype)
+
+
+@contextmanager
+def swapped_shards(module: nn.Module, weights: Mapping[str, torch.Tensor], *around: object) -> Iterator[None]:
+    """As `swapped_weights`, for a model of which this rank has shards; no collective itself, but its block mostly is.
+
+    Args:
+        module: the live model.
+        weights: DTensors with the layout of the model's own, and plain tensors, by name.
+        around: as of `swapped_weights`.
+    """
+    reshard(module)  # after a forward pass without a backward one the model would not see other shards
+    with swapped_weights(module, weights, *around):
+        try:
+            yield
+        finally:
+            reshard(module)  # nor, after this one, its own

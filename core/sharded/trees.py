@@ -3,10 +3,14 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from shrinkpoint.state.specs import TensorSpec
-from shrinkpoint.state.tree import JSON
+import torch
 
-__all__ = ["renamed_tensors", "with_blocks", "without_tensors"]
+from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.state.dtypes import dtype_name
+from shrinkpoint.state.training import Describe, TensorSpec, TrainingState
+from shrinkpoint.state.tree import JSON, Path, encode_tree, join_path
+
+__all__ = ["captured", "renamed_tensors", "with_blocks", "without_tensors"]
 
 _NAMES = ("name", "indices", "values", "crow", "col")
 
@@ -138,3 +142,33 @@ def _lacks(items: JSON, known: Collection[str]) -> bool:
         return False
     nodes = [item for item in items if isinstance(item, dict) and "$" in item]
     return any(isinstance(node.get(key), str) and node[key] not in known for node in nodes for key in _NAMES)
+
+
+def captured(state: object, describe: Describe, *, below: Path = ()) -> TrainingState:
+    """Split a nested state into tensors, whole ones and shards, and plain data.
+
+    Args:
+        state: what a framework would give to ``torch.save``; its DTensors are this rank's.
+        describe: gives each tensor's role, by whole shapes.
+        below: what the names of all tensors begin with.
+
+    Raises:
+        CannotRepresentError: `state` contains an object that cannot be stored without pickle.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    specs: dict[str, TensorSpec] = {}
+
+    def put(path: Path, tensor: torch.Tensor) -> str:
+        name = join_path(path)
+        while name in tensors:
+            name += "'"
+        try:
+            dtype_name(tensor.dtype)
+        except CannotRepresentError as error:
+            raise CannotRepresentError(f"tensor {name!r}: {error}") from None
+        tensors[name] = tensor
+        tag = describe(path, tensor)
+        specs[name] = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), tag=tag)
+        return name
+
+    return TrainingState(encode_tree(state, put, below), tensors, specs)

@@ -5,13 +5,12 @@ a list of all parameters, whose values are also close to it. No class or framewo
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from shrinkpoint.state.candidate import Candidate
 from shrinkpoint.state.dtypes import TRAINED
 from shrinkpoint.state.training import Role, Tag, TrainingState
 from shrinkpoint.state.tree import Path
@@ -19,6 +18,7 @@ from shrinkpoint.state.wrappers import named_parameters
 
 __all__ = [
     "AverageFinder",
+    "Candidate",
     "average_key",
     "averages_in",
     "confirmed",
@@ -164,3 +164,18 @@ def live_tensors(
 def _memory(tensor: torch.Tensor) -> int:
     """Where its elements are; those of a DTensor, which has no memory of its own, in its shard."""
     return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
+
+
+class Candidate(dict[str, torch.Tensor]):
+    """Weights and buffers by name, some of which may hold the model's own while they are evaluated: so these need no copy.
+
+    Args:
+        weights: as an evaluation gets them.
+        lent: names of those that nobody reads until the evaluation is over. One that itself changes weights, which none should,
+            changes them too.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], lent: Iterable[str]) -> None:
+        super().__init__(weights)
+        self.lent = frozenset(lent)
+        """Their names."""

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, StoreError
-from shrinkpoint.steps.ahead import FirstSegment
 from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.folder import LogFolder
 from shrinkpoint.steps.hyperparameters import parameters_of
 from shrinkpoint.steps.moment import Moment, Pending
 from shrinkpoint.steps.options import StepLog, refuse_optimizers
+from shrinkpoint.steps.reader import FirstSegment
 from shrinkpoint.steps.record import Record
 from shrinkpoint.steps.recorder import Recorder
 from shrinkpoint.steps.rehearsal import Rehearsal

@@ -13,10 +13,9 @@ from shrinkpoint.steps.segment import Kind, Reference
 from shrinkpoint.steps.supervision import CannotLogError
 from shrinkpoint.steps.tiers import NearAndRun
 from shrinkpoint.steps.writer import SegmentWriter
-from shrinkpoint.store.below import ObjectsBelow
 from shrinkpoint.store.connect import Options, StorageOptions, open_location, open_objects
 from shrinkpoint.store.keys import STEPS_PREFIX, new_nonce
-from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.objects import ObjectsBelow, ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.urls import Location, RunUrl
 from shrinkpoint.version import __version__

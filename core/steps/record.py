@@ -431,6 +431,12 @@ _WORDS: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint
 _WORTH = 0.75  # of the dense bytes: above, the gaps' bytes are not worth their time
 
 
+# ---- Sparse coding of dense gradients that are mostly zeros (from gradient compression): nonzero values and gaps.
+#
+# LowDiff (arXiv 2509.04084, section III) stores such gradients as indices and values. Zero means all bits zero: minus
+# zero is stored, since the replay must be exact.
+
+
 def drop_zeros(data: UInt8s, itemsize: int) -> tuple[npt.NDArray[Any], UInt8s] | None:
     """The elements that are not zero.
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shrinkpoint.state.dtypes import tensor_to_bytes
-from shrinkpoint.state.memory_order import memory_order
+from shrinkpoint.state.dtypes import memory_order, tensor_to_bytes
 from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.hyperparameters import frozen, frozen_groups, parameters_of
 from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse
@@ -251,6 +250,14 @@ _PROVEN = 2
 """Steps that an optimizer must have left its gradients as they were before they are copied during its steps."""
 _CHECKED_EVERY = 64
 """Steps from one that is copied before it, and whose gradients are compared after it, to the next."""
+
+
+# ---- Copies the gradients that an optimizer's step uses, where possible while the optimizer makes that step.
+#
+# An optimizer reads its gradients, and most leave them as they are. Once an optimizer was seen to do so, its gradients are
+# copied by another thread during its step, and training waits for no more than what is left of the copy when the step is
+# over. That is checked again now and then, since torch does not count all changes of a tensor. Until then, and for an optimizer that writes to its gradients (SGD with Nesterov momentum and ``foreach``, fused ones that
+# unscale), the copy is made before the step.
 
 
 @dataclass(frozen=True)

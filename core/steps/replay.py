@@ -14,11 +14,10 @@ import torch
 from torch.optim import optimizer as optimizer_module
 
 from shrinkpoint.errors import FormatError, StateMismatchError, StoreError
-from shrinkpoint.state.memory_order import in_memory_order
-from shrinkpoint.steps.ahead import FirstSegment
+from shrinkpoint.state.dtypes import in_memory_order
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.hyperparameters import parameters_of, set_groups
-from shrinkpoint.steps.reader import LogReader
+from shrinkpoint.steps.reader import FirstSegment, LogReader
 from shrinkpoint.steps.record import Dense, Event, Gradient, Record, Sparse, Tensors, decode_record
 from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.segment import Head, Place, Reference

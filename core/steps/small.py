@@ -9,13 +9,12 @@ from torch import nn
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.folder import LogFolder
-from shrinkpoint.steps.layout import Layout
+from shrinkpoint.steps.layout import Layout, UpdateSizes
 from shrinkpoint.steps.logged import LoggedWeights, chain_to
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.segment import Reference
 from shrinkpoint.steps.supervision import Cadence, CannotLogError, Supervised
-from shrinkpoint.steps.update_sizes import UpdateSizes
 from shrinkpoint.steps.update_writer import ReadBase, UpdateWriter
 from shrinkpoint.steps.weight_copies import LiveTensors, WeightCopies
 from shrinkpoint.warn import warn

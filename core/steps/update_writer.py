@@ -11,10 +11,9 @@ import torch
 from shrinkpoint.errors import ChainError, FormatError, NoCheckpointError, StoreError
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.steps.buffers import CopiedState
-from shrinkpoint.steps.layout import Layout
+from shrinkpoint.steps.layout import Layout, UpdateSizes
 from shrinkpoint.steps.record import TensorTable
 from shrinkpoint.steps.segment import Place
-from shrinkpoint.steps.update_sizes import UpdateSizes
 from shrinkpoint.steps.updates import ReadersWeights, encode_updates
 from shrinkpoint.steps.weight_copies import WeightCopy
 from shrinkpoint.steps.writer import SegmentWriter

@@ -8,17 +8,17 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import fsspec
 
 from shrinkpoint.errors import ConfigError, CorruptionError, MissingDependencyError, StoreError
-from shrinkpoint.store.forking import forget_loop_in_children
 from shrinkpoint.store.keys import probe_key
 from shrinkpoint.store.objects import CredentialsError, MissingKeyError, ObjectInfo, TransientStoreError
 from shrinkpoint.store.urls import Location
 
-__all__ = ["GenericObjects"]
+__all__ = ["GenericObjects", "forget_loop_in_children"]
 
 # In the names of the errors of clouds' own libraries, as google.auth's RefreshError and azure's ClientAuthenticationError.
 _OF_CREDENTIALS = ("Auth", "Credential", "Expired", "Refresh", "Token")
@@ -205,3 +205,12 @@ def _time_of(entry: Mapping[str, Any]) -> float | None:
         if isinstance(value, int | float):
             return float(value)
     return None
+
+
+@lru_cache(maxsize=1)
+def forget_loop_in_children() -> None:
+    """Have forked children start an event loop of their own, as newer fsspec does; older ones wait for ever there."""
+    from fsspec import asyn
+
+    if hasattr(os, "register_at_fork") and not hasattr(asyn, "reset_after_fork"):
+        os.register_at_fork(after_in_child=asyn.reset_lock)

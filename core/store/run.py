@@ -16,6 +16,7 @@ from shrinkpoint.errors import (
 )
 from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, read_checked
 from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
+from shrinkpoint.store.gc import removed
 from shrinkpoint.store.identity import create_record, is_begun_here, read_record, run_id_of, what_is_there
 from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY
 from shrinkpoint.store.manifest import BlobRef, Manifest
@@ -26,7 +27,6 @@ from shrinkpoint.store.probe import honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy, without_retries
 from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.members import read_member
-from shrinkpoint.store.trash import removed
 from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.warn import warn

@@ -8,7 +8,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from shrinkpoint.errors import CorruptionError, StoreError
-from shrinkpoint.store.forking import forget_loop_in_children
+from shrinkpoint.store.generic import forget_loop_in_children
 from shrinkpoint.store.objects import CredentialsError, MissingKeyError, ObjectInfo, TransientStoreError
 from shrinkpoint.store.urls import Location
 

@@ -19,11 +19,11 @@ from shrinkpoint.errors import (
 from shrinkpoint.store import gc
 from shrinkpoint.store.catalog import Catalog
 from shrinkpoint.store.commit_point import CommitPoint
+from shrinkpoint.store.gc import publish_again
 from shrinkpoint.store.keys import COMMITTED_KEY, MAX_STEP, commit_key, data_key, new_nonce, pin_key
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, PARTS, BlobRef, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.parts import Head, Part
-from shrinkpoint.store.trash import publish_again
 from shrinkpoint.warn import warn
 
 __all__ = ["COMMIT_LIMIT_S", "RunWriter"]

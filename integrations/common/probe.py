@@ -21,8 +21,7 @@ from shrinkpoint.quality.evaluation import Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.sharded.swapping import swapped_shards
-from shrinkpoint.sharded.targets import reshard, unreduced
+from shrinkpoint.sharded.targets import reshard, swapped_shards, unreduced
 from shrinkpoint.state.averages import without_averages
 from shrinkpoint.warn import warn
 

@@ -14,7 +14,7 @@ from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.takeover import Adoption
-from shrinkpoint.sharded.limits import obstacle_of, refuse_options, unmeasured
+from shrinkpoint.sharded.agreement import obstacle_of, refuse_options, unmeasured
 from shrinkpoint.sharded.planning import measurable
 from shrinkpoint.sharded.saver import ShardedSaver, Targets
 from shrinkpoint.state.training import Describe

@@ -27,9 +27,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shrinkpoint.integrations.common.loaders import generators, set_generators
 from shrinkpoint.integrations.common.ranks import is_first
-from shrinkpoint.integrations.common.worker_reads import reads_alike
+from shrinkpoint.integrations.common.worker_reads import generators, reads_alike, set_generators
 from shrinkpoint.loop.data import other_data, sizes_of
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
@@ -250,6 +249,12 @@ _KNOWN = {
     WeightedRandomSampler,
 }
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+# ---- Skips the batches before a position without reading them, where that gives the same result.
+#
+# Composer fetches and drops every batch before the position at which it resumes. Where the data depends only on the
+# sampler's indices, advancing the sampler is equivalent and takes no time.
 
 
 class SkippingSampler:

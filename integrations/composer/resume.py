@@ -9,6 +9,7 @@ from composer.loggers import Logger
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.ranks import is_first, on_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
+from shrinkpoint.integrations.common.step_log import SessionLog
 from shrinkpoint.integrations.composer.data import DataPlace
 from shrinkpoint.integrations.composer.state import (
     OUTLINE,
@@ -18,15 +19,16 @@ from shrinkpoint.integrations.composer.state import (
     require_own_run,
     require_same_optimizers,
     shards_model,
+    stored_state,
+    trained_module,
 )
-from shrinkpoint.integrations.composer.step_log import replayed, start_log
 from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.saving.meta import is_weights_only
 from shrinkpoint.saving.resume import overridden_options
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.warn import warn
 
-__all__ = ["continue_run", "require_supported"]
+__all__ = ["continue_run", "require_supported", "rest_of"]
 
 
 def require_supported(state: State) -> None:
@@ -175,3 +177,54 @@ def _warn_newer(run: RunSession, state: State, loaded: str) -> None:
             f"load_path={loaded!r} takes precedence: the run continues from its batch {batch}, although {run.settings.url} has"
             f" batch {newest.step}. Leave load_path (and autoresume) out to continue from there"
         )
+
+
+_NOT_IN_THE_REST = ("model", "optimizers")
+
+
+def start_log(run: RunSession, state: State) -> None:
+    """Make the log, if one is wanted.
+
+    Raises:
+        ConfigError: there can be no such log of this training.
+        StoreError: it cannot be written.
+    """
+    if run.log.is_wanted and state.fsdp_enabled:
+        raise ConfigError(
+            "step_log= is not available with FSDP, where no process has all gradients: leave it out"
+        )
+    run.log.begin(trained_module(state), state.optimizers, run.saver)
+
+
+def rest_of(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored state without what the log restores by itself."""
+    rest = {key: value for key, value in stored["state"].items() if key not in _NOT_IN_THE_REST}
+    return {**stored, "state": rest}
+
+
+def replayed(
+    log: SessionLog, stored: dict[str, Any], state: State, logger: Logger, url: str
+) -> dict[str, Any]:
+    """Replay the logged steps after a checkpoint that has just been loaded.
+
+    Args:
+        log: of the run.
+        stored: the checkpoint.
+        state: of the run.
+        logger: for Composer.
+        url: the run's, for messages.
+
+    Returns:
+        The stored state that the run continues from: the checkpoint's, or that after the last replayed step.
+    """
+    if not log.is_wanted:
+        return stored
+    base, model = int(state.timestamp.batch), trained_module(state)
+    rest = log.recover(base, model, state.optimizers, lambda: load_state(stored, state, logger, url))
+    if rest is not None:
+        now = stored_state(state, [], [])["state"]
+        kept = {key: now[key] for key in _NOT_IN_THE_REST}
+        stored = {**rest, "state": {**rest["state"], **kept}}
+        load_state(stored, state, logger, url)
+    log.restart(int(state.timestamp.batch))
+    return stored

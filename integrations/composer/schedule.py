@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from composer.core import Event, State, Time, TimeUnit
 from composer.utils import create_interval_scheduler
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.settings import RunSettings
 
-__all__ = ["SaveInterval", "Scheduler", "batches_between", "save_scheduler", "saves_until"]
+__all__ = ["SaveInterval", "Scheduler", "Settings", "batches_between", "save_scheduler", "saves_until"]
 
 Scheduler: TypeAlias = Callable[[State, Event], bool]
 """Whether a checkpoint is due at one of Composer's checkpoint events."""
@@ -86,3 +88,32 @@ def _without_multiplier(text: str) -> str:
     number, multiplier, unit = match.groups()
     value = float(number) * _THOUSANDS[multiplier]
     return f"{value:.0f}{unit}" if value.is_integer() else bare
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options of `CompressedCheckpoint`; see there."""
+
+    run: RunSettings
+    due: Scheduler
+    planned: Scheduler
+    """As `due`, without the save at the end of training."""
+    interval: SaveInterval
+    """As given."""
+    every_batches: int | None
+    """Batches between two saves; None where saves are not due by batches."""
+
+    @classmethod
+    def build(cls, *, save_interval: SaveInterval, save_last: bool, **more: Any) -> "Settings":
+        """Check and divide the callback's arguments.
+
+        Raises:
+            ConfigError: one of them has a value that cannot work.
+        """
+        return cls(
+            run=RunSettings.build(save_last=save_last, **more),
+            due=save_scheduler(save_interval, at_end=save_last),
+            planned=save_scheduler(save_interval, at_end=False),
+            interval=save_interval,
+            every_batches=batches_between(save_interval),
+        )

@@ -30,9 +30,8 @@ from shrinkpoint.integrations.composer.data import DataPlace
 from shrinkpoint.integrations.composer.probe import LossProbe
 from shrinkpoint.integrations.composer.probe_steps import StepProbe
 from shrinkpoint.integrations.composer.reports import current_metrics, log_reports
-from shrinkpoint.integrations.composer.resume import continue_run, require_supported
-from shrinkpoint.integrations.composer.schedule import saves_until
-from shrinkpoint.integrations.composer.settings import Settings
+from shrinkpoint.integrations.composer.resume import continue_run, require_supported, rest_of
+from shrinkpoint.integrations.composer.schedule import Settings, saves_until
 from shrinkpoint.integrations.composer.state import (
     describe_state,
     followed_state,
@@ -41,7 +40,6 @@ from shrinkpoint.integrations.composer.state import (
     trained_module,
     unloadable_optimizer,
 )
-from shrinkpoint.integrations.composer.step_log import rest_of
 from shrinkpoint.loop.gradient_buckets import (
     Buckets,
     bucket_order,

@@ -13,8 +13,8 @@ from shrinkpoint.integrations.common.ranks import on_every
 from shrinkpoint.integrations.common.sharded_run import ShardedRun
 from shrinkpoint.integrations.composer.probe_steps import StepProbe
 from shrinkpoint.integrations.composer.reports import log_reports
+from shrinkpoint.integrations.composer.schedule import Settings
 from shrinkpoint.integrations.composer.session import Session
-from shrinkpoint.integrations.composer.settings import Settings
 from shrinkpoint.integrations.composer.state import (
     describe_state,
     model_state,
@@ -24,8 +24,8 @@ from shrinkpoint.integrations.composer.state import (
     trained_module,
 )
 from shrinkpoint.saving.takeover import Adoption
-from shrinkpoint.sharded.capture import captured
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
+from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.training import TensorSpec, plain
 from shrinkpoint.state.wrappers import named_parameters
 

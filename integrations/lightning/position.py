@@ -17,8 +17,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.integrations.common.hook_states import restore_hook_states
-from shrinkpoint.integrations.common.loaders import generators, samplers, set_generators
 from shrinkpoint.integrations.common.ranks import gather
+from shrinkpoint.integrations.common.worker_reads import generators, samplers, set_generators
 from shrinkpoint.loop.data import other_data, require_same_workers, sizes_of
 from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets
 from shrinkpoint.sharded.boxes import is_sharded
@@ -270,6 +270,12 @@ def _step_plateau_schedulers(trainer: Trainer, module: LightningModule) -> None:
 
 _BUILD = "setup_data"
 _PRIVATE = ("_data_fetcher", "_combined_loader", "_restarting", "_resuming_from_checkpoint")
+
+
+# ---- Saves and restores a Lightning run's position in its training data, for stateful and for ordinary loaders.
+#
+# A stateful loader (torchdata's, or the user's own) reports its own position. For any other one, the position is the
+# state of the generators when the epoch's iterator was built, and the number of batches drawn since.
 
 
 def missing_internals(trainer: Trainer) -> list[str]:

@@ -18,9 +18,8 @@ from shrinkpoint.integrations.lightning.position import POSITION_KEY, Position
 from shrinkpoint.integrations.lightning.probe import LossProbe
 from shrinkpoint.integrations.lightning.probe_steps import StepProbe
 from shrinkpoint.integrations.lightning.reports import Measured, log_reports
-from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, require_module
+from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, requeueing, require_module
 from shrinkpoint.integrations.lightning.settings import Settings
-from shrinkpoint.integrations.lightning.slurm import requeueing
 from shrinkpoint.integrations.lightning.state import (
     describe_checkpoint,
     followed_state,

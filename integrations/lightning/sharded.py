@@ -214,6 +214,11 @@ class ShardedSession(Session):
 Read = Callable[[Address], dict[str, Any]]
 
 
+# ---- Takes and gives back Lightning's state where the strategy shards the model: each rank's own, with its live shards.
+#
+# Such a strategy writes folders of its own, past any checkpoint plugin. What it does is replaced on the instance.
+
+
 def shards_model(strategy: Strategy) -> bool:
     """Whether a strategy shards the model by DTensors."""
     return "ModelParallelStrategy" in {base.__name__ for base in type(strategy).__mro__}

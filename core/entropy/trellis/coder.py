@@ -25,7 +25,6 @@ import numpy as np
 
 from shrinkpoint.arrays import Bools, Int8s, Int16s, Int32s, Int64s, UInt8s, UInt16s
 from shrinkpoint.entropy.contexts.cells import Cells
-from shrinkpoint.entropy.contexts.chunk_arrays import new_low_rank_state
 from shrinkpoint.entropy.contexts.leaves import (
     Span,
     grow_tree,
@@ -41,11 +40,8 @@ from shrinkpoint.entropy.contexts.run_tables import (
     split_chunks,
 )
 from shrinkpoint.entropy.contexts.sample import PlaneSample, Side
-from shrinkpoint.entropy.contexts.segment_lowrank_kernels import SEGMENT
 from shrinkpoint.entropy.static.rans import map_in_threads
 from shrinkpoint.entropy.symbols import check_array
-from shrinkpoint.entropy.trellis.context_kernels import OCTAVES, Row, Work
-from shrinkpoint.entropy.trellis.margin_kernels import MARGINS, Margins, Scene
 from shrinkpoint.entropy.trellis.states import NOISE, UNIT, States, path_width
 from shrinkpoint.entropy.wire import ByteReader, Payload
 from shrinkpoint.errors import FormatError
@@ -229,6 +225,7 @@ def _features(points: Int16s, path: Path, model: _Model, threads: int) -> tuple[
         ValueError: the points are no paths.
     """
     from shrinkpoint.entropy.trellis import context_kernels  # numba
+    from shrinkpoint.entropy.trellis.chunk_arrays import new_work
     from shrinkpoint.entropy.trellis.margin_kernels import MARGINS
 
     size = points.size
@@ -354,6 +351,7 @@ def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints
         ValueError: the path's parts do not fit each other.
     """
     from shrinkpoint.entropy.trellis import context_kernels  # numba
+    from shrinkpoint.entropy.trellis.chunk_arrays import new_work
 
     path.check()
     size = path.places.size
@@ -380,40 +378,3 @@ def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints
 
     map_in_threads(decode, zip(spans, chunks, strict=True), threads)
     return CodedPoints(bytes(payload), points, path.places, ranks)
-
-
-def new_work(scene: Scene, tables: int = 0, stride: int = 1) -> Work:
-    """Before the first row of a chunk.
-
-    Args:
-        scene: the chunk.
-        tables: under how many its symbols are coded; encoders need none.
-        stride: what a class of margins adds to a cell.
-    """
-    segments = -(-scene.width // SEGMENT)
-    columns, states = segments * SEGMENT, scene.states
-    classes = np.minimum(np.arange(256) & 127, MARGINS - 1)
-    return Work(
-        margins=Margins(
-            y=np.zeros(columns, np.int32),
-            squares=np.zeros((4, SEGMENT, segments + 1), np.int32),
-            paths=np.zeros((2, states, segments), np.int32),
-            ahead=np.zeros((states, columns if scene.low_rank else 0), np.int32),
-            packed=np.zeros((states // 4, segments), np.int32),
-            found=np.zeros((states // 4, columns), np.int32),
-            shift=np.zeros(SEGMENT, np.int32),
-        ),
-        row=Row(
-            cells=np.zeros(columns, np.int32),
-            busy=np.full(columns, scene.mean, np.int32),
-            activity=np.zeros(columns, np.int32),
-            energies=np.zeros(columns, np.int32),
-        ),
-        low_rank=new_low_rank_state(scene.width, scene.low_rank),
-        counters=np.zeros((2, tables), np.int32),
-        by_margin=(classes * stride).astype(np.int32),
-        path=np.zeros(SEGMENT, np.int32),
-        ranked=np.zeros(SEGMENT, np.int32),
-        reached=np.zeros(SEGMENT, np.int16),
-        octaves=OCTAVES,
-    )

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.quality.history import History
 from shrinkpoint.quality.measurement import (
     ABSOLUTE,
     CONFIDENCE,
     EXACT,
+    History,
     Rise,
     absolute_error,
     pair_rise,

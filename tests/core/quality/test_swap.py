@@ -9,8 +9,7 @@ from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, train
 from torch import nn
 
 from shrinkpoint.quality.swap import swapped_weights
-from shrinkpoint.state.averages import average_key, without_averages
-from shrinkpoint.state.candidate import Candidate
+from shrinkpoint.state.averages import Candidate, average_key, without_averages
 from shrinkpoint.state.rng import capture_rng
 
 

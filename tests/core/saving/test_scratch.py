@@ -26,7 +26,7 @@ from shrinkpoint.runtime import scratch as files
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving import committer as saving
 from shrinkpoint.schemes.catalogue import SCHEMES
-from shrinkpoint.sharded.limits import refuse_options
+from shrinkpoint.sharded.agreement import refuse_options
 from shrinkpoint.state import scratch
 from shrinkpoint.state.scratch import DiskArrays, DiskTensor
 from shrinkpoint.state.snapshot import Snapshot, Snapshotter

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shrinkpoint.errors import FormatError
-from shrinkpoint.state.memory_order import in_memory_order, memory_order
+from shrinkpoint.state.dtypes import in_memory_order, memory_order
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import decode_tree
 

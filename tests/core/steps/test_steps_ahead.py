@@ -16,8 +16,7 @@ from shrinkpoint.errors import ChainError, FormatError, ShrinkpointWarning, Stor
 from shrinkpoint.saver import Saver
 from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.steps import reader, record
-from shrinkpoint.steps.ahead import FirstSegment
-from shrinkpoint.steps.reader import LogReader
+from shrinkpoint.steps.reader import FirstSegment, LogReader
 from shrinkpoint.steps.record import Tensors, UnpackedTensors
 
 FIRST = "shrinkpoint-replay-first"

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from support.entropy import conditional_entropy_bits
 from support.payloads import untimed
 
-from shrinkpoint.entropy.contexts.leaf_tables import levelled, read_leaf_tables, write_leaf_tables
+from shrinkpoint.entropy.contexts.leaves import levelled, read_leaf_tables, write_leaf_tables
 from shrinkpoint.entropy.tables import SCALE_BITS, TableSet, plan_tables, round_counts, write_tables
 from shrinkpoint.entropy.wire import BitReader, BitWriter, ByteReader
 from shrinkpoint.errors import FormatError
