@@ -31,15 +31,13 @@ from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saving.adoption import AdoptingCommitter
 from shrinkpoint.saving.arguments import check_parts, plain_metrics, plain_step, plain_timeout
 from shrinkpoint.saving.committer import Committer
-from shrinkpoint.saving.continuation import Continuation
 from shrinkpoint.saving.deadline import Deadline
-from shrinkpoint.saving.failures import Failures
-from shrinkpoint.saving.job import Job
 from shrinkpoint.saving.meta import adopted_of, is_weights_only
-from shrinkpoint.saving.reading import CheckpointReader
+from shrinkpoint.saving.reading import CheckpointReader, Continuation
+from shrinkpoint.saving.reporting import Job
 from shrinkpoint.saving.slimming import without_optimizer
 from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare, unsuitable
-from shrinkpoint.saving.under_way import SaveUnderWay
+from shrinkpoint.saving.under_way import Failures, SaveUnderWay
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.state.frozen import FrozenTensors
 from shrinkpoint.state.snapshot import Snapshotter

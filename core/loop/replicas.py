@@ -21,7 +21,7 @@ from shrinkpoint.sharded.agreement import require_same
 from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.own import OwnState
 from shrinkpoint.sharded.ranks import Mailbox, Ranks
-from shrinkpoint.sharded.replicas import share_adopted
+from shrinkpoint.sharded.spreading import share_adopted
 from shrinkpoint.state.rng import capture_rng, diverge_rng
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe, plain

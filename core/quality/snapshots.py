@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shrinkpoint.quality.candidates import Candidates
+from shrinkpoint.quality.comparison import Candidates
 from shrinkpoint.quality.evaluation import ResumedSteps, losses_of
 from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.strategy import Measure, Strategy

@@ -10,8 +10,7 @@ from torch import nn
 from shrinkpoint.arrays import overwrite
 from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_state
 from shrinkpoint.state.averages import Candidate
-from shrinkpoint.state.dtypes import PACKED
-from shrinkpoint.state.flat import inner_tensors, is_flat
+from shrinkpoint.state.dtypes import PACKED, inner_tensors, is_flat
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
 

@@ -34,7 +34,6 @@ from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.committer import Committer
 from shrinkpoint.saving.finite import not_finite
-from shrinkpoint.saving.job import Job, Link
 from shrinkpoint.saving.meta import KEY, Adopted, adopted_of
 from shrinkpoint.saving.planned import (
     UNPLANNED,
@@ -46,7 +45,7 @@ from shrinkpoint.saving.planned import (
     settings_of,
     unstored,
 )
-from shrinkpoint.saving.reporting import provenance, report_of, with_updates
+from shrinkpoint.saving.reporting import Job, Link, provenance, report_of, with_updates
 from shrinkpoint.saving.takeover import NotAdoptedError, Takeover
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.state.averages import confirmed

@@ -19,9 +19,8 @@ from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.memory import give_back
 from shrinkpoint.runtime.scratch import Scratch
 from shrinkpoint.saving.finite import LOSS_ALONE, not_finite
-from shrinkpoint.saving.job import Job, Link
 from shrinkpoint.saving.meta import WEIGHTS_ONLY, lineage_of
-from shrinkpoint.saving.reporting import provenance, report_of, with_updates
+from shrinkpoint.saving.reporting import Job, Link, provenance, report_of, with_updates
 from shrinkpoint.saving.retention import policy_of, record_of
 from shrinkpoint.saving.slimming import Slimmer
 from shrinkpoint.schemes.base import ReferenceState, SaveContext

@@ -6,8 +6,7 @@ from typing import Any
 from torch import nn
 
 from shrinkpoint.errors import StateMismatchError
-from shrinkpoint.state.dtypes import PACKED, as_bits
-from shrinkpoint.state.flat import class_name, is_flat
+from shrinkpoint.state.dtypes import PACKED, as_bits, class_name, is_flat
 from shrinkpoint.state.wrappers import named_buffers, named_parameters, plain_names
 
 __all__ = ["comparable_state", "is_extra_state", "quantized_as"]

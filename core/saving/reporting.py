@@ -1,23 +1,60 @@
 """Makes the report of a save, and the provenance in its container."""
 
 import platform
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from shrinkpoint.coding.encode import EncodedState
+from shrinkpoint.optimizers.updates import OptimizerKind
+from shrinkpoint.quality.evaluation import Measure, ResumedSteps
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.reports import SaveReport, finite_or_none
-from shrinkpoint.saving.job import Job
+from shrinkpoint.saving.takeover import Takeover
+from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.schemes.exactness import exact_parts
+from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
+from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.version import __version__
 
-__all__ = ["measured_of", "provenance", "report_of", "with_updates"]
+__all__ = ["Job", "Link", "measured_of", "provenance", "report_of", "with_updates"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One save, as the training thread hands it over."""
+
+    snapshot: Snapshot
+    step: int
+    metrics: Mapping[str, float]
+    measure: Measure | None
+    resume: ResumedSteps | None = None
+    gradients: Mapping[str, torch.Tensor] | None
+    optimizers: Sequence[OptimizerKind] = ()
+    exact: bool
+    weights_only: bool = False
+    blocked_s: float
+    takeover: Takeover | None = None
+    """Of a planned save that training goes on from."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the next delta builds on."""
+
+    parent: Manifest
+    reference: dict[str, ReferenceState]
+    restored: bool = False
+    """Whether the training went on from a restore of it."""
+    exact: bool = False
+    """Whether nothing of it was quantized, so that its weights stand for themselves, as after a restore."""
+    base: str | None = None
+    """Of a link to the base of the parent's chain alone, with what has not changed since: the base's digest."""
 
 
 def with_updates(report: SaveReport, job: Job, plan: Plan, guard: Guard) -> SaveReport:

@@ -2,11 +2,15 @@
 
 import time
 from contextlib import AbstractContextManager
+from time import monotonic
 
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import SaveFailedError, StoreError
 from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.store.objects import CredentialsError
 from shrinkpoint.warn import warn
 
-__all__ = ["SaveUnderWay"]
+__all__ = ["Failures", "SaveUnderWay"]
 
 
 class SaveUnderWay:
@@ -55,3 +59,73 @@ class SaveUnderWay:
         """
         why = ", whose coders are being compiled" if self.compiling else ""
         return waiting_for(f"waiting for the last save{whose}, of step {self._step}, to {where}{why}")
+
+
+PATIENCE_S = 3 * 3600.0
+"""Seconds for which a training that adopts its checkpoints goes on without a store: longer than outages last, shorter than a night."""
+
+
+class Failures:
+    """Counts failed saves in a row.
+
+    `max_failures` of them end a training. One that adopts its checkpoints has lost nothing by them: a store that is away ends it only
+    if it has been away for `PATIENCE_S`, too. Other errors have no such patience.
+
+    Args:
+        config: of the saver.
+        url: of the run, for messages.
+    """
+
+    def __init__(self, config: SaverConfig, url: str) -> None:
+        self._config, self._url = config, url
+        self._count = 0
+        self._since = 0.0
+        self._patient = True
+
+    def over(self) -> None:
+        """A save has been stored."""
+        self._count = 0
+
+    def note(self, step: int, error: Exception) -> SaveFailedError | None:
+        """A save has failed; gives a warning, as long as training goes on.
+
+        Args:
+            step: of the save.
+            error: what went wrong.
+
+        Returns:
+            What is to end the training; None where the next save tries again.
+        """
+        if isinstance(error, CredentialsError):
+            warn(
+                f"saving step {step} to {self._url} failed: {error}. Training goes on, and the next save tries again: refused credentials"
+                " do not count towards max_failures. Nothing is stored until then"
+            )
+            return None
+        now = monotonic()
+        if self._count == 0:
+            self._since, self._patient = now, self._config.adopt
+        self._count += 1
+        self._patient = self._patient and isinstance(error, StoreError)
+        message = f"saving step {step} to {self._url} failed ({self._count} in a row): {error}"
+        away_s = now - self._since
+        if self._count < self._config.max_failures or (self._patient and away_s < PATIENCE_S):
+            warn(f"{message}. The next save tries again{self._until(away_s)}")
+            return None
+        self._count = 0
+        why = f"max_failures={self._config.max_failures}"
+        if self._patient:
+            why += f", and the store has been away for {away_s / 3600:.1f} hours:"
+        fatal = SaveFailedError(
+            f"{message}. Nothing that was saved before is harmed; {why} ends training here rather than letting it go on unprotected"
+        )
+        fatal.__cause__ = error
+        return fatal
+
+    def _until(self, away_s: float) -> str:
+        if not self._patient or self._count < self._config.max_failures:
+            return ""
+        return (
+            f". Nothing has been stored for {away_s / 60:.0f} minutes: a crash now would repeat the steps since. With adopt=True training"
+            f" goes on as if all were stored, and ends if no save succeeds for {PATIENCE_S / 3600:.0f} hours"
+        )

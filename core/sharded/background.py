@@ -17,8 +17,8 @@ from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.saving.failures import Failures
 from shrinkpoint.saving.takeover import Takeover
+from shrinkpoint.saving.under_way import Failures
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext

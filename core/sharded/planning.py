@@ -14,7 +14,7 @@ import torch
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import StoreError
-from shrinkpoint.quality.candidates import Candidates, Change
+from shrinkpoint.quality.comparison import Candidates, Change
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.inshrinkerator_search.strategy import ConfigurationStrategy

@@ -119,7 +119,7 @@ def part_tag(tags: Mapping[str, Tag], path: Path) -> Tag:
 
     Args:
         tags: as of `model_tags`.
-        path: in that state. Of what tensors are made of (`shrinkpoint.state.flat`), and modules add, it is longer, or not known.
+        path: in that state. Of what tensors are made of (`shrinkpoint.state.dtypes`), and modules add, it is longer, or not known.
     """
     name = ".".join(path)
     return tags.get(name) or Tag(role=Role.BUFFER, parameter=name if path[0] in tags else None)

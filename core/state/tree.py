@@ -21,8 +21,15 @@ import numpy as np
 import torch
 
 from shrinkpoint.errors import CannotRepresentError, FormatError, StateMismatchError
-from shrinkpoint.state.dtypes import dtype_from_name, dtype_name, in_memory_order, memory_order
-from shrinkpoint.state.flat import class_name, is_flat, loaded_class
+from shrinkpoint.state.dtypes import (
+    class_name,
+    dtype_from_name,
+    dtype_name,
+    in_memory_order,
+    is_flat,
+    loaded_class,
+    memory_order,
+)
 
 __all__ = [
     "JSON",

@@ -18,9 +18,8 @@ from shrinkpoint.steps.options import StepLog, refuse_optimizers
 from shrinkpoint.steps.reader import FirstSegment
 from shrinkpoint.steps.record import Record
 from shrinkpoint.steps.recorder import Recorder
-from shrinkpoint.steps.rehearsal import Rehearsal
 from shrinkpoint.steps.remainder import Remainder
-from shrinkpoint.steps.replay import Replay, ReplayBar
+from shrinkpoint.steps.replay import Rehearsal, Replay, ReplayBar
 from shrinkpoint.steps.segment import Place, Reference
 from shrinkpoint.steps.supervision import CannotLogError, Patience, Supervised
 from shrinkpoint.steps.writer import SegmentWriter

@@ -11,7 +11,7 @@ from shrinkpoint.integrations.common.ranks import world_size
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.triggers import Schedule
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.sharded import replicas
+from shrinkpoint.sharded import spreading
 from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.warn import warn
@@ -128,7 +128,7 @@ def share_adopted(names: Sequence[str], live: Callable[[], object]) -> None:
         live: returns the state whose tensors are the training's own, alike on every rank.
 
     Raises:
-        StateMismatchError: as `shrinkpoint.sharded.replicas.share_adopted`; on every rank.
+        StateMismatchError: as `shrinkpoint.sharded.spreading.share_adopted`; on every rank.
     """
     if world_size() > 1:
-        replicas.share_adopted(Ranks(), names, live)
+        spreading.share_adopted(Ranks(), names, live)

@@ -27,8 +27,7 @@ from shrinkpoint.integrations.common.ranks import (
 )
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.composer.data import DataPlace
-from shrinkpoint.integrations.composer.probe import LossProbe
-from shrinkpoint.integrations.composer.probe_steps import StepProbe
+from shrinkpoint.integrations.composer.probe import LossProbe, StepProbe
 from shrinkpoint.integrations.composer.reports import current_metrics, log_reports
 from shrinkpoint.integrations.composer.resume import continue_run, require_supported, rest_of
 from shrinkpoint.integrations.composer.schedule import Settings, saves_until

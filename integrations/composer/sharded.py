@@ -11,7 +11,7 @@ from composer.loggers import Logger
 from shrinkpoint.integrations.common.probe import KeptBatches
 from shrinkpoint.integrations.common.ranks import on_every
 from shrinkpoint.integrations.common.sharded_run import ShardedRun
-from shrinkpoint.integrations.composer.probe_steps import StepProbe
+from shrinkpoint.integrations.composer.probe import StepProbe
 from shrinkpoint.integrations.composer.reports import log_reports
 from shrinkpoint.integrations.composer.schedule import Settings
 from shrinkpoint.integrations.composer.session import Session

@@ -15,8 +15,7 @@ from shrinkpoint.integrations.common.triggers import Trigger
 from shrinkpoint.integrations.lightning.io import NAMES_KEY, RunCheckpointIO, require_supported, storable
 from shrinkpoint.integrations.lightning.moments import ends_epoch, ends_training, validation_follows
 from shrinkpoint.integrations.lightning.position import POSITION_KEY, Position
-from shrinkpoint.integrations.lightning.probe import LossProbe
-from shrinkpoint.integrations.lightning.probe_steps import StepProbe
+from shrinkpoint.integrations.lightning.probe import LossProbe, StepProbe
 from shrinkpoint.integrations.lightning.reports import Measured, log_reports
 from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, requeueing, require_module
 from shrinkpoint.integrations.lightning.settings import Settings

@@ -17,7 +17,7 @@ from shrinkpoint.integrations.common.ranks import on_first
 from shrinkpoint.integrations.common.sharded_run import ShardedRun
 from shrinkpoint.integrations.lightning.io import Captured, RunCheckpointIO, storable
 from shrinkpoint.integrations.lightning.position import OWN_KEYS, OWN_MARK, POSITION_KEY
-from shrinkpoint.integrations.lightning.probe_steps import StepProbe
+from shrinkpoint.integrations.lightning.probe import StepProbe
 from shrinkpoint.integrations.lightning.reports import log_reports
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings

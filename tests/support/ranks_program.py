@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.integrations.common import ranks
 from shrinkpoint.sharded.ranks import Ranks
-from shrinkpoint.sharded.replicas import broadcast_tensors
+from shrinkpoint.sharded.spreading import broadcast_tensors
 
 
 def fails(error: Exception) -> Any:

@@ -197,9 +197,9 @@ def asked_to_end(rank: int, world: int, url: str) -> str:
 
 def corrupted(rank: int, world: int, url: str) -> str:
     """What is raised where the second process gets another value of the second tensor than the first one has adopted."""
-    from shrinkpoint.sharded import replicas
+    from shrinkpoint.sharded import spreading
 
-    original = replicas.broadcast_tensors
+    original = spreading.broadcast_tensors
 
     def damaging(ranks: Any, tensors: Any) -> None:
         original(ranks, tensors)
@@ -207,7 +207,7 @@ def corrupted(rank: int, world: int, url: str) -> str:
             with torch.no_grad():
                 tensors[1].view(-1)[:1] += 1
 
-    replicas.broadcast_tensors = damaging
+    spreading.broadcast_tensors = damaging
     try:
         Replica(rank, world, url).run(STEPS)
     except Exception as error:  # noqa: BLE001 - compared

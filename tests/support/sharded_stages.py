@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shrinkpoint
-import shrinkpoint.saving.failures
+import shrinkpoint.saving.under_way
 from shrinkpoint.errors import StoreError
 from shrinkpoint.sharded.exchange import ExchangePlan
 
@@ -86,8 +86,8 @@ def plain_weights(rank: int, world: int, url: str) -> str:
 def without_memory(rank: int, world: int, url: str) -> dict[str, Any]:
     """Memory for a save, and then for a restore, is lacking on the last rank."""
     shown: list[str] = []
-    warn = shrinkpoint.saving.failures.warn
-    shrinkpoint.saving.failures.warn = lambda text, **more: (shown.append(text), warn(text, **more))
+    warn = shrinkpoint.saving.under_way.warn
+    shrinkpoint.saving.under_way.warn = lambda text, **more: (shown.append(text), warn(text, **more))
     filled = Filled(rank, world)
     checkpointer = filled.checkpointer(url)
     empty, buffers = torch.empty, ExchangePlan.buffers

@@ -12,8 +12,7 @@ from support.training import OPTIMIZERS, TinyMLP, capture, train
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
-from shrinkpoint.quality.candidates import Candidates
-from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
+from shrinkpoint.quality.comparison import BlindEvaluationError, Candidates, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.restore_budget import NO_COST, fall_of, reserve_of, restore_cost

@@ -6,8 +6,7 @@ import pytest
 import torch
 from support.containers import identical
 
-from shrinkpoint.quality.candidates import Candidates
-from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
+from shrinkpoint.quality.comparison import BlindEvaluationError, Candidates, Comparison
 from shrinkpoint.quality.measurement import EXACT
 from shrinkpoint.quality.trial import mirrored_model, own_memory, perturbed_model, true_model
 from shrinkpoint.state.training import Role, Tag, TrainingState

@@ -368,7 +368,7 @@ def test_an_outage_does_not_end_training(tmp_path, monkeypatch, undisturbed):
 
 def test_a_store_that_is_gone_ends_training_after_hours(tmp_path, monkeypatch):
     hours = iter(range(100))
-    monkeypatch.setattr("shrinkpoint.saving.failures.monotonic", lambda: 3600.0 * next(hours))
+    monkeypatch.setattr("shrinkpoint.saving.under_way.monotonic", lambda: 3600.0 * next(hours))
     training = Training(average=False).save_to(tmp_path / "run", max_failures=2)
     monkeypatch.setattr(RunWriter, "commit", away_program.away)
     with pytest.raises(SaveFailedError, match=r"max_failures=2, and the store has been away for 3\.0 hours"):

@@ -11,7 +11,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.errors import RunMismatchError
 from shrinkpoint.saving.committer import Committer
-from shrinkpoint.saving.job import Job
+from shrinkpoint.saving.reporting import Job
 from shrinkpoint.saving.retention import record_of
 from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.state.snapshot import Snapshot

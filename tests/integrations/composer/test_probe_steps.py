@@ -17,9 +17,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.integrations.composer import probe_steps as composer_probe_steps
-from shrinkpoint.integrations.composer.probe import LossProbe
-from shrinkpoint.integrations.composer.probe_steps import StepProbe
+from shrinkpoint.integrations.common.probe import scale_of
+from shrinkpoint.integrations.composer.probe import LossProbe, StepProbe
 from shrinkpoint.integrations.composer.state import stored_state
 
 pytestmark = pytest.mark.filterwarnings(
@@ -104,7 +103,7 @@ def test_gradients_are_clipped_as_in_training(monkeypatch: pytest.MonkeyPatch) -
         apply_gradient_clipping(model, kind, threshold, fsdp_enabled)
         norms.append(float(sum(p.grad.square().sum() for p in model.parameters())) ** 0.5)
 
-    monkeypatch.setattr("shrinkpoint.integrations.composer.probe_steps.apply_gradient_clipping", clip)
+    monkeypatch.setattr("shrinkpoint.integrations.composer.probe.apply_gradient_clipping", clip)
     monkeypatch.setitem(ALGORITHMS, "clipping", lambda: [GradientClipping("norm", 1e-3)])
     setup = Setup(duration="1ep", algorithms="clipping")
     stepping = Stepping()
@@ -148,7 +147,7 @@ def test_a_step_that_fails_is_told_once_and_harms_nothing(monkeypatch: pytest.Mo
     def fail(*_: Any) -> Any:
         raise MemoryError("too little")
 
-    monkeypatch.setattr("shrinkpoint.integrations.composer.probe_steps._total", fail)
+    monkeypatch.setattr("shrinkpoint.integrations.composer.probe._total", fail)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         same(plain, fit(CompressedCheckpoint("memory://composer-steps/failing", **PROBED), setup=setup))
@@ -165,4 +164,4 @@ def test_losses_are_scaled_as_in_training() -> None:
         (GradScaler("cpu", enabled=False), 1.0),
     ):
         state: Any = SimpleNamespace(scaler=scaler)
-        assert composer_probe_steps._scale(state) == scale
+        assert scale_of(state.scaler) == scale

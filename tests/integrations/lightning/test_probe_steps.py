@@ -17,8 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.integrations.common.probe import scale_of
-from shrinkpoint.integrations.lightning.probe import LossProbe
-from shrinkpoint.integrations.lightning.probe_steps import StepProbe
+from shrinkpoint.integrations.lightning.probe import LossProbe, StepProbe
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
