@@ -21,9 +21,10 @@ from shrinkpoint.steps.opening import TrainingLog
 from shrinkpoint.steps.options import StepLog, steps_of_segment
 from shrinkpoint.steps.supervision import CannotLogError
 
-__all__ = ["ReplicatedLog"]
+__all__ = ["NEVER", "ReplicatedLog", "StatesOfRanks", "on_host"]
 
-_NEVER = 10_000
+NEVER = 10_000
+"""Steps of a segment that ends where all ranks say so."""
 _ALLOWANCE = 256 * 1024  # for each process
 _NAME = "every process"  # no keyword of a Checkpointer
 
@@ -54,12 +55,12 @@ class ReplicatedLog:
             )
         self._objects = objects
         self._ranks = Ranks()
-        self._states = _StatesOfRanks(self._ranks.world)
+        self._states = StatesOfRanks(self._ranks.world)
         self._is_exact = options.kind == "exact"
         self._steps = steps_of_segment(options, objects.optimizers)
         self._since = 0
         if self._is_exact:
-            options = replace(options, segment_steps=_NEVER)  # segments end here, on every rank
+            options = replace(options, segment_steps=NEVER)  # segments end here, on every rank
         self.log = self._ranks.on_every(
             lambda: make({_NAME: self._states}, options) if self._ranks.rank == 0 else None
         )
@@ -121,8 +122,8 @@ class ReplicatedLog:
         first = self._ranks.rank == 0
         state = gradients = None
         if first:
-            state = _on_host({**LoopObjects.state(self._objects, step), **(self._states.replayed or {})})
-            gradients = [_on_host(parameter.grad) for parameter in self._parameters()]
+            state = on_host({**LoopObjects.state(self._objects, step), **(self._states.replayed or {})})
+            gradients = [on_host(parameter.grad) for parameter in self._parameters()]
         self._objects.load(self._ranks.broadcast(state), "", warns=False)
         found = self._ranks.broadcast(gradients)
         if not first:
@@ -180,15 +181,30 @@ class ReplicatedLog:
             self.log.close(whole=whole)
 
 
-class _StatesOfRanks:
-    """What is each rank's own, as an object that the first one's log stores and restores."""
+class StatesOfRanks:
+    """What is each rank's own, as an object that the first one's log stores and restores.
+
+    Args:
+        world: how many ranks there are.
+    """
 
     def __init__(self, world: int) -> None:
-        self.log_allowance = world * _ALLOWANCE
+        self._world = world
         self.captured: Mapping[str, Any] = {}
-        self.accumulated = False
-        self.hook: str | None = None
+        """The present states, set before each segment ends."""
         self.replayed: dict[str, Any] | None = None
+        """The states at the end of a replay; None where nothing was replayed."""
+        self.hook_bytes = 0
+        """Of these, in the states of communication hooks."""
+        self.accumulated = False
+        """Whether there are gradients that no step has used, other ones on each rank."""
+        self.hook: str | None = None
+        """The name of a communication hook's state that is not among these."""
+
+    @property
+    def log_allowance(self) -> int:
+        """Bytes of these states that may be logged: the generators of each process take most of the others."""
+        return self._world * _ALLOWANCE + self.hook_bytes
 
     def state_dict(self) -> Mapping[str, Any]:
         """What was gathered last.
@@ -213,9 +229,10 @@ class _StatesOfRanks:
         self.replayed = state
 
 
-def _on_host(value: Any) -> Any:
+def on_host(value: Any) -> Any:
+    """A copy of a state whose tensors are on the host."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _on_host(item) for key, item in value.items()}
-    return [_on_host(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, Mapping):
+        return {key: on_host(item) for key, item in value.items()}
+    return [on_host(item) for item in value] if isinstance(value, list) else value

@@ -30,6 +30,8 @@ __all__ = [
     "Updates",
     "compare_updates",
     "copied_group",
+    "frozen",
+    "global_hooks",
     "holds_tensors",
     "moments_of_direction",
     "obstacle_of",
@@ -42,7 +44,7 @@ _SEED = 20230622
 _STATE = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES, Role.STATE)
 _SUMS = ("sum",)  # Adagrad's: a sum of the squares of all steps
 _LONGER = 1.5  # times: an update that is linear in its moment becomes twice as long with it
-_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # Options that select other kernels, or decay the weights independently of the state.
 _PLAIN = {"foreach": False, "fused": None, "capturable": False, "differentiable": False, "weight_decay": 0.0}
 
@@ -147,8 +149,8 @@ def compare_updates(
     Returns:
         The comparison; or the reason why there is none, as a message.
     """
-    if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS):
-        return "there are hooks on all optimizers' steps"
+    if (hooks := global_hooks()) is not None:
+        return hooks
     nodes = [list(optimizer_states(each.to_object(own_tensors=True))) for each in (true, restored)]
     roles = {id(tensor): true.specs[name].tag.role for name, tensor in true.tensors.items()}
     if not kinds or len(nodes[0]) != len(kinds):
@@ -159,8 +161,8 @@ def compare_updates(
         chosen = _chosen(one, names, true, parameters)
         if not chosen:
             continue
-        if holds_tensors(kind.kind.step):
-            return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
+        if (reason := obstacle_of(kind)) is not None:
+            return reason
         try:
             compared = _compare(kind, one, other, chosen, roles, threads)
         except ScratchError:
@@ -182,11 +184,16 @@ def _nan_last(value: float) -> float:
 
 def obstacle_of(kind: OptimizerKind) -> str | None:
     """Why an optimizer must not be stepped on copies; None where it may."""
-    if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS):
-        return "there are hooks on all optimizers' steps"
     if holds_tensors(kind.kind.step):
         return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
-    return None
+    return global_hooks()
+
+
+def global_hooks() -> str | None:
+    """That there are hooks on the steps of all optimizers, of copies too; None where there are none."""
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    hooked = any(getattr(optimizer_hooks, name, None) for name in names)
+    return "there are hooks on all optimizers' steps" if hooked else None
 
 
 def holds_tensors(function: Callable[..., Any]) -> bool:
@@ -220,7 +227,7 @@ def moments_of_direction(state: TrainingState, kinds: Sequence[OptimizerKind]) -
     nodes = list(optimizer_states(state.to_object(own_tensors=True)))
     names = {id(tensor): name for name, tensor in state.tensors.items()}
     found: set[str] = set()
-    if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS) or len(nodes) != len(kinds):
+    if global_hooks() is not None or len(nodes) != len(kinds):
         return _alone(state)
     for kind, node in zip(kinds, nodes, strict=True):
         moments: dict[Any, dict[str, str]] = {}  # names by key, by the parameter's number
@@ -396,15 +403,24 @@ def copied_group(group: Mapping[str, Any], parameters: Mapping[Any, torch.Tensor
     return {**made, "params": [parameters[index] for index in group["params"] if index in parameters]}
 
 
-def _copied(value: Any) -> Any:
+def frozen(value: Any) -> Any:
+    """The present value, with everything mutable copied."""
+    if isinstance(value, _CONSTANTS):
+        return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
+    if type(value) is tuple and all(isinstance(item, _CONSTANTS) for item in value):
+        return value
+    if type(value) in (dict, list):
+        keys = value if type(value) is dict else range(len(value))
+        copies = {key: frozen(value[key]) for key in keys}
+        return copies if type(value) is dict else [*copies.values()]
     return copy.deepcopy(value)
 
 
 def _entry(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """A copy of a parameter's state; tensors of the parameter's half precision are widened with it."""
-    copied = {key: _copied(value) for key, value in entry.items()}
+    copied = {key: frozen(value) for key, value in entry.items()}
     return {
         key: value.to(parameter.dtype)
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()

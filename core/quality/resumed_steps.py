@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizer_hooks
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.optimizers.updates import global_hooks
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps, losses_of
 from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_state
 from shrinkpoint.runtime.processes import world_size
@@ -30,7 +30,6 @@ from shrinkpoint.state.wrappers import named_buffers, named_parameters
 __all__ = ["ResumedRun", "UntilFailure", "obstacle"]
 
 _SEED = 20230622
-_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _HOST = torch.device("cpu")
 
@@ -212,9 +211,8 @@ def obstacle(
         return "parameters have hooks on their gradients"
     if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
         return "modules have hooks on their gradients"
-    if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS):
-        return "there are hooks on all optimizers' steps"
-    return next(filter(None, (_optimizer_obstacle(optimizer, shards) for optimizer in optimizers)), None)
+    each = (_optimizer_obstacle(optimizer, shards) for optimizer in optimizers)
+    return global_hooks() or next(filter(None, each), None)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:

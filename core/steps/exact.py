@@ -14,7 +14,7 @@ from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.folder import LogFolder
 from shrinkpoint.steps.hyperparameters import parameters_of
 from shrinkpoint.steps.moment import Moment, Pending
-from shrinkpoint.steps.options import StepLog, refuse_optimizers
+from shrinkpoint.steps.options import StepLog, refuse_optimizers, steps_within
 from shrinkpoint.steps.reader import FirstSegment
 from shrinkpoint.steps.record import Record
 from shrinkpoint.steps.recorder import Recorder
@@ -27,8 +27,6 @@ from shrinkpoint.warn import warn
 
 __all__ = ["ExactLog"]
 
-_SEGMENT = 256 * 2**20
-_STEPS = 2, 8  # least and most steps of a segment: its digest reads three times as much as a step's gradients
 _WARNED = 3
 
 
@@ -89,16 +87,6 @@ class ExactLog(Supervised):
         self._gap = False
         self.gaps = 0
         """How often nothing was logged until the next checkpoint, since the writer was too slow or steps were missing."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes written so far by this process."""
-        return self._writer.bytes if self._writer is not None else 0
-
-    @property
-    def written(self) -> int | None:
-        """The step up to which all is written; None before the first segment."""
-        return self._writer.written if self._writer is not None else None
 
     def open(self, run: str) -> None:
         """Make sure, before training starts, that the log's folder can be written, and record from now on.
@@ -363,11 +351,8 @@ class ExactLog(Supervised):
             raise CannotLogError(reason)
 
     def _segment_steps(self) -> int:
-        if self._options.segment_steps is not None:
-            return self._options.segment_steps
         size = sum(copied.nbytes for copied in self._copied) / max(1, len(self._records))
-        least, most = _STEPS
-        return int(min(most, max(least, _SEGMENT // max(1, size))))
+        return steps_within(self._options, size)
 
     def _digest(self) -> str:
         return fingerprint(self._optimizers, self._remainder.made())

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from shrinkpoint.state import device_digest
-from shrinkpoint.state.dtypes import dtype_name, tensor_to_bytes
+from shrinkpoint.state.digest import tensor_digest
 
 __all__ = ["begin_digests", "combined", "differing", "digests_of", "fingerprint", "fingerprints", "parts_of"]
 
@@ -108,6 +108,4 @@ def _digest(value: Any) -> str:
     if value.layout != torch.strided:
         value = value.detach().coalesce() if value.layout == torch.sparse_coo else value.detach()
         return xxhash.xxh3_128(_digest(value.to_dense()) + str(value.layout)).hexdigest()
-    digest = xxhash.xxh3_128(f"{dtype_name(value.dtype)}{list(value.shape)}".encode())
-    digest.update(tensor_to_bytes(value.detach().cpu()).data)
-    return digest.hexdigest()
+    return tensor_digest(value.detach().cpu())

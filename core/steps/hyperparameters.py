@@ -1,30 +1,18 @@
 """The hyperparameters of an optimizer: everything in its groups but the parameters."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["frozen", "frozen_groups", "parameters_of", "set_groups"]
+from shrinkpoint.optimizers.updates import frozen
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+__all__ = ["frozen_groups", "parameters_of", "set_groups"]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """All parameters, in the groups' order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def frozen(value: Any) -> Any:
-    """The present value, with everything mutable copied."""
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) is tuple and all(isinstance(item, _PLAIN) for item in value):
-        return value
-    return copy.deepcopy(value)
 
 
 def frozen_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -12,10 +12,10 @@ from shrinkpoint.steps.segment import Kind
 from shrinkpoint.store.urls import Location, parse_url
 from shrinkpoint.warn import brief, refuses_unknown_options
 
-__all__ = ["StepLog", "chosen_log", "log_location", "refuse_optimizers", "steps_of_segment"]
+__all__ = ["StepLog", "chosen_log", "log_location", "refuse_optimizers", "steps_of_segment", "steps_within"]
 
 _SEGMENT = 256 * 2**20
-_STEPS = 2, 8  # least and most of a segment
+_STEPS = 2, 8  # least and most of a segment: its digest reads three times as much as a step's gradients
 
 _SMALL_ONLY = ("every", "quantization_step", "resume_weights")
 
@@ -192,8 +192,13 @@ def steps_of_segment(options: StepLog, optimizers: Sequence[torch.optim.Optimize
         options: of the log.
         optimizers: of the training.
     """
+    size = sum(p.nbytes for one in optimizers for group in one.param_groups for p in group["params"])
+    return steps_within(options, size)
+
+
+def steps_within(options: StepLog, size: float) -> int:
+    """Steps of a segment whose tensors are mostly of this many bytes in each."""
     if options.segment_steps is not None:
         return options.segment_steps
-    size = sum(p.nbytes for one in optimizers for group in one.param_groups for p in group["params"])
     least, most = _STEPS
     return int(min(most, max(least, _SEGMENT // max(1, size))))

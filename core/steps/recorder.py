@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from shrinkpoint.optimizers.updates import frozen
 from shrinkpoint.state.dtypes import memory_order, tensor_to_bytes
 from shrinkpoint.steps.buffers import Buffers, CopiedState
-from shrinkpoint.steps.hyperparameters import frozen, frozen_groups, parameters_of
+from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of
 from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse
 from shrinkpoint.steps.supervision import CannotLogError
 

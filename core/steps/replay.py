@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import optimizer as optimizer_module
 
 from shrinkpoint.errors import FormatError, StateMismatchError, StoreError
-from shrinkpoint.optimizers.updates import OptimizerKind, holds_tensors
+from shrinkpoint.optimizers.updates import OptimizerKind, frozen, holds_tensors
 from shrinkpoint.state.dtypes import in_memory_order
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.steps.fingerprint import differing, fingerprint, fingerprints
@@ -443,16 +443,8 @@ def _copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         for hyper, group in zip(frozen_groups(optimizer), optimizer.param_groups, strict=True)
     ]
     state: dict[torch.Tensor, dict[str, Any]] = {
-        copies[id(p)]: {name: _cloned(value) for name, value in optimizer.state[p].items()}
+        copies[id(p)]: {name: frozen(value) for name, value in optimizer.state[p].items()}
         for p in parameters
         if p in optimizer.state
     }
     return OptimizerKind.of(optimizer).with_state(groups, state)
-
-
-def _cloned(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _cloned(item) for key, item in value.items()}
-    return [_cloned(item) for item in value] if isinstance(value, list) else value

@@ -11,7 +11,7 @@ from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.folder import LogFolder
 from shrinkpoint.steps.layout import Layout, UpdateSizes
 from shrinkpoint.steps.logged import LoggedWeights, chain_to
-from shrinkpoint.steps.options import StepLog
+from shrinkpoint.steps.options import StepLog, steps_within
 from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.segment import Reference
 from shrinkpoint.steps.supervision import Cadence, CannotLogError, Supervised
@@ -20,9 +20,6 @@ from shrinkpoint.steps.weight_copies import LiveTensors, WeightCopies
 from shrinkpoint.warn import warn
 
 __all__ = ["SmallLog"]
-
-_SEGMENT = 256 * 2**20  # of weights, before they are coded
-_RECORDS = 2, 8  # least and most records of a segment
 
 
 class SmallLog(Supervised):
@@ -87,16 +84,6 @@ class SmallLog(Supervised):
         """Records that were not made, since earlier ones were still being written or the training changed weights while they were
         copied; the next one contains their updates."""
         return self._refused + (self._writer.skipped if self._writer is not None else 0)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes written so far by this process."""
-        return self._writer.bytes if self._writer is not None else 0
-
-    @property
-    def written(self) -> int | None:
-        """The step up to which all is written; None before the first segment."""
-        return self._writer.written if self._writer is not None else None
 
     def open(self, run: str) -> None:
         """Make sure, before training starts, that the log can be written.
@@ -252,12 +239,8 @@ class SmallLog(Supervised):
         return self._sizes
 
     def _segment_records(self) -> int:
-        if self._options.segment_steps is not None:
-            return self._options.segment_steps
         assert self._layout is not None
-        size = self._layout.nbytes
-        least, most = _RECORDS
-        return int(min(most, max(least, _SEGMENT // max(1, size))))
+        return steps_within(self._options, self._layout.nbytes)
 
     def _pace(self) -> None:
         if self._writer is None or self.off is not None or not self._writer.has_base:

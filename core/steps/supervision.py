@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.runtime.processors import processors
@@ -27,6 +28,17 @@ class Supervised:
         self.blocked_cpu_s = 0.0
         """The CPU seconds of `blocked_s`, without waiting: what other programs do on the machine has no influence on it."""
         self._is_counting = False
+        self._writer: Any = None  # of its segments, from the first one on
+
+    @property
+    def bytes(self) -> int:
+        """Bytes written so far by this process."""
+        return self._writer.bytes if self._writer is not None else 0
+
+    @property
+    def written(self) -> int | None:
+        """The step up to which all is written; None before the first segment."""
+        return self._writer.written if self._writer is not None else None
 
     def _stop(self) -> None:
         """Release everything that the log needs while it is on."""

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,40 +17,13 @@ from shrinkpoint.integrations.common.hook_states import HookStates
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first, world_size
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.loading import weights_of_step
+from shrinkpoint.loop.replicated_log import NEVER, StatesOfRanks, on_host
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saver import Saver
 from shrinkpoint.steps.opening import TrainingLog, log_of_training
 from shrinkpoint.steps.options import StepLog, steps_of_segment
 
-__all__ = ["FrameworkState", "SessionLog"]
-
-_NEVER = 10_000
-_ALLOWANCE = 256 * 1024  # for each process
-
-
-class FrameworkState:
-    """A framework's state without weights and optimizers, as an object that a log stores and restores."""
-
-    def __init__(self) -> None:
-        self.captured: Mapping[str, Any] = {}
-        """The present state, set before each segment ends."""
-        self.replayed: dict[str, Any] | None = None
-        """The state at the end of a replay; None where nothing was replayed."""
-        self.hook_bytes = 0
-        """Of these, in the states of communication hooks."""
-
-    @property
-    def log_allowance(self) -> int:
-        """Bytes of this state that may be logged: the generators of each process take most of the others."""
-        return world_size() * _ALLOWANCE + self.hook_bytes
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """The present state."""
-        return self.captured
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the state for the framework, which restores it."""
-        self.replayed = state
+__all__ = ["SessionLog"]
 
 
 class SessionLog:
@@ -66,7 +38,7 @@ class SessionLog:
         self._settings = settings
         self._hooks = hooks
         self._options = settings.step_log.options
-        self._state = FrameworkState()
+        self._state = StatesOfRanks(world_size())
         self._steps = 0
         self._since = 0
         self._last = 0
@@ -99,7 +71,7 @@ class SessionLog:
             raise ConfigError(
                 "resume_weights=True is for Checkpointer: leave it out, and resume from checkpoints"
             )
-        self._steps, self._state = steps_of_segment(options, optimizers), FrameworkState()
+        self._steps, self._state = steps_of_segment(options, optimizers), StatesOfRanks(world_size())
         on_first(lambda: self._open(options, model, optimizers, saver))
 
     def _open(
@@ -109,7 +81,7 @@ class SessionLog:
             self.log.close(whole=False)
         settings = self._settings
         steps = (
-            _NEVER if options.kind == "exact" else options.segment_steps
+            NEVER if options.kind == "exact" else options.segment_steps
         )  # segments end here, on every rank
         self.log = log_of_training(
             model,
@@ -214,19 +186,11 @@ class SessionLog:
 
 def _share(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Give the first rank's weights and optimizer states to the others."""
-    weights = broadcast(_on_host(model.state_dict()) if is_first() else None)
-    states = broadcast([_on_host(one.state_dict()) for one in optimizers] if is_first() else None)
+    weights = broadcast(on_host(model.state_dict()) if is_first() else None)
+    states = broadcast([on_host(one.state_dict()) for one in optimizers] if is_first() else None)
     if not is_first():
         assert weights is not None
         assert states is not None
         model.load_state_dict(weights)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {key: _on_host(item) for key, item in value.items()}
-    return [_on_host(item) for item in value] if isinstance(value, list) else value
