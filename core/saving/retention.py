@@ -5,9 +5,10 @@ the manifests of the checkpoints in between.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.saving.meta import is_finite, lineage_of, monitor_of
@@ -17,19 +18,19 @@ if TYPE_CHECKING:
     from shrinkpoint.config import SaverConfig
 
 __all__ = [
-    "KeepBest",
-    "KeepEvery",
-    "KeepLast",
-    "KeepTotal",
-    "Policy",
     "Record",
     "RetentionPolicy",
     "best_of",
+    "keep_best",
+    "keep_every",
+    "keep_last",
     "policy_of",
     "record_of",
 ]
 
 _NEWEST = 3
+
+Mode: TypeAlias = Literal["min", "max"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,97 +54,49 @@ class Record:
     finite: bool = True
 
 
-class Policy(Protocol):
-    """A rule that says which checkpoints to keep."""
-
-    def select(self, records: Iterable[Record]) -> set[int]:
-        """Sequence numbers to keep."""
+def keep_last(records: Iterable[Record], count: int) -> set[int]:
+    """The sequence numbers of the newest ``count``."""
+    return {record.seq for record in _newest_first(records)[:count]}
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeepLast:
-    """The newest ``count``."""
-
-    count: int
-
-    def __post_init__(self) -> None:
-        _check_positive("KeepLast.count", self.count)
-
-    def select(self, records: Iterable[Record]) -> set[int]:
-        """See :class:`Policy`."""
-        return {record.seq for record in _newest_first(records)[: self.count]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeepEvery:
-    """The first of every ``steps`` training steps: with 1000, the first from step 0, from 1000, from 2000, ...
+def keep_every(records: Iterable[Record], steps: int) -> set[int]:
+    """Those of the first of every ``steps`` training steps: with 1000, the first from step 0, from 1000, from 2000, ...
 
     What it kept once it keeps as training goes on. A step that was saved twice, because the run was resumed before it,
     counts by its newest checkpoint.
     """
-
-    steps: int
-
-    def __post_init__(self) -> None:
-        _check_positive("KeepEvery.steps", self.steps)
-
-    def select(self, records: Iterable[Record]) -> set[int]:
-        """See :class:`Policy`."""
-        first: dict[int, Record] = {}
-        for record in _newest_first(records):
-            window = record.step // self.steps
-            if window not in first or record.step < first[window].step:
-                first[window] = record
-        return {record.seq for record in first.values()}
+    first: dict[int, Record] = {}
+    for record in _newest_first(records):
+        window = record.step // steps
+        if window not in first or record.step < first[window].step:
+            first[window] = record
+    return {record.seq for record in first.values()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeepBest:
-    """The ``count`` with the lowest (``"min"``) or highest (``"max"``) metric; of equals, that of the earliest step.
+def keep_best(records: Iterable[Record], count: int, mode: Mode) -> set[int]:
+    """Those of the ``count`` with the lowest (``"min"``) or highest (``"max"``) metric; of equals, that of the earliest step.
 
     What is not finite comes after all that is: its metric may be one of before. As long as none has the metric, all are kept: the
     best one may be any of them.
     """
-
-    count: int
-    mode: Literal["min", "max"]
-
-    def __post_init__(self) -> None:
-        _check_positive("KeepBest.count", self.count)
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f"KeepBest.mode={self.mode!r}: use 'min' or 'max'")
-
-    def select(self, records: Iterable[Record]) -> set[int]:
-        """See :class:`Policy`."""
-        sign, records = 1.0 if self.mode == "min" else -1.0, _newest_first(records)
-        measured = [
-            ((not record.finite, sign * record.metric, record.step), record.seq)
-            for record in records
-            if record.metric is not None and math.isfinite(record.metric)
-        ]
-        if all(record.metric is None for record in records):
-            return {record.seq for record in records}
-        # A stable sort: of a step that was saved twice, the newest stays first.
-        return {seq for _, seq in sorted(measured, key=lambda pair: pair[0])[: self.count]}
+    sign, records = 1.0 if mode == "min" else -1.0, _newest_first(records)
+    measured = [
+        ((not record.finite, sign * record.metric, record.step), record.seq)
+        for record in records
+        if record.metric is not None and math.isfinite(record.metric)
+    ]
+    if all(record.metric is None for record in records):
+        return {record.seq for record in records}
+    # A stable sort: of a step that was saved twice, the newest stays first.
+    return {seq for _, seq in sorted(measured, key=lambda pair: pair[0])[:count]}
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeepTotal:
+def _keep_total(records: Iterable[Record], count: int, mode: Mode) -> set[int]:
     """So many in all, as Hugging Face's Trainer: the newest, among which the best takes the place of the oldest."""
-
-    count: int
-    mode: Literal["min", "max"]
-
-    def __post_init__(self) -> None:
-        _check_positive("KeepTotal.count", self.count)
-
-    def select(self, records: Iterable[Record]) -> set[int]:
-        """See :class:`Policy`."""
-        ordered = _newest_first(records)
-        measured = [record for record in ordered if record.metric is not None]
-        best = KeepBest(count=1, mode=self.mode).select(measured)
-        newest = KeepLast(count=self.count).select(ordered)
-        return newest if best <= newest else best | KeepLast(count=max(self.count - 1, 1)).select(ordered)
+    ordered = _newest_first(records)
+    best = keep_best([record for record in ordered if record.metric is not None], 1, mode)
+    newest = keep_last(ordered, count)
+    return newest if best <= newest else best | keep_last(ordered, max(count - 1, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +126,7 @@ class RetentionPolicy:
     keep_every: int | None = None
     keep_best: int | None = None
     keep_total: int | None = None
-    mode: Literal["min", "max"] = "min"
+    mode: Mode = "min"
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best", "keep_total"):
@@ -181,20 +134,6 @@ class RetentionPolicy:
                 _check_positive(f"RetentionPolicy.{name}", getattr(self, name))
         if self.mode not in ("min", "max"):
             raise ConfigError(f"RetentionPolicy.mode={self.mode!r}: use 'min' or 'max'")
-
-    @property
-    def rules(self) -> tuple[Policy, ...]:
-        """The rules that are switched on."""
-        rules: list[Policy] = []
-        if self.keep_last is not None:
-            rules.append(KeepLast(count=self.keep_last))
-        if self.keep_every is not None:
-            rules.append(KeepEvery(steps=self.keep_every))
-        if self.keep_best is not None:
-            rules.append(KeepBest(count=self.keep_best, mode=self.mode))
-        if self.keep_total is not None:
-            rules.append(KeepTotal(count=self.keep_total, mode=self.mode))
-        return tuple(rules)
 
     def select(self, records: Iterable[Record], pinned: Collection[int] = ()) -> set[int]:
         """Sequence numbers to keep.
@@ -204,11 +143,18 @@ class RetentionPolicy:
             pinned: Sequence numbers that are kept whatever the rules say.
         """
         ordered = _newest_first(records)
-        if not self.rules:
+        rules: tuple[tuple[int | None, Callable[[Iterable[Record], int], set[int]]], ...] = (
+            (self.keep_last, keep_last),
+            (self.keep_every, keep_every),
+            (self.keep_best, partial(keep_best, mode=self.mode)),
+            (self.keep_total, partial(_keep_total, mode=self.mode)),
+        )
+        found = [keep(ordered, number) for number, keep in rules if number is not None]
+        if not found:
             return {record.seq for record in ordered}
         kept = {record.seq for record in ordered[:1]} | set(pinned)
-        kept |= KeepLast(count=self.keep_last or 1).select(record for record in ordered if record.finite)
-        return kept.union(*(rule.select(ordered) for rule in self.rules))
+        kept |= keep_last((record for record in ordered if record.finite), self.keep_last or 1)
+        return kept.union(*found)
 
 
 def _newest_first(records: Iterable[Record]) -> list[Record]:
@@ -275,7 +221,7 @@ def best_of(manifests: Sequence[Manifest]) -> Manifest:
             f"which of its {len(own)} checkpoints is the best is not known: none was saved with a monitor="
         )
     measured = [each for each in own if record_of(each, monitor).metric is not None]
-    best = KeepBest(count=1, mode=mode).select(record_of(each, monitor) for each in measured)
+    best = keep_best((record_of(each, monitor) for each in measured), 1, mode)
     for manifest in measured:
         if manifest.seq in best:
             return manifest

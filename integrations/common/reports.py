@@ -8,7 +8,7 @@ from typing import Literal
 
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.retention import KeepBest, Record
+from shrinkpoint.saving.retention import Record, keep_best
 from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["BestCheckpoints", "configuration", "finite", "log_line", "metrics_of", "numbers"]
@@ -39,7 +39,7 @@ class BestCheckpoints:
         """Take a finished save into account.
 
         One that is not finite is the best only if there is no other: its metric may be an old one.
-        The best is what `shrinkpoint.saving.retention.KeepBest` keeps, of equals the older: it must still exist.
+        The best is what `shrinkpoint.saving.retention.keep_best` keeps, of equals the older: it must still exist.
         Without a monitor, or where none of the best is kept, the last one is the best one.
         """
         self.last_path = str(Address(url=self.url, step=step))
@@ -64,7 +64,7 @@ class BestCheckpoints:
             Record(seq=at, step=step, metric=self.scores[path])
             for at, (path, step) in enumerate(zip(self.scores, steps, strict=True))
         ]
-        kept = KeepBest(count=count, mode=self.mode).select(records)
+        kept = keep_best(records, count, self.mode)
         return [path for at, path in enumerate(self.scores) if at in kept]
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.saving.retention import KeepBest, KeepEvery, KeepLast, Record, RetentionPolicy
+from shrinkpoint.saving.retention import Record, RetentionPolicy, keep_every, keep_last
 
 
 def saves(*steps: int, metrics: tuple[float | None, ...] = ()) -> list[Record]:
@@ -94,8 +94,6 @@ def test_pins_add() -> None:
 def test_values_that_cannot_work(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         RetentionPolicy(**changes)
-    with pytest.raises(ConfigError, match="KeepBest"):
-        KeepBest(count=1, mode="best")  # type: ignore[arg-type]
 
 
 record_lists = st.lists(
@@ -134,11 +132,11 @@ def test_what_remains_is_kept_by_the_next_selection(records: list[Record], polic
 
 @given(record_lists, st.integers(1, 9))
 def test_keep_last_counts(records: list[Record], count: int) -> None:
-    assert len(KeepLast(count=count).select(records)) == min(count, len(records))
+    assert len(keep_last(records, count)) == min(count, len(records))
 
 
 @given(record_lists, st.integers(1, 50))
 def test_keep_every_keeps_one_of_each_window(records: list[Record], steps: int) -> None:
-    kept = KeepEvery(steps=steps).select(records)
+    kept = keep_every(records, steps)
     windows = [record.step // steps for record in records if record.seq in kept]
     assert sorted(windows) == sorted({record.step // steps for record in records})

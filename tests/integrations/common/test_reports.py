@@ -18,7 +18,7 @@ from shrinkpoint.integrations.common.reports import (
     numbers,
 )
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving.retention import KeepBest, Record
+from shrinkpoint.saving.retention import Record, keep_best
 
 
 def tracker(monitor: str | None = "loss", mode: str = "min", top_k: int = 1) -> BestCheckpoints:
@@ -51,9 +51,9 @@ def test_the_best_is_what_retention_keeps(mode: str, top_k: int, losses: list[in
     best = after(tracker(mode=mode, top_k=top_k), [float(loss) for loss in losses])
     records = [Record(seq=step, step=step, metric=float(loss)) for step, loss in enumerate(losses, 1)]
     count = top_k if top_k > 0 else len(losses)
-    kept = KeepBest(count=count, mode=mode).select(records)  # type: ignore[arg-type]
+    kept = keep_best(records, count, mode)  # type: ignore[arg-type]
     assert best.scores.keys() == {f"memory://run#step={step}" for step in kept}
-    [newest] = KeepBest(count=1, mode=mode).select(records)  # type: ignore[arg-type]
+    [newest] = keep_best(records, 1, mode)  # type: ignore[arg-type]
     assert best.best_path == f"memory://run#step={newest}"
 
 
