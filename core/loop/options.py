@@ -1,4 +1,4 @@
-"""The options of a hand-written loop, checked before anything is built of them."""
+"""The options of a hand-written loop, checked before anything is built of them, and the saver that they lead to."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""Strategy of ``auto``: searches the widest step sizes that keep the bound (`shrinkpoint.quality.scale_search`)."""
+"""The schemes' strategies; that of ``auto`` searches the widest step sizes that keep the bound (`shrinkpoint.quality.scale_search`)."""
 
 import math
 import weakref

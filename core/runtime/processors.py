@@ -1,4 +1,4 @@
-"""How many processors this process may use, which in a container are fewer than the machine has."""
+"""How many threads and processors this process may use; in a container these are fewer than the machine has."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""What a planned save is quantized against: the values adopted last, whether a reader finds them in a container or not."""
+"""What a planned save is quantized against (the values adopted last, whether a reader finds them in a container or not), and what its values depend on."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

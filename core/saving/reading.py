@@ -1,4 +1,4 @@
-"""Reads the checkpoints of one run for a training that goes on from them, and reports what is wrong with them."""
+"""Reads the checkpoints of one run for a training that goes on from them, reports what is wrong with them, and lets the next save continue one."""
 
 from collections.abc import Callable
 

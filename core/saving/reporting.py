@@ -1,4 +1,4 @@
-"""Makes the report of a save, and the provenance in its container."""
+"""What a save is handed over with, its report, and the provenance in its container."""
 
 import platform
 from collections.abc import Mapping, Sequence

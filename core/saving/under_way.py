@@ -1,4 +1,4 @@
-"""What is said of a save that is under way, while others wait for it or are skipped because of it."""
+"""What is said of a save that is under way or has failed, while others wait for it or are skipped because of it."""
 
 import time
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""From owners of whole tensors to all that hold something of them: what a training takes over, and what it evaluates."""
+"""From owners of whole tensors, or from the first of copies, to all that hold something of them: what a training takes over, and evaluates."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The tensors of a sharded model and its optimizers that a restore fills; parameters are matched by their names."""
+"""The tensors of a sharded model and its optimizers that a restore fills, or that are swapped; parameters are matched by their names."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The tree of a state as one rank has it: with the tensors that this rank owns, some of which are blocks of longer ones."""
+"""The state as one rank captures it, and its tree: with the tensors that this rank owns, some of which are blocks of longer ones."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The dtypes of the container format: their names in a header, and exact views of tensors as bytes."""
+"""Tensors as the container format has them: the dtypes' names in a header, exact views as bytes, dimensions in memory, tensors made of others."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Which tensors of a model a log of updates contains, and how."""
+"""Which tensors of a model a log of updates contains, how, and in which steps of quantization."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

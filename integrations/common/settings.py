@@ -1,4 +1,4 @@
-"""The options that all callbacks share, checked, and divided by the component that they are for."""
+"""The options that all callbacks share, checked, kept for copies of a callback, and divided by the component that they are for."""
 
 import difflib
 import inspect

@@ -1,4 +1,4 @@
-"""Tests whether a loader's workers use random numbers; only without them can batches be skipped unread."""
+"""A loader's generators, and whether its workers use random numbers: only without them can batches be skipped unread."""
 
 import logging
 import pickle

@@ -1,4 +1,4 @@
-"""The start of a Composer run: checks that it can be saved to its url, and continues it from the newest checkpoint."""
+"""The start of a Composer run: checks that it can be saved to its url, and continues it from the newest checkpoint and its step log."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The save schedule of Composer's callback: Composer's own intervals, with a more liberal syntax."""
+"""The options of Composer's callback, and its save schedule: Composer's own intervals, with a more liberal syntax."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Makes ``Trainer.fit`` continue a run without a ``ckpt_path``."""
+"""Makes ``Trainer.fit`` continue a run without a ``ckpt_path``, after a requeue by SLURM too."""
 
 import signal
 from collections.abc import Callable, Iterable, Mapping

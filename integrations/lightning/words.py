@@ -1,4 +1,4 @@
-"""Resolves ``ckpt_path="last"`` and ``"best"`` of Lightning's trainer from the runs of shrinkpoint's callbacks."""
+"""Resolves addresses of checkpoints, and ``ckpt_path="last"`` and ``"best"`` of Lightning's trainer from the runs of shrinkpoint's callbacks."""
 
 from collections.abc import Callable
 from functools import wraps
