@@ -13,10 +13,9 @@ from steps_published import TopK, replay, replay_summed
 from steps_task import GPTConfig, Training
 from torch import Tensor
 
-from shrinkpoint.steps.layout import Layout
+from shrinkpoint.steps.layout import Layout, UpdateSizes
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.steps.record import TensorTable
-from shrinkpoint.steps.update_sizes import UpdateSizes
 from shrinkpoint.steps.updates import ReadersWeights, encode_updates
 
 AFTER = (5, 20, 50)
