@@ -265,7 +265,7 @@ def test_the_checkpoint_of_a_step_is_not_replayed(tmp_path: Path) -> None:
 
 
 def test_an_average_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shrinkpoint.integrations.common.step_log._ALLOWANCE", 40 * 1024)
+    monkeypatch.setattr("shrinkpoint.loop.replicated_log._ALLOWANCE", 40 * 1024)
     if not hasattr(pl.callbacks, "WeightAveraging"):
         pytest.skip("this Lightning has no WeightAveraging")
     averaging = pl.callbacks.EMAWeightAveraging()

@@ -296,3 +296,25 @@ def test_compact_leaves_the_order_of_checkpoints_as_it_is(folder: Path) -> None:
     run("prune", str(folder), "--keep-last", "3", "--yes", "--grace", "0")
     assert steps(folder) == [50, 40, 30]
     run("verify", str(folder), "--all")
+
+
+def test_undelete_brings_back_the_checkpoint_that_is_named(folder: Path) -> None:
+    before = steps(folder)
+    run("prune", str(folder), "--keep-last", "1", "--yes")
+    kept = steps(folder)
+    removed = [step for step in before if step not in kept]
+    assert len(removed) > 1
+    for name, chosen in (
+        ([f"{folder}#step={removed[0]}"], removed[0]),
+        ([str(folder), "--step", str(removed[1])], removed[1]),
+    ):
+        report = run_json("undelete", *name, "--yes")
+        assert [entry["step"] for entry in report["undelete"]] == [chosen]
+        kept.append(chosen)
+        assert sorted(steps(folder)) == sorted(kept)
+
+
+@pytest.mark.parametrize("command", [["pin", "name"], ["undelete"], ["compact"]])
+def test_options_of_the_store_are_read(folder: Path, command: list[str]) -> None:
+    result = run(command[0], str(folder), *command[1:], "--storage-options", "[]", code=2)
+    assert "must be a JSON object" in result.stderr
