@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.loop.data import in_use, other_data, require_same_workers, sizes_of
@@ -99,12 +97,6 @@ class LoopObjects:
         self.inner = [unwrapped(given) for given in self.optimizers]
         """The optimizers without wrappers such as accelerate's."""
         self.stateful = dict(stateful)
-        named = chain(model.named_parameters(), model.named_buffers())
-        lazy = [name for name, value in named if is_lazy(value)]
-        if lazy:
-            raise ConfigError(
-                f"model has parameters without a shape, such as {lazy[0]}: call it on one batch before its Checkpointer is made"
-            )
         self._undone = self._replaced = 0
         self._trained, self._dry = Trained(warn), DryRestore()
         self._trained.begin(model, self.inner)

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.loop.identity import identities
 from shrinkpoint.optimizers.objects import moved
 from shrinkpoint.state.roles import unnamed
-from shrinkpoint.state.wrappers import named_parameters, optimizers_in, plain_names
+from shrinkpoint.state.wrappers import named_buffers, named_parameters, optimizers_in, plain_names
 
 __all__ = ["Trained", "load_trained"]
 
@@ -45,7 +45,18 @@ class Trained:
         """As of the last save: what optimizers train and no object's state has."""
 
     def begin(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
-        """Compare with the model, and with the optimizers if they are new, as they are now from here on."""
+        """Compare with the model, and with the optimizers if they are new, as they are now from here on.
+
+        Raises:
+            ConfigError: parameters or buffers have no shape yet.
+        """
+        lazy = [
+            name for name, value in chain(named_parameters(model), named_buffers(model)) if is_lazy(value)
+        ]
+        if lazy:
+            raise ConfigError(
+                f"the model has parameters without a shape, such as {lazy[0]}: call it on one batch before its training is to be saved"
+            )
         _changed(optimizers)
         self._buffers = [(part, _sizes(part)) for part in model.modules()]
         self._parameters = {name: _Seen.of(parameter) for name, parameter in named_parameters(model)}

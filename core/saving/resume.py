@@ -204,7 +204,8 @@ def require_same_groups(stored: Mapping[str, Any], live: torch.optim.Optimizer, 
         )
     for group, live_group in zip(stored["param_groups"], live.param_groups, strict=True):
         # One side alone may lack options: releases of torch add some, and users may add their own.
-        lacking = sorted(getattr(live, "defaults", {}).keys() - group.keys())
+        # torch notes one more among the defaults when a state is loaded, as accelerate does with every optimizer.
+        lacking = sorted(getattr(live, "defaults", {}).keys() & live_group.keys() - group.keys())
         unknown = sorted(group.keys() - live_group.keys() - _OF_SCHEDULERS)
         if lacking and unknown:
             raise StateMismatchError(

@@ -16,6 +16,7 @@ from shrinkpoint.integrations.composer.state import (
     load_state,
     model_state,
     place_in,
+    plain_optimizers,
     require_own_run,
     require_same_optimizers,
     shards_model,
@@ -121,8 +122,9 @@ def continue_run(
 
 
 def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:
-    there = [stored[type(optimizer).__qualname__] for optimizer in state.optimizers]
-    overridden = overridden_options(there, state.optimizers, schedulers=state.schedulers)
+    live = plain_optimizers(state)
+    there = [stored[name] for name in live]
+    overridden = overridden_options(there, [*live.values()], schedulers=state.schedulers)
     if overridden is not None and is_first():
         warn(overridden)
 

@@ -34,7 +34,9 @@ from shrinkpoint.integrations.composer.schedule import Settings, saves_until
 from shrinkpoint.integrations.composer.state import (
     describe_state,
     followed_state,
+    numbered_states,
     parameter_names,
+    plain_optimizers,
     stored_state,
     trained_module,
     unloadable_optimizer,
@@ -137,6 +139,11 @@ class Session:
             self.run.refer_to(trained_module(state))
         elif self.settings.run.saver.frozen == "reference":
             raise ConfigError("frozen='reference' is not supported with FSDP yet: give frozen='store'")
+        elif (unloadable := unloadable_optimizer(state)) is not None:
+            raise ConfigError(
+                f"with FSDP Composer cannot load the state of {unloadable}, which computes the loss by itself: train without FSDP, or with"
+                " another optimizer"
+            )
         self._buckets, self._hooks = continue_run(
             self.run, self._data, state, logger, lineage=self._loaded_lineage, take=self._take
         )
@@ -157,12 +164,6 @@ class Session:
             int(state.timestamp.batch) < self.run.saved_step
         ):  # ``fit(reset_time=True)``: the count of batches restarts
             self.run.saved_step = 0
-        unloadable = unloadable_optimizer(state)
-        if unloadable is not None and is_first():
-            self.run.warn_once(
-                f"Composer cannot load the state of {unloadable}, so that weights can be exported from {self.settings.run.url} with"
-                " `shrinkpoint export`, but the run cannot be continued"
-            )
         self.run.check_hooks(state.model)
         self._termination.watch()
         restore_buckets(state.model, self._buckets)  # DDP exists only now
@@ -277,12 +278,9 @@ class Session:
             self.run.rehearse(
                 lambda: stored_state(state, [], []),
                 lambda _: describe_state(state),
-                lambda stored: (
-                    stored["state"]["model"],
-                    [],
-                ),  # Composer loads optimizers in a way of its own
+                lambda stored: (stored["state"]["model"], numbered_states(stored, state)),
                 trained_module(state),
-                [],
+                [*plain_optimizers(state).values()],
             )
         self._attend(state, logger, wanted=wanted)
         if event is Event.BATCH_CHECKPOINT:

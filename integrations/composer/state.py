@@ -3,27 +3,32 @@
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from composer.algorithms import EMA
+from composer.algorithms.sam import SAMOptimizer
 from composer.core import State
 from composer.loggers import Logger
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from shrinkpoint.errors import CannotRepresentError, StateMismatchError
+from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.integrations.common.ranks import on_first, rank, world_size
 from shrinkpoint.loop.gradient_buckets import Buckets
+from shrinkpoint.loop.identity import require_same_optimizers as require_same_parameters
+from shrinkpoint.loop.identity import rounded_weights
+from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
 from shrinkpoint.saving.fitting import fitted
 from shrinkpoint.saving.quantized import quantized_as
-from shrinkpoint.saving.resume import require_same_groups, require_same_model
+from shrinkpoint.saving.resume import require_optimizers, require_same_model
 from shrinkpoint.state.averages import AverageFinder
-from shrinkpoint.state.roles import model_tags, part_tag, state_tag
+from shrinkpoint.state.roles import model_tags, optimizer_parameter_names, part_tag, state_tag
+from shrinkpoint.state.stateful import load_optimizer, load_stateful, state_of
 from shrinkpoint.state.training import Describe, Tag
 from shrinkpoint.state.tree import Path
-from shrinkpoint.state.wrappers import named_buffers, named_parameters, plain_names
+from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
 __all__ = [
     "OUTLINE",
@@ -31,8 +36,10 @@ __all__ = [
     "followed_state",
     "load_state",
     "model_state",
+    "numbered_states",
     "parameter_names",
     "place_in",
+    "plain_optimizers",
     "require_own_run",
     "require_same_optimizers",
     "sharded_state",
@@ -82,20 +89,18 @@ def model_state(state: State) -> dict[str, Any]:
     """The model's state as it is stored; each rank's own shards where they are what is saved, and where they are.
 
     Called on every rank.
-
-    Raises:
-        CannotRepresentError: Composer cannot read it; the message says what is in its way.
     """
     if shards_model(state):  # Composer would copy them to the host
         return dict(get_model_state_dict(state.model))
-    with _plainly_named(state):
-        try:
-            return dict(state.get_model_state_dict())
-        except AttributeError as error:
-            raise CannotRepresentError(
-                f"Composer cannot read the model's state ({error}), with its own checkpoints neither: a module's state_dict() has an entry that is"
-                " no attribute of it, as that of bitsandbytes' 8-bit layers. Quantize these to 4 bits, or train with another framework"
-            ) from error
+    return dict(state.get_model_state_dict() if state.fsdp_enabled else state_of(trained_module(state)))
+
+
+def plain_optimizers(state: State) -> dict[str, Any]:
+    """The optimizers by the names of their classes, without the wrapper of Composer's SAM, which keeps nothing between two steps."""
+    return {
+        type(each).__qualname__: each.base_optimizer if isinstance(each, SAMOptimizer) else each
+        for each in state.optimizers
+    }
 
 
 # ---- saving
@@ -114,8 +119,11 @@ def stored_state(
         buckets: in which gradients are summed.
         hooks: the states of all processes' communication hooks.
     """
-    with _plainly_named(state):
+    if state.fsdp_enabled:
         stored = state.state_dict()
+    else:  # as everywhere: Composer's own way reads and loads few optimizers and models but torch's
+        own = {"model": model_state(state), "optimizers": _optimizer_states(state)}
+        stored = _others(state) | own
     _begin_next_epoch(stored, state)
     more = {"hooks": list(hooks)} if hooks else {}
     return {
@@ -135,12 +143,7 @@ def sharded_state(state: State, place: Mapping[str, Any]) -> dict[str, Any]:
         state: at one of Composer's checkpoint events, after the first step.
         place: this process's position in the data.
     """
-    attributes = state.serialized_attributes
-    state.serialized_attributes = [name for name in attributes if name not in ("model", "optimizers")]
-    try:
-        stored = state.state_dict()
-    finally:
-        state.serialized_attributes = attributes
+    stored = _others(state)
     [optimizer] = state.optimizers
     stored["model"] = model_state(state)
     stored["optimizers"] = {type(optimizer).__qualname__: get_optimizer_state_dict(state.model, optimizer)}
@@ -167,9 +170,47 @@ def followed_state(state: State) -> dict[str, Any]:
     return {"state": {"model": model_state(state), "algorithms": algorithms}}
 
 
-def _plainly_named(state: State) -> AbstractContextManager[object]:
-    """Inside the block names are those without wrappers; with FSDP, Composer itself sees to that."""
-    return nullcontext() if state.fsdp_enabled else plain_names(state.model)
+def _others(state: State) -> dict[str, Any]:
+    """All of Composer's state but the model's and the optimizers'."""
+    attributes = state.serialized_attributes
+    state.serialized_attributes = [name for name in attributes if name not in ("model", "optimizers")]
+    try:
+        return dict(state.state_dict())
+    finally:
+        state.serialized_attributes = attributes
+
+
+def _optimizer_states(state: State) -> dict[str, Any]:
+    """As Composer's own, with the names of parameters in the places of their numbers."""
+    found = {}
+    for kind, optimizer in plain_optimizers(state).items():
+        names = optimizer_parameter_names(optimizer, trained_module(state))
+        found[kind] = _with_keys(with_object_states(state_of(optimizer)), names)
+    return found
+
+
+def _with_keys(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with other keys of its parameters; that of a container of optimizers stays as it is."""
+    if "state" not in state or "param_groups" not in state:
+        return dict(state)
+    groups = [
+        {**group, "params": [keys.get(key, key) for key in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    entries = {keys.get(key, key): entry for key, entry in state["state"].items()}
+    return {**state, "state": entries, "param_groups": groups}
+
+
+def numbered_states(stored: Mapping[str, Any], state: State) -> list[dict[str, Any]]:
+    """The optimizers' states as these take them, of a `stored_state`."""
+    found = []
+    for kind, optimizer in plain_optimizers(state).items():
+        names = optimizer_parameter_names(optimizer, trained_module(state))
+        numbered = _with_keys(stored["state"]["optimizers"][kind], {n: i for i, n in names.items()})
+        for group in numbered.get("param_groups", ()):
+            group["params"].sort()  # torch takes them in the optimizer's order
+        found.append(numbered)
+    return found
 
 
 def _begin_next_epoch(stored: dict[str, Any], state: State) -> None:
@@ -188,7 +229,7 @@ def describe_state(state: State) -> Describe:
     averages = AverageFinder(module, own)
     tags = {_without_wrappers(name): tag for name, tag in own.items()}
     parameters = {_without_wrappers(name): value for name, value in named_parameters(module)}
-    optimizers = {type(optimizer).__qualname__: optimizer for optimizer in state.optimizers}
+    optimizers = plain_optimizers(state)
 
     def describe(path: Path, tensor: torch.Tensor) -> Tag:
         match path:
@@ -261,34 +302,36 @@ def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str
 
 
 def require_same_optimizers(stored: Mapping[str, Any], state: State, url: str) -> None:
-    """Refuse a checkpoint of another optimizer, whose state Composer would drop, or of one that it cannot load.
+    """Refuse a checkpoint of another optimizer, whose state Composer would drop.
 
     Raises:
         StateMismatchError: the message says which.
     """
     there = stored["state"]["optimizers"]
-    unloadable = unloadable_optimizer(state)
-    if unloadable is not None:
-        raise StateMismatchError(
-            f"the run in {url} cannot be continued: Composer cannot load the state of {unloadable}, which computes the loss by"
-            " itself. Its weights can be exported with `shrinkpoint export`; resume='never' starts anew"
-        )
-    for optimizer in state.optimizers:
-        name = type(optimizer).__qualname__
+    comparable = not state.fsdp_enabled and not _missing_algorithms(stored["state"], state)
+    here = _optimizer_states(state) if comparable else {}
+    for name, optimizer in plain_optimizers(state).items():
         if name not in there:
             raise StateMismatchError(
                 f"{url} contains a run with {' and '.join(there)}, and this one has {name}: build the optimizer that the run"
                 " was made with, or give this run a URL of its own"
             )
-        require_same_groups(there[name], optimizer, url)
+        require_optimizers([there[name]], [optimizer], url)
+        if name in here:
+            old, new = ([{"class": name, "parameters": _groups(each[name])}] for each in (there, here))
+            require_same_parameters(old, new, url)
+
+
+def _groups(state: Mapping[str, Any]) -> list[list[str]]:
+    return [sorted(group["params"]) for group in state.get("param_groups", ())]
 
 
 def unloadable_optimizer(state: State) -> str | None:
-    """The name of an optimizer whose state Composer can save but not load; None if there is none.
+    """The name of an optimizer whose state Composer can save but not load with FSDP; None if there is none.
 
     Before loading, torch lets the optimizer make a step without a loss; some cannot.
     """
-    for optimizer in state.optimizers:
+    for optimizer in state.optimizers if state.fsdp_enabled else ():
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         required = closure is not None and closure.default is inspect.Parameter.empty
         if required or getattr(optimizer, "_step_supports_amp_closure", False):  # Composer's mark, of SAM
@@ -313,19 +356,34 @@ def load_state(
     """
     run_name = state.run_name
     missing = _missing_algorithms(stored["state"], state)
-    values = stored["state"]
-    if not optimizers:  # torch refuses to load the groups alone: they start as built
-        values = {name: value for name, value in values.items() if name != "optimizers"}
+    apart = (
+        set() if optimizers and state.fsdp_enabled else {"optimizers"}
+    )  # torch refuses to load groups alone
     if not (missing or state.fsdp_enabled):
         module = trained_module(state)
-        given = fitted(values["model"], module, url, warns=True)
-        values = {**values, "model": quantized_as(values["model"], given, module)}
-    with _plainly_named(state), _growing(values.get("optimizers", {}), trained_module(state)):
+        given = fitted(stored["state"]["model"], module, url, warns=True)
+        load_stateful(module, quantized_as(stored["state"]["model"], given, module))
+        apart.add("model")
+    values = {name: value for name, value in stored["state"].items() if name not in apart}
+    with _growing(values.get("optimizers", {}), trained_module(state)):
         state.load_state_dict(values, logger)
+    if optimizers and not state.fsdp_enabled:
+        _load_optimizers(stored, state)
     state.run_name = run_name  # as in Composer: a continued run may have another name
     if missing:
         live = model_state(state)  # with FSDP the first rank alone gets it
         on_first(lambda: require_same_model(_shapes(stored["state"]["model"]), _shapes(live), url))
+
+
+def _load_optimizers(stored: Mapping[str, Any], state: State) -> None:
+    same_dtypes = rounded_weights(stored["state"]["model"], model_state(state)) is None
+    inner = [*plain_optimizers(state).values()]
+    for own, there in zip(inner, numbered_states(stored, state), strict=True):
+        load_optimizer(own, there, same_dtypes=same_dtypes)
+        put_back_objects(own, there)
+    for wrapper, own in zip(state.optimizers, inner, strict=True):
+        if wrapper is not own:
+            wrapper.param_groups = own.param_groups  # which loading has made anew
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import nn
 
 import shrinkpoint
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
 
 pytestmark = [
@@ -160,3 +161,13 @@ def test_weights_of_bitsandbytes_are_resumed_bit_by_bit(tmp_path, kind):
     assert identical(dict(resumed.state_dict()), dict(whole.state_dict()))
     weights = shrinkpoint.load_weights(tmp_path / "run")
     assert identical(dict(weights), dict(whole.state_dict()))
+
+
+def test_a_model_without_shapes_is_refused_before_the_first_step(tmp_path):
+    class Lazy(Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LazyLinear(4)
+
+    with pytest.raises(ConfigError, match=r"without a shape, such as layer\.weight: call it on one batch"):
+        fit(tmp_path, Lazy())

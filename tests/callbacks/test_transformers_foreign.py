@@ -1,4 +1,4 @@
-"""QLoRA with Hugging Face's Trainer: adapters of PEFT on weights that bitsandbytes has quantized."""
+"""What other libraries bring to Hugging Face's Trainer: adapters of PEFT on weights that bitsandbytes has quantized, and optimizers."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def quantized(bnb, peft, kind, seed):
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1))
 
 
-def train(folder, model, steps, **options):
+def train(folder, model, steps, optimizer=None, **options):
     arguments = TrainingArguments(
         output_dir=str(folder / "output"),
         max_steps=steps,
@@ -48,7 +48,8 @@ def train(folder, model, steps, **options):
         lr_scheduler_type="constant",
     )
     callback = CompressedCheckpoint(str(folder / "run"), scheme="lossless", busy="wait", **options)
-    Trainer(model=model, args=arguments, train_dataset=Texts(), callbacks=[callback]).train()
+    given = {} if optimizer is None else {"optimizers": (optimizer, None)}
+    Trainer(model=model, args=arguments, train_dataset=Texts(), callbacks=[callback], **given).train()
     return dict(model.state_dict())
 
 
@@ -71,3 +72,24 @@ def test_qlora_is_resumed_bit_by_bit(tmp_path, kind, frozen, monkeypatch):
     assert any("absmax" in name or "SCB" in name for name in names)
     assert any("lora_A" in name for name in names)
     assert identical({name: resumed[name] for name in names}, {name: whole[name] for name in names})
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as many of pytorch-optimizer do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["lr"] = 0.1 / group["step"]
+        return super().step(closure)
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_resumed_bit_by_bit(tmp_path):
+    def trained(folder, seed, steps):
+        set_seed(seed)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+        return train(folder, model, steps, Counting(model.parameters(), lr=0.1, momentum=0.9))
+
+    whole = trained(tmp_path / "whole", 1, 4)
+    trained(tmp_path, 1, 2)
+    assert identical(trained(tmp_path, 9, 4), whole)

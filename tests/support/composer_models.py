@@ -55,7 +55,6 @@ ALGORITHMS: dict[str, Callable[[], list[Any]]] = {
     "GhostBatchNorm": lambda: [GhostBatchNorm(ghost_batch_size=4)],
 }
 
-# Neither SAM nor LBFGS: Composer itself cannot load the state of an optimizer that calls the loss by itself.
 OPTIMIZERS: dict[str, Callable[[Any], list[torch.optim.Optimizer]]] = {
     "Adam": lambda parameters: [torch.optim.Adam(parameters, lr=1e-2)],
     "AdamW": lambda parameters: [torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True)],
@@ -219,7 +218,15 @@ class Outcome:
 
 def final_state(state: Any) -> dict[str, Any]:
     """A copy of all that a run ends with, but for the clock and its name."""
-    stored = state.state_dict()
+    attributes, whole = state.serialized_attributes, {}
+    if not state.fsdp_enabled:  # Composer's own state dicts fail with some optimizers and models but torch's
+        whole = {
+            "model": state.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
+        }
+    state.serialized_attributes = [name for name in attributes if name not in whole]
+    stored = {**state.state_dict(), **whole}
+    state.serialized_attributes = attributes
     kept = {
         name: stored[name] for name in ("model", "optimizers", "schedulers", "algorithms", "rank_zero_seed")
     }
