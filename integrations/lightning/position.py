@@ -100,6 +100,8 @@ class Position:
         """
         epochs = trainer.fit_loop.epoch_progress
         between = epochs.current.processed == epochs.current.ready
+        # where a validation follows the batch, Lightning goes on before these steps, and makes them
+        stepped = not (between or self._before_validation or mid_accumulation)
         rng = self._before_validation if validation_pending and self._before_validation else capture_rng()
         mine = {
             "rng": rng,
@@ -109,7 +111,10 @@ class Position:
         return {
             "version": 1,
             "between_epochs": between,
-            "plateau_pending": between and epochs.total.completed != epochs.total.processed,
+            "plateau_pending": {
+                "step": stepped,
+                "epoch": between and epochs.total.completed != epochs.total.processed,
+            },
             "validation_pending": validation_pending,
             **({"world": trainer.world_size, **mine} if sharded else {"ranks": gather(mine)}),
             "buckets": bucket_order(trainer.strategy.model),
@@ -172,8 +177,7 @@ class Position:
             )
         if loaded["validation_pending"]:
             _rerun_validation(trainer)
-        if loaded["plateau_pending"]:
-            _step_plateau_schedulers(trainer, module)
+        _step_plateau_schedulers(trainer, module, loaded["plateau_pending"])
         restore_buckets(trainer.strategy.model, loaded["buckets"])
         restore_hook_states(trainer.strategy.model, loaded.get("hooks", []))
         parameters = dict(named_parameters(module))
@@ -258,14 +262,15 @@ def _rerun_validation(trainer: Trainer) -> None:
     progress.is_last_batch = False
 
 
-def _step_plateau_schedulers(trainer: Trainer, module: LightningModule) -> None:
-    """Make the steps that Lightning makes after the hook at an epoch's end, in which the checkpoint was taken."""
-    epochs = trainer.fit_loop.epoch_progress.current.processed
-    for config in trainer.lr_scheduler_configs:
-        if config.reduce_on_plateau and config.interval == "epoch" and epochs % config.frequency == 0:
-            value = trainer.callback_metrics.get(config.monitor)
-            if value is not None and module.automatic_optimization:
-                module.lr_scheduler_step(config.scheduler, value)
+def _step_plateau_schedulers(trainer: Trainer, module: LightningModule, pending: Mapping[str, bool]) -> None:
+    """Make the steps that Lightning makes after the hook at a batch's or an epoch's end, in which the checkpoint was taken."""
+    loop = trainer.fit_loop
+    done = {"step": loop.epoch_loop.batch_progress.current, "epoch": loop.epoch_progress.current}
+    for config in trainer.lr_scheduler_configs if module.automatic_optimization else ():
+        due = pending.get(config.interval) and done[config.interval].processed % config.frequency == 0
+        value = trainer.callback_metrics.get(config.monitor)
+        if config.reduce_on_plateau and due and value is not None:
+            module.lr_scheduler_step(config.scheduler, value)
 
 
 _BUILD = "setup_data"

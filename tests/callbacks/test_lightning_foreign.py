@@ -68,7 +68,7 @@ class Data(pl.LightningDataModule):
         return torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2)
 
 
-def fit(url, module, steps=2, datamodule=None, **options):
+def fit(url, module, steps=2, datamodule=None, more=None, **options):
     callback = CompressedCheckpoint(
         str(url), every_n_train_steps=1, scheme="lossless", busy="wait", **options
     )
@@ -80,6 +80,7 @@ def fit(url, module, steps=2, datamodule=None, **options):
         enable_model_summary=False,
         accelerator="cpu",
         use_distributed_sampler=False,
+        **(more or {}),
     )
     trainer.fit(module, datamodule=datamodule)
     return trainer
@@ -171,3 +172,32 @@ def test_a_model_without_shapes_is_refused_before_the_first_step(tmp_path):
 
     with pytest.raises(ConfigError, match=r"without a shape, such as layer\.weight: call it on one batch"):
         fit(tmp_path, Lazy())
+
+
+@pytest.mark.parametrize("more", [{}, {"val_check_interval": 1}, {"accumulate_grad_batches": 2}], ids=str)
+def test_a_scheduler_that_follows_each_batch_is_resumed_bit_by_bit(tmp_path, more):
+    class Followed(Module):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("followed", loss + batch_idx)  # which rises
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("held out", self.layer(batch).square().mean())
+
+        def val_dataloader(self):
+            return self.train_dataloader()
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            given = {"scheduler": scheduler, "interval": "step", "monitor": "followed"}
+            return {"optimizer": optimizer, "lr_scheduler": given}
+
+    whole, first, rest = Followed(), Followed(), Followed()
+    whole.load_state_dict(first.state_dict())
+    fit(tmp_path / "whole", whole, steps=6, more=more)
+    fit(tmp_path / "run", first, steps=2, more={"limit_train_batches": 4, **more})
+    trainer = fit(tmp_path / "run", rest, steps=6, more=more)
+    assert identical(dict(rest.state_dict()), dict(whole.state_dict()))
+    assert trainer.optimizers[0].param_groups[0]["lr"] < 0.01
