@@ -13,6 +13,7 @@ from shrinkpoint.integrations.common.step_log import SessionLog
 from shrinkpoint.integrations.composer.data import DataPlace
 from shrinkpoint.integrations.composer.state import (
     OUTLINE,
+    add_late,
     load_state,
     model_state,
     place_in,
@@ -106,7 +107,9 @@ def continue_run(
         on_first(lambda: require_same_run(run.outline(OUTLINE, manifest)))
     stored = run.restore(manifest)
     if not run.fills_in_place:
-        on_first(lambda: require_same_run(stored))
+        on_first(lambda: require_own_run(stored, live, state, url))
+        run.warn_once(add_late(stored, state))
+        on_first(lambda: require_same_optimizers(stored, state, url))
     stores_optimizers = not is_weights_only(manifest.meta)
     if stores_optimizers:
         _warn_overridden(stored["state"]["optimizers"], state)

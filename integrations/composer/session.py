@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from composer.algorithms.sam import SAMOptimizer
 from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
 from composer.loggers import Logger
@@ -39,7 +40,6 @@ from shrinkpoint.integrations.composer.state import (
     plain_optimizers,
     stored_state,
     trained_module,
-    unloadable_optimizer,
 )
 from shrinkpoint.loop.gradient_buckets import (
     Buckets,
@@ -139,10 +139,10 @@ class Session:
             self.run.refer_to(trained_module(state))
         elif self.settings.run.saver.frozen == "reference":
             raise ConfigError("frozen='reference' is not supported with FSDP yet: give frozen='store'")
-        elif (unloadable := unloadable_optimizer(state)) is not None:
+        elif any(isinstance(each, (torch.optim.LBFGS, SAMOptimizer)) for each in state.optimizers):
             raise ConfigError(
-                f"with FSDP Composer cannot load the state of {unloadable}, which computes the loss by itself: train without FSDP, or with"
-                " another optimizer"
+                "with FSDP Composer cannot load the state of LBFGS and SAM, which compute the loss by themselves: train without FSDP, or"
+                " with another optimizer"
             )
         self._buckets, self._hooks = continue_run(
             self.run, self._data, state, logger, lineage=self._loaded_lineage, take=self._take

@@ -1,6 +1,5 @@
 """The stored state of a Composer run: collecting it, the roles of its tensors, and restoring it."""
 
-import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.integrations.common.ranks import on_first, rank, world_size
 from shrinkpoint.loop.gradient_buckets import Buckets
+from shrinkpoint.loop.identity import add_late_parameters, rounded_weights
 from shrinkpoint.loop.identity import require_same_optimizers as require_same_parameters
-from shrinkpoint.loop.identity import rounded_weights
 from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
 from shrinkpoint.saving.fitting import fitted
 from shrinkpoint.saving.quantized import quantized_as
@@ -32,6 +31,7 @@ from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
 __all__ = [
     "OUTLINE",
+    "add_late",
     "describe_state",
     "followed_state",
     "load_state",
@@ -46,7 +46,6 @@ __all__ = [
     "shards_model",
     "stored_state",
     "trained_module",
-    "unloadable_optimizer",
 ]
 
 FORMAT = "composer"
@@ -301,6 +300,14 @@ def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str
             fitted(there["model"], trained_module(state), url)
 
 
+def add_late(stored: Mapping[str, Any], state: State) -> str | None:
+    """Give optimizers the parameters that the run had added to its own, as `add_late_parameters` does."""
+    here, module = plain_optimizers(state), trained_module(state)
+    there = [stored["state"]["optimizers"].get(name, {}) for name in here]
+    groups = [{"parameters": [group["params"] for group in each.get("param_groups", ())]} for each in there]
+    return None if state.fsdp_enabled else add_late_parameters(groups, there, [*here.values()], module)
+
+
 def require_same_optimizers(stored: Mapping[str, Any], state: State, url: str) -> None:
     """Refuse a checkpoint of another optimizer, whose state Composer would drop.
 
@@ -324,19 +331,6 @@ def require_same_optimizers(stored: Mapping[str, Any], state: State, url: str) -
 
 def _groups(state: Mapping[str, Any]) -> list[list[str]]:
     return [sorted(group["params"]) for group in state.get("param_groups", ())]
-
-
-def unloadable_optimizer(state: State) -> str | None:
-    """The name of an optimizer whose state Composer can save but not load with FSDP; None if there is none.
-
-    Before loading, torch lets the optimizer make a step without a loss; some cannot.
-    """
-    for optimizer in state.optimizers if state.fsdp_enabled else ():
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        required = closure is not None and closure.default is inspect.Parameter.empty
-        if required or getattr(optimizer, "_step_supports_amp_closure", False):  # Composer's mark, of SAM
-            return type(optimizer).__qualname__
-    return None
 
 
 def load_state(

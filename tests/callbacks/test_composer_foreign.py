@@ -1,7 +1,7 @@
 """What other libraries bring to a Composer training: weights that bitsandbytes has quantized, models and optimizers with states of their own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -221,3 +221,22 @@ def test_a_model_without_shapes_is_refused_before_the_first_step(
     monkeypatch.setattr(composer_models, "Tiny", Lazy)
     with pytest.raises(ConfigError, match=r"without a shape, such as net\.0\.weight: call it on one batch"):
         fit(saving(), setup=SETUP)
+
+
+def test_parameters_that_were_added_to_the_optimizer_are_added_again(
+    saving: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(parameters: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam([*parameters][:-1], 0.02)]
+
+    def add(state: State) -> None:
+        if int(state.timestamp.batch) == 1:
+            state.optimizers[0].add_param_group({"params": [[*state.model.parameters()][-1]], "lr": 0.01})
+
+    monkeypatch.setitem(composer_models.OPTIMIZERS, "Adam", make)
+    setup = replace(SETUP, scheduler="none")
+    whole = fit(At(Event.BATCH_START, add), setup=setup)
+    fit(saving(), At(Event.BATCH_START, add), Crash(7), setup=setup)
+    rest = fit(saving(), At(Event.BATCH_START, add), setup=setup, seed=9)
+    assert first(rest) == 5
+    assert_continues(whole, rest)
