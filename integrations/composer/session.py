@@ -140,10 +140,7 @@ class Session:
         elif self.settings.run.saver.frozen == "reference":
             raise ConfigError("frozen='reference' is not supported with FSDP yet: give frozen='store'")
         elif any(isinstance(each, (torch.optim.LBFGS, SAMOptimizer)) for each in state.optimizers):
-            raise ConfigError(
-                "with FSDP Composer cannot load the state of LBFGS and SAM, which compute the loss by themselves: train without FSDP, or"
-                " with another optimizer"
-            )
+            raise ConfigError("Composer cannot load the state of LBFGS and SAM with FSDP: train without FSDP")
         self._buckets, self._hooks = continue_run(
             self.run, self._data, state, logger, lineage=self._loaded_lineage, take=self._take
         )

@@ -121,8 +121,7 @@ def stored_state(
     if state.fsdp_enabled:
         stored = state.state_dict()
     else:  # as everywhere: Composer's own way reads and loads few optimizers and models but torch's
-        own = {"model": model_state(state), "optimizers": _optimizer_states(state)}
-        stored = _others(state) | own
+        stored = {**_others(state), "model": model_state(state), "optimizers": _optimizer_states(state)}
     _begin_next_epoch(stored, state)
     more = {"hooks": list(hooks)} if hooks else {}
     return {

@@ -100,6 +100,7 @@ class Position:
         """
         epochs = trainer.fit_loop.epoch_progress
         between = epochs.current.processed == epochs.current.ready
+        ended = between and epochs.total.completed != epochs.total.processed
         # where a validation follows the batch, Lightning goes on before these steps, and makes them
         stepped = not (between or self._before_validation or mid_accumulation)
         rng = self._before_validation if validation_pending and self._before_validation else capture_rng()
@@ -111,10 +112,7 @@ class Position:
         return {
             "version": 1,
             "between_epochs": between,
-            "plateau_pending": {
-                "step": stepped,
-                "epoch": between and epochs.total.completed != epochs.total.processed,
-            },
+            "plateau_pending": {"step": stepped, "epoch": ended},
             "validation_pending": validation_pending,
             **({"world": trainer.world_size, **mine} if sharded else {"ranks": gather(mine)}),
             "buckets": bucket_order(trainer.strategy.model),
