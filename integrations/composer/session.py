@@ -390,7 +390,7 @@ class Session:
 
     def _stored(self, state: State) -> dict[str, Any]:
         places, buckets = gather(self._data.state(state)), bucket_order(state.model)
-        if state.fsdp_enabled:  # after an evaluation the model's parameters are whole, until its state is taken
+        if state.fsdp_enabled:  # its parameters may be whole, after an evaluation, until its state is taken
             return {**stored_state(state, places, buckets), "trained": self._trained_part(state)}
         trained = self._trained_part(state)
         hooks = self.run.hooks.capture(state.model)
