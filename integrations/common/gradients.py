@@ -5,10 +5,30 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.inshrinkerator.sensitivity import GradientEMA
-from shrinkpoint.state.wrappers import named_parameters
+from shrinkpoint.state.wrappers import named_parameters, unwrapped
 
-__all__ = ["GradientCollector"]
+__all__ = ["GradientCollector", "require_fresh_gradients"]
+
+
+def require_fresh_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that a framework calls with the gradients of the batch before, which no checkpoint has.
+
+    Args:
+        optimizers: that the framework itself calls, with a closure that computes the batch's gradients.
+
+    Raises:
+        ConfigError: such an optimizer, as of sharpness-aware minimization, steps before it calls the closure.
+    """
+    for optimizer in map(unwrapped, optimizers):
+        computes_first = getattr(optimizer, "_step_supports_amp_closure", False)  # Composer's own
+        if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step") and not computes_first:
+            raise ConfigError(
+                f"{type(optimizer).__qualname__}.step(closure) begins with the gradients that are there, and as the framework calls it these are of the"
+                " batch before: a resume would not have them. Call first_step() and second_step() yourself (Lightning: automatic_optimization ="
+                " False), or use the framework's own algorithm (Composer: SAM)"
+            )
 
 
 class GradientCollector:

@@ -15,7 +15,7 @@ from composer.utils import dist
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
-from shrinkpoint.integrations.common.gradients import GradientCollector
+from shrinkpoint.integrations.common.gradients import GradientCollector, require_fresh_gradients
 from shrinkpoint.integrations.common.hook_states import restore_hook_states
 from shrinkpoint.integrations.common.ranks import (
     Outcome,
@@ -172,6 +172,7 @@ class Session:
 
     def _begin_trained(self, state: State) -> None:
         module, optimizers = trained_module(state), list(state.optimizers)
+        require_fresh_gradients(optimizers)
         if self._stored_trained is not None:
             url = self.run.settings.url
             self.run.warn_once(load_trained(self._stored_trained, module, optimizers, url))

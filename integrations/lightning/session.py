@@ -8,7 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, share_adopted, with_adoptions
-from shrinkpoint.integrations.common.gradients import GradientCollector
+from shrinkpoint.integrations.common.gradients import GradientCollector, require_fresh_gradients
 from shrinkpoint.integrations.common.ranks import Outcome, broadcast, is_first, on_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.triggers import Trigger
@@ -208,6 +208,8 @@ class Session:
 
     def train_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """The iterators exist; no batch has been fetched, and Lightning has loaded the optimizers' states."""
+        if module.automatic_optimization:
+            require_fresh_gradients(trainer.optimizers)
         for optimizer, state in zip(trainer.optimizers, self._loaded_optimizers, strict=False):
             put_back_dtypes(optimizer, state)
             put_back_objects(optimizer, state)

@@ -112,6 +112,31 @@ class Careful(torch.optim.SGD):
         return loss
 
 
+class TwoSteps(torch.optim.SGD):
+    """Begins with the gradients that are there, and goes on with those of the closure."""
+
+    def first_step(self) -> None:
+        super().step()
+
+    def second_step(self) -> None:
+        super().step()
+
+    def step(self, closure: Any = None) -> Any:
+        self.first_step()
+        with torch.enable_grad():
+            loss = closure()
+        self.second_step()
+        return loss
+
+
+def test_steps_that_begin_with_the_last_batchs_gradients_are_refused(
+    saving: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(composer_models.OPTIMIZERS, "SGD", lambda parameters: [TwoSteps(parameters, 0.01)])
+    with pytest.raises(ConfigError, match=r"TwoSteps.*of the batch before"):
+        fit(saving(), setup=replace(SETUP, optimizer="SGD"))
+
+
 class Slow(torch.optim.Optimizer):
     """Has another optimizer inside, whose state is a part of its own, and an object for each matrix."""
 

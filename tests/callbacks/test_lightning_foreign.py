@@ -201,3 +201,61 @@ def test_a_scheduler_that_follows_each_batch_is_resumed_bit_by_bit(tmp_path, mor
     trainer = fit(tmp_path / "run", rest, steps=6, more=more)
     assert identical(dict(rest.state_dict()), dict(whole.state_dict()))
     assert trainer.optimizers[0].param_groups[0]["lr"] < 0.01
+
+
+class TwoSteps(torch.optim.SGD):
+    """Sharpness-aware minimization, as most write it: climbs by the gradients that are there, and descends by those of the closure."""
+
+    @torch.no_grad()
+    def first_step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=0.05)
+
+    def second_step(self):
+        super().step()
+
+    def step(self, closure):
+        self.first_step()
+        with torch.enable_grad():
+            loss = closure()
+        self.second_step()
+        return loss
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_steps_that_begin_with_the_last_batchs_gradients_are_refused(tmp_path, automatic):
+    class Sharp(Module):
+        def configure_optimizers(self):
+            return TwoSteps(self.parameters(), 0.01)
+
+        def training_step(self, batch, batch_idx):
+            if self.automatic_optimization:
+                return super().training_step(batch, batch_idx)
+            optimizer = self.optimizers()
+
+            def closure():
+                optimizer.zero_grad()
+                loss = super(Sharp, self).training_step(batch, batch_idx)
+                self.manual_backward(loss)
+                return loss
+
+            closure()
+            optimizer.step(closure)
+            return None
+
+    def made(seed):
+        torch.manual_seed(seed)
+        module = Sharp()
+        module.automatic_optimization = automatic
+        return module
+
+    if automatic:
+        with pytest.raises(ConfigError, match=r"TwoSteps.*of the batch before"):
+            fit(tmp_path, made(1))
+        return
+    whole, resumed = made(1), made(2)
+    fit(tmp_path / "whole", whole, steps=6)
+    fit(tmp_path / "run", made(1), steps=3)
+    fit(tmp_path / "run", resumed, steps=6)
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
