@@ -56,6 +56,7 @@ _PER_OCTAVE = 4
 # Step sizes tried, in quarter octaves of a unit. Where a loss falls by orders of magnitude, second moments remember gradients that were
 # larger by as much, and first moments are a thousandth of their unit.
 _NARROWEST, _WIDEST = -40 * _PER_OCTAVE, 3 * _PER_OCTAVE
+_CLIPPING = 6 * _PER_OCTAVE  # how many of those are tried that clip the largest values
 _CLIP_STEPS = 126
 _LONGEST = 2.0  # by what levels are lengthened at most: from there on, they would be farther from the truth than zeros
 _NOTHING = np.zeros(0, np.float32)
@@ -316,7 +317,7 @@ def _widest_size(lost: Callable[[int], float], clipped: float, loss: float) -> i
     low = max(_NARROWEST, min(math.ceil(clipped * _PER_OCTAVE), _WIDEST))
     if (least := lost(low)) > loss:  # a few large values clipped may be less than all others rounded
         best = low
-        for size in range(low - 1, _NARROWEST - 1, -1):
+        for size in range(low - 1, low - 1 - _CLIPPING, -1):
             if (found := lost(size)) <= loss:
                 return size
             if found < least:
