@@ -177,7 +177,7 @@ def _coder(scheme: str, options: object) -> str:
 
 def _make_and_restore(scheme: str, options: Any) -> None:
     if "weight_scale" in _names(options):
-        options = replace(options, weight_scale=0.25)  # in coarse steps noise is carried over to the next save
+        options = replace(options, weight_scale=0.25)  # noise in coarse steps is carried over
     for dtype in (torch.float32, torch.bfloat16):
         _make_and_restore_one(scheme, options, _SmallTraining(dtype))
 

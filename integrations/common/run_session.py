@@ -78,6 +78,8 @@ class RunSession:
         self._saver: Saver | None = None
         self._taken = 0
         self._unreported: list[SaveReport] = []
+        self.is_monitor_asked_for = True
+        """Whether the user has named it for the checkpoints; otherwise saves before its first value are no surprise."""
         self._monitored = self._lacked = False
         self._warned: set[str] = set()
         self._until_failure = UntilFailure(self.warn_once)
@@ -423,7 +425,8 @@ class RunSession:
         monitor = self.settings.saver.monitor
         self._lacked = monitor not in (None, "step", *metrics)
         self._monitored = self._monitored or not self._lacked
-        if monitor is not None and not self._monitored and not self.best.scores:
+        asked = monitor is not None and self.is_monitor_asked_for
+        if asked and not self._monitored and not self.best.scores:
             self.warn_once(
                 f"monitor={monitor!r} had not been logged when step {step} was saved, or was NaN or infinite; until it is a number,"
                 " checkpoints take no part in the ranking, and all stay but by save_total_limit. Logged so far:"

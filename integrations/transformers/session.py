@@ -135,6 +135,7 @@ class Session:
             run = with_adoptions(self.settings.run, self.settings.planned_for(trainer.args))
             self.settings = replace(self.settings, run=run)
         self.run = RunSession(self.settings.run)
+        self.run.is_monitor_asked_for = self._given.run.saver.monitor is not None
         self._set_up()
         self._trainer = trainer
         try:

@@ -2,12 +2,12 @@
 
 import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from support.containers import assemble, take_apart
+from support.golden import chain_of
 
 from shrinkpoint.coding import decode
 from shrinkpoint.coding.encode import decode_chain, encode_state
@@ -17,12 +17,10 @@ from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.state.training import TrainingState
 
-EACH = Path(__file__).parents[2] / "golden" / "each"
-
 
 def blown_up(name: str, shape: list[int]) -> bytes:
     """A golden base, all checksums right, whose tensors of two dimensions declare another shape."""
-    header, index, sections = take_apart((EACH / f"v1_{name}_0.shrink").read_bytes())
+    header, index, sections = take_apart(chain_of(name)[0].read_bytes())
     header = copy.deepcopy(header)
     for tensor in header["tensors"]:
         if len(tensor["shape"]) == 2:
