@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from gpu.device import WANTED
 
 _HERE = Path(__file__).parent

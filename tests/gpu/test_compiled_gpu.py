@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.device import DEVICE, ON_GPU
-from gpu.test_resume_gpu import _on_host
-from gpu.test_snapshot_gpu import needs_streams
-from gpu.training import Net
 from support.containers import identical
 from torch.nn import functional
 
 import shrinkpoint
+from gpu.device import DEVICE, ON_GPU
+from gpu.test_resume_gpu import _on_host
+from gpu.test_snapshot_gpu import needs_streams
+from gpu.training import Net
 
 pytestmark = [
     pytest.mark.filterwarnings(

@@ -15,10 +15,10 @@ import torch
 
 pl = pytest.importorskip("lightning.pytorch")
 
-from gpu.device import DEVICE, ON_GPU
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
+from gpu.device import DEVICE, ON_GPU
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.saver import Saver
 from shrinkpoint.steps.options import StepLog

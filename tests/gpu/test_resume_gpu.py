@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.device import DEVICE, ON_GPU
-from gpu.test_snapshot_gpu import needs_streams, no_synchronization
-from gpu.training import CASES, Training, devices
 from support.containers import identical
 
 import shrinkpoint
+from gpu.device import DEVICE, ON_GPU
+from gpu.test_snapshot_gpu import needs_streams, no_synchronization
+from gpu.training import CASES, Training, devices
 
 pytestmark = pytest.mark.filterwarnings(
     "error::shrinkpoint.errors.ShrinkpointWarning",

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.device import DEVICE
 
+from gpu.device import DEVICE
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.saver import Saver
 from shrinkpoint.state import scratch

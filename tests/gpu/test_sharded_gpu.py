@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from gpu.device import DEVICE, ON_GPU
-from gpu.ranks import EVERY, dcp_loads, dcp_saves, part, trains
 from support.sharded import launch
 
+from gpu.device import DEVICE, ON_GPU
+from gpu.ranks import EVERY, dcp_loads, dcp_saves, part, trains
 from shrinkpoint.dcp import StorageReader, StorageWriter
 from shrinkpoint.store.run import RunStore
 

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from gpu.device import DEVICE, ON_GPU
 from support.containers import identical
 
+from gpu.device import DEVICE, ON_GPU
 from shrinkpoint.state.dtypes import DTYPES
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import TrainingState

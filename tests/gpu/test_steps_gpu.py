@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import shrinkpoint
 from gpu.device import DEVICE, ON_GPU
 from gpu.test_resume_gpu import _compare, _on_host
 from gpu.test_snapshot_gpu import needs_streams, no_synchronization
 from gpu.training import CASES, Training
-
-import shrinkpoint
 
 pytestmark = pytest.mark.filterwarnings(
     "error::shrinkpoint.errors.ShrinkpointWarning", "ignore:This instance was constructed with capturable"

@@ -15,11 +15,11 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from gpu.device import DEVICE, ON_GPU
 from support.transformers_models import Outcome, Setup, assert_continues, train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Trainer
 
+from gpu.device import DEVICE, ON_GPU
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
 from shrinkpoint.store.run import RunStore
 

@@ -5,12 +5,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from gpu.device import DEVICE, ON_GPU
 from support.stepped import OPTIONS
 from torch import nn
 from torch.nn import functional
 
 import shrinkpoint
+from gpu.device import DEVICE, ON_GPU
 
 __all__ = ["CASES", "Net", "Training", "devices"]
 
