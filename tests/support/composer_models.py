@@ -220,9 +220,11 @@ def final_state(state: Any) -> dict[str, Any]:
     """A copy of all that a run ends with, but for the clock and its name."""
     attributes, whole = state.serialized_attributes, {}
     if not state.fsdp_enabled:  # Composer's own state dicts fail with some optimizers and models but torch's
+        module = state.model.module if state.is_model_ddp else state.model
+        names = {parameter: name for name, parameter in module.named_parameters()}
         whole = {
-            "model": state.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
+            "model": module.state_dict(),
+            "optimizers": {type(each).__qualname__: _by_name(each, names) for each in state.optimizers},
         }
     state.serialized_attributes = [name for name in attributes if name not in whole]
     stored = {**state.state_dict(), **whole}
@@ -242,6 +244,20 @@ def final_state(state: Any) -> dict[str, Any]:
             "rng": reproducibility.get_rng_state()[0],
         }
     )
+
+
+def _by_name(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -> dict[str, Any]:
+    """An optimizer's state as Composer writes that of shards: with parameters' names in the places of their numbers."""
+    state = optimizer.state_dict()
+    if "state" not in state or "param_groups" not in state:
+        return state
+    known = {}
+    for group, written in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        own = [names.get(parameter) for parameter in group["params"]]
+        known.update(zip(written["params"], own, strict=True))
+    groups = [{**group, "params": [known[key] for key in group["params"]]} for group in state["param_groups"]]
+    entries = {known.get(key, key): entry for key, entry in state["state"].items()}
+    return {**state, "state": entries, "param_groups": groups}
 
 
 def _copy(value: Any) -> Any:
