@@ -152,6 +152,12 @@ class ObjectsBelow:
     Args:
         inner: the other store.
         prefix: of its keys, with a slash at its end.
+
+    Examples:
+        >>> from shrinkpoint.store.connect import open_objects
+        >>> from shrinkpoint.store.objects import ObjectsBelow
+        >>> len(ObjectsBelow(open_objects("runs/7"), "data/").list(""))
+        3
     """
 
     def __init__(self, inner: ObjectStore, prefix: str) -> None:
