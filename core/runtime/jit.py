@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import numba
+from numba.core import config
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
+from numba.core.compiler_lock import global_compiler_lock
 
 from shrinkpoint.runtime.kernel_cache import keep
 
@@ -75,7 +77,8 @@ def _part(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    dispatcher = numba.njit(pipeline_class=KernelCompiler, **options, **_ALWAYS)(function)
+    options = {"pipeline_class": KernelCompiler, **options}
+    dispatcher = numba.njit(**options, **_ALWAYS)(function)
     compiled: Callable[..., Any] = keep(dispatcher, function)
     return compiled
 
@@ -144,3 +147,20 @@ class _Part(JITCodeLibrary):  # type: ignore[misc]
 
     def _finalize_final_module(self) -> None:
         self._finalized = True
+
+
+def jit_tiles(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `jit`, with sequences of equal scalar operations turned into vectors, which numba leaves off."""
+    return _compiled(function, pipeline_class=TileCompiler, **_ONLY_GIVEN_ARRAYS)
+
+
+class TileCompiler(KernelCompiler):
+    """The kernels' compiler with LLVM's SLP vectorizer, for functions of `jit_tiles`."""
+
+    def compile_extra(self, function: Callable[..., Any]) -> Any:
+        with global_compiler_lock:
+            before, config.SLP_VECTORIZE = config.SLP_VECTORIZE, 1
+            try:
+                return super().compile_extra(function)
+            finally:
+                config.SLP_VECTORIZE = before

@@ -1,0 +1,1 @@
+"""Coding matrices of integers, sixteen rows at a time."""

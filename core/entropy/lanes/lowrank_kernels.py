@@ -1,0 +1,187 @@
+"""Prediction of a matrix's rows by sixteen directions that are learned from the rows before, sixteen rows at once.
+
+Importing this module imports numba, so it is only ever imported from inside a function of its callers. All is fp32 in a fixed order:
+every machine gets the same bits.
+
+A batch of sixteen rows X' (its transpose X is handled: 16 columns) is modelled as V U, V having sixteen directions as columns. U
+is found while the batch is walked through, segment by segment: recursive least squares with the priors that the directions'
+former powers give. After a batch the directions follow it by one step of a block power iteration.
+
+Sources: recursive least squares as in S. Haykin, "Adaptive Filter Theory" (1996), chapter 13; the power iteration as in
+I. Mitliagkas et al., "Memory Limited, Streaming PCA" (2013).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shrinkpoint.arrays import Float32s, Int64s
+from shrinkpoint.entropy.lanes.tile_kernels import (
+    LANES,
+    add_product,
+    grow,
+    invert,
+    project,
+    times,
+)
+from shrinkpoint.runtime.jit import jit_part
+
+__all__ = ["LowRank", "corrected", "follow", "learn", "new_low_rank"]
+
+
+KEPT = np.float32(0.8)  # of the directions at each batch
+_SLOW = np.float32(0.125)  # at which powers follow
+_LEAST_POWER, _LEAST = np.float32(1e-6), np.float32(1e-20)
+_LEAST_NOISE = np.float32(0.0625)  # of a batch's mean square
+_RIDGE = np.float32(1e-5)
+_FIRST_SIZE = np.float32(1e-3)
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+class LowRank(NamedTuple):
+    """What is known of the directions, and room to work in; k is 16, n the columns of the matrix, s the segments.
+
+    Attributes:
+        v: fp32 (n, k), the directions, of mean square 1.
+        sizes: fp32 (k,), of the directions in the running covariance.
+        powers: fp32 (k,), mean squares of rows' coefficients.
+        noise: fp32 (1,), mean square of what the directions leave.
+        gains: fp32 (s, k, k), inverse covariances of the coefficients after each segment.
+        grams: fp32 (s, k, k), of the directions in each segment.
+        u: fp32 (k, 16), the batch's coefficients so far.
+        sums: fp32 (k, 16), its products with the directions.
+        room: fp32 (4, k, k).
+        next: fp32 (n, k).
+    """
+
+    v: Float32s
+    sizes: Float32s
+    powers: Float32s
+    noise: Float32s
+    gains: Float32s
+    grams: Float32s
+    u: Float32s
+    sums: Float32s
+    room: Float32s
+    next: Float32s
+
+
+def new_low_rank(columns: int, segments: int, mean: float) -> LowRank:
+    """Before the first batch.
+
+    Args:
+        columns: of the matrix.
+        segments: that a row is cut into.
+        mean: mean square of the matrix, about.
+    """
+    k = LANES
+    # an LFSR's bits: any fixed directions without structure will do
+    bits = np.empty(columns * k, np.uint32)
+    fill_signs(bits)
+    return LowRank(
+        v=(1 - 2 * (bits & 1).astype(np.float32)).reshape(columns, k),
+        sizes=np.full(k, _FIRST_SIZE),
+        powers=np.zeros(k, np.float32),
+        noise=np.full(1, mean, np.float32),
+        gains=np.zeros((segments, k, k), np.float32),
+        grams=np.zeros((segments, k, k), np.float32),
+        u=np.zeros((k, k), np.float32),
+        sums=np.zeros((k, k), np.float32),
+        room=np.zeros((4, k, k), np.float32),
+        next=np.zeros((columns, k), np.float32),
+    )
+
+
+def fill_signs(out: np.ndarray) -> None:
+    at = np.arange(out.size, dtype=np.uint32)
+    at = (at ^ (at >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    at = (at ^ (at >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    out[:] = at >> np.uint32(16)
+
+
+@jit_part
+def corrected(state: LowRank, x: Float32s, segment: int, first: int, last: int, follows: bool) -> None:
+    """Note a segment's values ``x`` (n, 16); where ``follows``, correct the coefficients by them."""
+    b = state.room[0]
+    project(state.v[first:last], x[first:last], b)
+    for a in range(LANES):
+        for lane in range(LANES):
+            state.sums[a, lane] += b[a, lane]
+    if follows:
+        add_product(state.grams[segment], state.u, -_ONE, b)
+        add_product(state.gains[segment], b, _ONE, state.u)
+
+
+@jit_part
+def learn(state: LowRank, x: Float32s) -> None:
+    """Let the directions follow a batch ``x`` (n, 16)."""
+    columns = x.shape[0]
+    of_column, of_row = _ONE / np.float32(columns), np.float32(1 / LANES)
+    s0, s1, s2, s3 = _ZERO, _ZERO, _ZERO, _ZERO
+    flat = x.reshape(-1)
+    for i in range(0, flat.size, 4):
+        s0 += flat[i] * flat[i]
+        s1 += flat[i + 1] * flat[i + 1]
+        s2 += flat[i + 2] * flat[i + 2]
+        s3 += flat[i + 3] * flat[i + 3]
+    mean = ((s0 + s1) + (s2 + s3)) / np.float32(LANES * columns)
+    left, share = mean, (_ONE - KEPT) * of_row
+    of_x, gram, z = state.room[1], state.room[2], state.room[3]
+    for a in range(LANES):
+        power = _ZERO
+        for lane in range(LANES):
+            coefficient = state.sums[a, lane] * of_column
+            power += coefficient * coefficient
+            of_x[lane, a] = coefficient * share
+        power *= of_row
+        state.powers[a] += (power - state.powers[a]) * _SLOW
+        left -= power
+        state.sizes[a] *= KEPT
+    state.noise[0] += (max(left, mean * _LEAST_NOISE) - state.noise[0]) * _SLOW
+    grow(state.v, x, state.sizes, of_x, state.next)
+    project(state.next, state.next, gram)
+    # Cholesky's factor R of the directions' products, and with its inverse directions that are orthogonal
+    for a in range(LANES):
+        gram[a, a] += np.float32(1e-12) + gram[a, a] * _RIDGE
+    for a in range(LANES):
+        for b in range(a):
+            t = gram[a, b]
+            for i in range(b):
+                t -= gram[a, i] * gram[b, i]
+            gram[a, b] = t / gram[b, b]
+        t = gram[a, a]
+        for i in range(a):
+            t -= gram[a, i] * gram[a, i]
+        gram[a, a] = np.sqrt(max(_LEAST, t))
+        state.sizes[a] = gram[a, a] * np.sqrt(of_column)
+    root = np.sqrt(np.float32(columns))
+    for a in range(LANES):
+        for b in range(LANES):
+            z[a, b] = _ZERO
+    for a in range(LANES):
+        z[a, a] = root / gram[a, a]
+        for b in range(a):
+            t = _ZERO
+            for i in range(b, a):
+                t += gram[a, i] * z[b, i]
+            z[b, a] = -t / gram[a, a]
+    times(state.next, z, state.v)
+
+
+@jit_part
+def follow(state: LowRank, bounds: Int64s) -> None:
+    """Make the gains anew after `learn`."""
+    sums = state.room[0]
+    for a in range(LANES):
+        for b in range(LANES):
+            sums[a, b] = _ZERO
+        sums[a, a] = state.noise[0] / max(_LEAST_POWER, state.powers[a])
+    for segment in range(bounds.size - 2):
+        gram, gain = state.grams[segment], state.gains[segment]
+        part = state.v[bounds[segment] : bounds[segment + 1]]
+        project(part, part, gram)
+        for a in range(LANES):
+            for b in range(LANES):
+                sums[a, b] += gram[a, b]
+                gain[a, b] = sums[a, b]
+        invert(gain)
