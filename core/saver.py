@@ -122,7 +122,7 @@ class Saver:
         self._snapshotter = Snapshotter()
         self._turns = Turns()
         self._worker = Worker("shrinkpoint-save", before_exit=self._desk.close)
-        self._warmup = Warmup(self.config.scheme, self.config.scheme_options)
+        self._warmup = Warmup(self.config.scheme)
         self._frozen: FrozenTensors | None = None
         self._evaluate: Evaluate | None = None
         self._resumed: ResumedSteps | None = None

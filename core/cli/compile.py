@@ -14,12 +14,6 @@ __all__ = ["compile_now"]
 
 def compile_now(
     scheme: Annotated[str, typer.Option("--scheme", help="Whose coders.")] = "auto",
-    effort: Annotated[
-        str | None,
-        typer.Option(
-            "--effort", help="fast, default or max, for schemes that have a choice.", show_default=False
-        ),
-    ] = None,
 ) -> None:
     """Compile the coders now, up to a minute of one core; otherwise the first training on a machine does it."""
     from shrinkpoint.runtime.kernel_cache import kernels_are_interpreted
@@ -28,12 +22,12 @@ def compile_now(
     if kernels_are_interpreted():
         raise ShrinkpointError("NUMBA_DISABLE_JIT is set, so numba compiles nothing: unset it")
     out = console()
-    if is_compiled(scheme, effort):
+    if is_compiled(scheme):
         out.print(f"the coders of scheme {scheme} are compiled already")
         return
     started = time.perf_counter()
     with waiting_for(f"compiling the coders of scheme {scheme}, which takes a minute or two"):
-        lasts = compile_coders(scheme, effort)
+        lasts = compile_coders(scheme)
     if not lasts:
         raise ShrinkpointError(
             "the compiled coders cannot be kept: numba finds no folder that it may write to;"

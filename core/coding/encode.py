@@ -94,9 +94,7 @@ def encode_state(
             result, why = done or _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
             values[spec.name] = result.value
             entry = Entry(spec, result.encoded, tensor_digest(result.value))
-            state_after = ReferenceState(
-                result.encoded.codec, result.encoded.params, result.planes, result.encoder_only
-            )
+            state_after = ReferenceState(result.encoded.codec, result.encoded.params, result.planes)
             coded.append((entry, state_after, why))
             del result, done, context
             if release is not None and spec.name in before:
@@ -202,5 +200,5 @@ def _restore_one(
         coded = codec.encode(tensor, spec, context)
     except CannotRepresentError:
         return tensor, []
-    reference = ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes, coded.encoder_only)
+    reference = ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes)
     return coded.value, [(spec, reference)]

@@ -132,7 +132,7 @@ def _alone(codec: TensorCodec, coded: Coded, spec: TensorSpec) -> Coded | None:
     """The same tensor without a reference, as its reader will have it; None where its codec cannot do that."""
     if not isinstance(codec, Rebasable):
         return None
-    after = ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes, coded.encoder_only)
+    after = ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes)
     encoded: EncodedTensor | None = codec.rebase(coded.encoded, after, spec, {})
     if encoded is None:
         return None

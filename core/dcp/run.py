@@ -79,7 +79,7 @@ class Run:
         self._newest: Manifest | None = None
         self._step = 0
         self._began = 0.0
-        self._warmup = Warmup(config.scheme, config.scheme_options)
+        self._warmup = Warmup(config.scheme)
         self._writing = threading.Lock()
 
     def warm_up(self) -> None:

@@ -11,14 +11,13 @@ is said; ``quarters`` (4,) are the steps of exponents 64 to 67, as in quantize/d
 
 import numpy as np
 
-from shrinkpoint.arrays import Float32s, Float64s, Int8s, Int16s, Int32s, UInt8s, UInt16s
+from shrinkpoint.arrays import Float32s, Float64s, Int8s, Int16s, UInt8s, UInt16s
 from shrinkpoint.quantize.dither_kernels import random_bits, step_of
 from shrinkpoint.runtime.jit import jit, jit_part
 
 __all__ = [
     "LIMIT",
     "expect",
-    "halves",
     "places",
     "remember",
     "scaled",
@@ -104,35 +103,6 @@ def sum_squares(
 
 
 @jit
-def carry(
-    x: Float32s,
-    errors: Int8s,
-    exponents_before: UInt8s,
-    quarters_before: Float32s,
-    exponents: UInt8s,
-    quarters: Float32s,
-    share: np.float32,
-    out: Float32s,
-) -> None:
-    """Error feedback: weights plus a share of their former noise, ``errors`` / 64 of the smaller of both step sizes."""
-    q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
-    p0, p1, p2, p3 = quarters_before[0], quarters_before[1], quarters_before[2], quarters_before[3]
-    for i in range(out.size):
-        step = min(step_of(q0, q1, q2, q3, exponents[i]), step_of(p0, p1, p2, p3, exponents_before[i]))
-        out[i] = x[i] + (share * np.float32(errors[i]) * _OF_OFFSET) * step
-
-
-@jit
-def note_errors(x: Float32s, restored: Float32s, exponents: UInt8s, quarters: Float32s, out: Int8s) -> None:
-    """The quantization noise, restored value less weight, in 1/64 step."""
-    q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
-    parts, most = np.float32(64), np.float32(127)
-    for i in range(out.size):
-        error = (restored[i] - x[i]) / step_of(q0, q1, q2, q3, exponents[i]) * parts
-        out[i] = np.int8(np.int32(np.floor(min(max(error, -most), most) + _HALF)))
-
-
-@jit
 def values(points: Int16s, exponents: UInt8s, quarters: Float32s, seed: int, out: Float32s) -> None:
     """The weights that points represent: a subtraction and a product."""
     start = np.uint64(seed) << _32
@@ -147,7 +117,6 @@ def expect(
     offsets: Int8s,
     exponents_before: UInt8s,
     quarters_before: Float32s,
-    moved: np.float32,
     exponents: UInt8s,
     quarters: Float32s,
     seed: int,
@@ -156,7 +125,7 @@ def expect(
 ) -> None:
     """Predict the weights' positions: the nearest even point, in half steps, and the offset from it in 1/256 step.
 
-    The prediction is the value ``before`` plus ``moved * offsets`` / 64 of the former step size (``exponents_before``,
+    The prediction is the value ``before`` plus ``offsets`` / 64 of the former step size (``exponents_before``,
     ``quarters_before``).
     """
     start = np.uint64(seed) << _32
@@ -165,7 +134,7 @@ def expect(
     bound = np.float32(LIMIT)
     low, high = np.float32(-256), np.float32(255)
     for i in range(out.size):
-        offset = (moved * np.float32(offsets[i])) * step_of(p0, p1, p2, p3, exponents_before[i])
+        offset = np.float32(offsets[i]) * step_of(p0, p1, p2, p3, exponents_before[i])
         # 2**-6 times a product is exact, unless the result is about to be subnormal, which counts as zero
         mean = before[i] + (offset * _OF_OFFSET if abs(offset) >= _LEAST_OFFSET else _ZERO)
         place = mean / step_of(q0, q1, q2, q3, exponents[i]) + _dither(start, i)
@@ -176,32 +145,17 @@ def expect(
 
 
 @jit
-def halves(even: Int16s, here: Int16s, seed: int, limit: int, out: UInt8s) -> None:
-    """Magnitude of the predicted weight, in half steps up to ``limit``."""
-    start = np.uint64(seed) << _32
-    most = np.int32(limit)
-    for i in range(out.size):
-        dither = np.int32(_bits(start, i) >> np.uint64(8)) - np.int32(256)
-        size = abs((np.int32(even[i]) << 7) + np.int32(here[i]) - dither)
-        out[i] = np.uint8(min((size + np.int32(64)) >> 7, most))
-
-
-@jit
-def remember(
-    errors: Int32s, gains: UInt16s, exponents: UInt8s, carried: int, offsets: Int8s, out: Int8s
-) -> None:
-    """Update the predicted offset of each weight from its restored value, in 1/64 of the step size.
+def remember(points: Int16s, places: Int16s, gains: UInt16s, exponents: UInt8s, out: Int8s) -> None:
+    """How far from its restored value each weight is expected, in 1/64 of the step size.
 
     Args:
-        errors: points less their predictions, in 1/256 of this checkpoint's step size.
+        points: in half steps.
+        places: where they were expected, in 1/256 step.
         gains: (256,), `Expectation.gains`.
         exponents: of each element.
-        carried: `Expectation`'s share, in 1/16.
-        offsets: the offsets of the previous checkpoint.
         out: receives it.
     """
-    share = np.int32(carried)
     for i in range(out.size):
-        back = (np.int32(512) - errors[i] * np.int32(gains[exponents[i]])) >> 10
-        back += (np.int32(offsets[i]) * share + np.int32(8)) >> 4
+        error = np.int32(points[i]) * np.int32(128) - np.int32(places[i])
+        back = (np.int32(512) - error * np.int32(gains[exponents[i]])) >> 10
         out[i] = np.int8(min(max(back, -127), 127))

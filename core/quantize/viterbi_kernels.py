@@ -9,13 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from shrinkpoint.arrays import Float32s, Int16s, UInt8s
-from shrinkpoint.entropy.trellis.margin_kernels import flip
 from shrinkpoint.runtime.jit import jit
 
 __all__ = ["nearest_path"]
 
 
-_LANES = 16
+_LANES, _STATES = 16, 4
 _EVERY = 64  # columns after which path costs are rebased
 
 
@@ -25,9 +24,9 @@ class _Search(NamedTuple):
     Attributes:
         y: fp32 (width, lanes), the values.
         squares: fp32 (4, lanes).
-        costs: fp32 (2, states, lanes).
+        costs: fp32 (2, 4, lanes).
         base: fp32 (lanes,).
-        choices: uint8 (width, states, lanes).
+        choices: uint8 (width, 4, lanes).
     """
 
     y: Float32s
@@ -37,27 +36,26 @@ class _Search(NamedTuple):
     choices: UInt8s
 
 
-def nearest_path(values: Float32s, width: int, states: int, out: Int16s) -> None:
+def nearest_path(values: Float32s, width: int, out: Int16s) -> None:
     """Fill ``out`` with the points, in half steps, of the trellis path with the least squared error.
 
     Args:
         values: fp32 (n,), in steps, within `trellis_dither_kernels.LIMIT`.
         width: elements of a path; each begins in state 0.
-        states: 4 or 8.
         out: int16 (n,).
     """
     search = _Search(
         y=np.zeros((width, _LANES), np.float32),
         squares=np.zeros((4, _LANES), np.float32),
-        costs=np.zeros((2, states, _LANES), np.float32),
+        costs=np.zeros((2, _STATES, _LANES), np.float32),
         base=np.zeros(_LANES, np.float32),
-        choices=np.zeros((width, states, _LANES), np.uint8),
+        choices=np.zeros((width, _STATES, _LANES), np.uint8),
     )
-    _search(values, width, states, search, out)
+    _search(values, width, search, out)
 
 
 @jit
-def _search(values: Float32s, width: int, states: int, search: _Search, out: Int16s) -> None:
+def _search(values: Float32s, width: int, search: _Search, out: Int16s) -> None:
     lanes = _LANES
     y, squares, costs, base, choices = search
     half, one, two = np.float32(0.5), np.float32(1), np.float32(2)
@@ -94,10 +92,10 @@ def _search(values: Float32s, width: int, states: int, search: _Search, out: Int
                 for k in range(4):
                     squares[k, some - 1] = 0
             # 2b. Add, compare, select: two states lead to each.
-            for state in range(states):
+            for state in range(_STATES):
                 low = state >> 1
-                high = low + states // 2
-                parity = (state & 1) ^ flip(low, states)
+                high = low + _STATES // 2
+                parity = (state & 1) ^ ((low >> 1) & 1)
                 offset = low & 1
                 of_low, of_high = squares[2 * offset + parity], squares[2 * offset + 1 - parity]
                 from_low, from_high = before[low], before[high]
@@ -110,7 +108,7 @@ def _search(values: Float32s, width: int, states: int, search: _Search, out: Int
             if j % _EVERY == _EVERY - 1:
                 for lane in range(lanes):
                     base[lane] = now[0, lane]
-                for state in range(states):
+                for state in range(_STATES):
                     cost = now[state]
                     for lane in range(lanes):
                         cost[lane] -= base[lane]
@@ -120,14 +118,14 @@ def _search(values: Float32s, width: int, states: int, search: _Search, out: Int
             start = (first + lane) * width
             row = values[start : min(start + width, values.size)]
             state = 0
-            for other_state in range(1, states):
+            for other_state in range(1, _STATES):
                 if last[other_state, lane] < last[state, lane]:
                     state = other_state
             for j in range(width - 1, -1, -1):
                 chosen = choices[j, state, lane]
                 low = state >> 1
-                parity = (state & 1) ^ flip(low, states) ^ chosen
-                state = low + (states // 2) * chosen
+                parity = (state & 1) ^ ((low >> 1) & 1) ^ chosen
+                state = low + (_STATES // 2) * chosen
                 if j < row.size:
                     shift = half * np.float32(state & 1)
                     index = two * np.floor((row[j] - shift - np.float32(parity)) * half + half)

@@ -1,7 +1,7 @@
 """Compiles the coders of a scheme by making and restoring some checkpoints of a small training, and notes that it did.
 
 numba compiles what is called for the first time: up to a minute of one core for the coders of scheme ``auto``. It keeps what
-it compiled in a folder, which also gets one file for each scheme and effort, named after numba's version and the
+it compiled in a folder, which also gets one file for each scheme, named after numba's version and the
 processor. It lists the coders' sources and numba's files: if one of these is missing, all are compiled again.
 """
 
@@ -12,14 +12,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shrinkpoint.coding.encode import decode_chain, encode_state
-from shrinkpoint.entropy.contexts.coder import Effort
-from shrinkpoint.errors import ConfigError
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.runtime import jit
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
@@ -36,27 +34,26 @@ __all__ = ["cache_folder", "compile_coders", "is_compiled", "precompile"]
 _WIDTH, _ROWS, _SAVES, _STEPS = 64, 512, 3, 10
 
 
-def compile_coders(scheme: str, effort: str | None = None) -> bool:
+def compile_coders(scheme: str) -> bool:
     """Compile what saves and restores of a scheme call, exact ones too, by making some of a small training.
 
     Args:
         scheme: its name.
-        effort: of the coder, for schemes that have several; None takes the scheme's default.
 
     Returns:
         Whether it was done: False where no folder may be written to, for nothing would last.
 
     Raises:
-        ConfigError: there is no such scheme, or no such effort.
+        ConfigError: there is no such scheme.
     """
-    options = _options(scheme, effort)
+    options = options_of(scheme)
     folder = cache_folder()
     if folder is None:
         return False
     _make_and_restore(scheme, options)
     if scheme != "lossless":
         _make_and_restore("lossless", None)
-    mark = folder / _mark(scheme, options)
+    mark = folder / _mark(scheme)
     mark.parent.mkdir(parents=True, exist_ok=True)
     part = mark.with_suffix(f".{os.getpid()}")
     files = [os.path.relpath(file, mark.parent) for file in _cached_files()]
@@ -65,7 +62,7 @@ def compile_coders(scheme: str, effort: str | None = None) -> bool:
     return True
 
 
-def is_compiled(scheme: str, effort: str | None = None) -> bool:
+def is_compiled(scheme: str) -> bool:
     """Whether `compile_coders` has been here since the coders, numba or the processor last changed, or the installed wheel
     has its coders compiled (`precompile`).
 
@@ -74,13 +71,13 @@ def is_compiled(scheme: str, effort: str | None = None) -> bool:
     """
     from shrinkpoint.runtime.precompiled import includes
 
-    options = _options(scheme, effort)
-    name = _mark(scheme, options)
-    return includes([_coder(scheme, options)]) or any(_is_sound(folder / name) for folder in _folders())
+    options_of(scheme)
+    name = _mark(scheme)
+    return includes([scheme]) or any(_is_sound(folder / name) for folder in _folders())
 
 
 def precompile(package: Path) -> int:
-    """Compile the coders of all schemes and efforts into a package's folder, of which a wheel is then made.
+    """Compile the coders of all schemes into a package's folder, of which a wheel is then made.
 
     numba's cache must be empty, and its processor the level that is compiled for: see `shrinkpoint.runtime.precompiled`.
 
@@ -95,15 +92,9 @@ def precompile(package: Path) -> int:
     """
     from shrinkpoint.runtime.precompiled import write
 
-    coders = []
     for scheme in SCHEMES:
-        options = options_of(scheme)
-        efforts = get_args(Effort) if "effort" in _names(options) else (None,)
-        for effort in efforts:
-            chosen = _options(scheme, effort)
-            _make_and_restore(scheme, chosen)
-            coders.append(_coder(scheme, chosen))
-    return write((kernel for _, kernel in _called_kernels()), coders, at=package)
+        _make_and_restore(scheme, options_of(scheme))
+    return write((kernel for _, kernel in _called_kernels()), list(SCHEMES), at=package)
 
 
 def _is_sound(mark: Path) -> bool:
@@ -158,26 +149,13 @@ def _called_kernels() -> Iterator[tuple["KernelCache", Any]]:
             yield kept, kernel
 
 
-def _options(scheme: str, effort: str | None) -> Any:
-    options = options_of(scheme)
-    if effort is None:
-        return options
-    if "effort" not in _names(options):
-        raise ConfigError(f"effort={effort!r}: the scheme {scheme!r} has only one")
-    return replace(options, effort=effort)
-
-
 def _names(options: Any) -> set[str]:
     return {item.name for item in fields(options)} if options is not None else set()
 
 
-def _coder(scheme: str, options: object) -> str:
-    return f"{scheme} {getattr(options, 'effort', None)}"
-
-
 def _make_and_restore(scheme: str, options: Any) -> None:
     if "weight_scale" in _names(options):
-        options = replace(options, weight_scale=0.25)  # noise in coarse steps is carried over
+        options = replace(options, weight_scale=0.25)  # none is given to be measured
     for dtype in (torch.float32, torch.bfloat16):
         _make_and_restore_one(scheme, options, _SmallTraining(dtype))
 
@@ -230,16 +208,14 @@ class _SmallTraining:
         return self._snapshotter.take(TrainingState.capture(live, describe)).wait()
 
 
-def _mark(scheme: str, options: object) -> str:
+def _mark(scheme: str) -> str:
     """The file that lists what was compiled for this processor; it is in numba's folder."""
     import numba
     from numba.core.registry import cpu_target
 
     machine = cpu_target.target_context.codegen().magic_tuple()
     processor = [numba.__version__, sys.implementation.cache_tag, repr(machine)]
-    named = hashlib.sha256(
-        json.dumps([scheme, getattr(options, "effort", None), processor]).encode()
-    ).hexdigest()[:16]
+    named = hashlib.sha256(json.dumps([scheme, processor]).encode()).hexdigest()[:16]
     return f"shrinkpoint-{named}.compiled"
 
 

@@ -61,12 +61,10 @@ class Warmup:
 
     Args:
         scheme: its name.
-        options: its own, of which the effort matters.
     """
 
-    def __init__(self, scheme: str, options: object) -> None:
+    def __init__(self, scheme: str) -> None:
         self._scheme = scheme
-        self._effort: str | None = getattr(options, "effort", None)
         self._begun = False
         self._child: _Child | None = None
         self._failure: str | None = None
@@ -81,8 +79,8 @@ class Warmup:
             return
         self._begun = True
         try:
-            if _worthwhile(self._scheme, self._effort):
-                self._child = _spawn(self._scheme, self._effort)
+            if _worthwhile(self._scheme):
+                self._child = _spawn(self._scheme)
                 weakref.finalize(self, self._child.end)  # when the interpreter exits, if not before
         except Exception as error:  # noqa: BLE001 - training does without
             self._failure = f"{type(error).__name__}: {error}"
@@ -123,15 +121,15 @@ class Warmup:
                 self.start()
 
 
-def _worthwhile(scheme: str, effort: str | None) -> bool:
+def _worthwhile(scheme: str) -> bool:
     # in a frozen application the executable is not an interpreter but the application
     if not sys.executable or getattr(sys, "frozen", False) or _INSIDE in os.environ or cache_folder() is None:
         return False
-    return not is_compiled(scheme, effort)
+    return not is_compiled(scheme)
 
 
-def _spawn(scheme: str, effort: str | None) -> _Child:
-    arguments = [[os.path.abspath(folder) for folder in sys.path], os.getpid(), scheme, effort]
+def _spawn(scheme: str) -> _Child:
+    arguments = [[os.path.abspath(folder) for folder in sys.path], os.getpid(), scheme]
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - `_Child.end` closes it
     try:
         process = subprocess.Popen(
@@ -161,9 +159,9 @@ def _waited(child: _Child) -> str | None:
     return f"exit code {code}: {said}" if code else None
 
 
-def _main(parent: int, scheme: str, effort: str | None) -> None:
+def _main(parent: int, scheme: str) -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    compile_coders(scheme, effort)
+    compile_coders(scheme)
 
 
 def _end_with(parent: int) -> None:

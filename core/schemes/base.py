@@ -96,8 +96,6 @@ class ReferenceState:
     codec: str
     params: Mapping[str, JSON]
     planes: Planes
-    encoder_only: Planes = field(default_factory=dict)
-    """Further planes that only the encoder has, and may use to make the next checkpoint smaller; empty in a reader."""
 
     @property
     def sizes(self) -> set[int]:
@@ -112,8 +110,7 @@ class ReferenceState:
     def nbytes(self) -> int:
         """Bytes that it takes in memory."""
         planes = self.planes
-        own = planes.nbytes if isinstance(planes, PackedPlanes) else bytes_in_memory(planes)
-        return own + bytes_in_memory(self.encoder_only)
+        return planes.nbytes if isinstance(planes, PackedPlanes) else bytes_in_memory(planes)
 
     def moved(self, move: Callable[[Planes], Planes]) -> "ReferenceState":
         """The same, with its arrays elsewhere.
@@ -122,8 +119,7 @@ class ReferenceState:
             move: gives what stands for some arrays, by name.
         """
         planes = self.planes
-        planes = planes.moved(move) if isinstance(planes, PackedPlanes) else move(planes)
-        return replace(self, planes=planes, encoder_only=move(self.encoder_only))
+        return replace(self, planes=planes.moved(move) if isinstance(planes, PackedPlanes) else move(planes))
 
 
 @dataclass(frozen=True)
@@ -134,8 +130,6 @@ class Coded:
     planes: Planes
     value: torch.Tensor
     """The reconstruction that a reader will get, by the decoder's own arithmetic (closed loop)."""
-    encoder_only: Planes = field(default_factory=dict)
-    """See `ReferenceState.encoder_only`."""
 
 
 @dataclass(frozen=True)

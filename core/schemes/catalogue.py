@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from shrinkpoint.errors import ConfigError, UnsupportedFormatError
 from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
-from shrinkpoint.schemes.auto.lattice import LatticeCodec
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
@@ -95,7 +94,6 @@ ENTRIES: Mapping[str, SchemeEntry] = MappingProxyType(
             AutoOptions,
             (
                 TrellisWeightCodec,
-                LatticeCodec,
                 CentroidFirstMomentCodec,
                 CentroidMomentumCodec,
                 FactoredSecondMomentCodec,

@@ -9,18 +9,14 @@ Payload: one byte for the method, then
     4 rans      shrinkpoint.entropy.static.rans, alone
     5 given     rANS given the symbol at the same place in the previous plane
     6 lstm      shrinkpoint.entropy.lstm.coder
-    7 context   shrinkpoint.entropy.contexts.coder, without side planes
-    8 side      the same, the previous plane being its side plane
 """
 
 import lzma
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from shrinkpoint.arrays import UInt8s
-from shrinkpoint.entropy.contexts import coder as context
 from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.entropy.static.huffman import decode_huffman, encode_huffman
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
@@ -38,16 +34,13 @@ __all__ = [
 ]
 
 
-SymbolCoder = Literal["packed", "lzma", "huffman", "cyclic", "rans", "context", "mixing"]
-"""``packed`` is plain bits, ``cyclic`` needs a previous plane and is ``huffman`` without one; ``rans``, ``context`` and
-``mixing`` are each smaller and slower than the one before, the last two being `shrinkpoint.entropy.contexts.coder` with
-effort default and max."""
+SymbolCoder = Literal["packed", "lzma", "huffman", "cyclic", "rans"]
+"""``packed`` is plain bits, ``cyclic`` needs a previous plane and is ``huffman`` without one."""
 
 PlaneCoder = SymbolCoder | lstm.LstmOptions
 """The latter is `shrinkpoint.entropy.lstm.coder`: slow."""
 
-_PACKED, _LZMA, _HUFFMAN, _CYCLIC, _RANS, _GIVEN, _LSTM, _CONTEXT, _BESIDE = range(9)
-_EFFORTS: Mapping[SymbolCoder, context.Effort] = {"context": "default", "mixing": "max"}
+_PACKED, _LZMA, _HUFFMAN, _CYCLIC, _RANS, _GIVEN, _LSTM = range(7)
 _DICTIONARY = 8 << 20
 _CHUNK = 1 << 20  # symbols; a multiple of 8, so that every chunk ends with a whole byte
 _PRESET = 6
@@ -69,8 +62,8 @@ def encode_plane(
         alphabet: 1..256.
         coder: how to code.
         previous: uint8 (n,), the same plane of the previous checkpoint, of the same alphabet; None without one.
-        threads: threads for rANS and contexts; the bytes do not depend on it.
-        columns: of the plane, for contexts; None for a plane of one row.
+        threads: threads for rANS; the bytes do not depend on it.
+        columns: of the plane, for the LSTM; None for a plane of one row.
 
     Returns:
         The payload; `uses_previous` gives from it whether decoding needs the previous plane.
@@ -82,17 +75,6 @@ def encode_plane(
         )
     if coder == "rans":
         return _encode_rans(plane, alphabet, previous, threads)
-    if coder in _EFFORTS:
-        sides = _sides(previous, alphabet)
-        payload = context.encode_plane(
-            plane,
-            alphabet,
-            columns=wide,
-            sides=sides,
-            effort=_EFFORTS[coder],
-            threads=threads,
-        )
-        return bytes([_BESIDE if sides else _CONTEXT]) + payload
     if coder == "cyclic" and previous is not None:
         delta = (plane.astype(np.int64) - previous) % alphabet
         return bytes([_CYCLIC]) + encode_huffman(delta)
@@ -137,9 +119,6 @@ def decode_plane(
     wide = _columns(count, columns)
     if method == _LSTM:
         return lstm.decode_plane(body, count, alphabet, columns=wide, previous=previous, threads=threads)
-    if method in (_CONTEXT, _BESIDE):
-        sides = _sides(previous if method == _BESIDE else None, alphabet)
-        return context.decode_plane(body, count, alphabet, columns=wide, sides=sides, threads=threads)
     if method == _RANS:
         return decode_symbols(body, None, count, alphabet, 1, threads=threads)
     if method == _GIVEN:
@@ -161,7 +140,7 @@ def uses_previous(payload: bytes) -> bool:
     """Whether a payload was coded given the previous plane."""
     if payload[:1] == bytes([_LSTM]):
         return lstm.uses_previous(payload[1:])
-    return payload[:1] in (bytes([_CYCLIC]), bytes([_GIVEN]), bytes([_BESIDE]))
+    return payload[:1] in (bytes([_CYCLIC]), bytes([_GIVEN]))
 
 
 def deflate(data: bytes) -> bytes:
@@ -192,10 +171,6 @@ def _filters(**more: Any) -> list[dict[str, Any]]:
 
 def _columns(count: int, columns: int | None) -> int:
     return columns or max(count, 1)
-
-
-def _sides(previous: UInt8s | None, alphabet: int) -> list[context.Side]:
-    return [] if previous is None else [context.Side(previous, alphabet)]
 
 
 def _encode_rans(plane: UInt8s, alphabet: int, previous: UInt8s | None, threads: int) -> bytes:

@@ -101,7 +101,7 @@ class ShardedSaver:
         self._waits = WaitingShare()
         self._under_way = SaveUnderWay()
         self._worker = Worker("shrinkpoint-save", before_exit=self._end_probe)
-        self._warmup = Warmup(self.config.scheme, self.config.scheme_options)
+        self._warmup = Warmup(self.config.scheme)
         self._number = 0
         self._rank_tensors: RankTensors | None = None
         self._layout: Layout | None = None

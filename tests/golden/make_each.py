@@ -24,7 +24,7 @@ from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.lattice import LatticeCodec
-from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
+from shrinkpoint.schemes.auto.row_and_column_steps import curvature_exponents
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec

@@ -12,7 +12,7 @@ bits per byte)::
     lengths     a varint for each chunk but the last
     chunks
 
-    flags       bit 0: rows are predicted from the rows before; others 0
+    flags       bit 0: rows are predicted from the rows before; bit 1: no states follow, all are 2^15; others 0
     mean        fp32: mean square of points less places, about, in square steps
     tables      number of tables less 1; if it is not 0, the table of each context in 4 bits, low bits first; of each table the
                 number of its symbols less 1, and as many counts of 8 bits
@@ -28,39 +28,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shrinkpoint.arrays import Int16s, Int64s, UInt8s
+from shrinkpoint.arrays import Int16s, Int64s
+from shrinkpoint.entropy.lanes.trellis import MAX_WIDTH
 from shrinkpoint.entropy.static.rans import map_in_threads
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from shrinkpoint.entropy.lanes.lowrank_kernels import LowRank
-    from shrinkpoint.entropy.lanes.walk_kernels import Room
+    pass
 
-__all__ = ["decode_matrix", "encode_matrix", "row_width"]
+__all__ = ["decode_matrix", "encode_matrix"]
 
 
-MAX_WIDTH = 1 << 15
-_LEAST_WIDTH, _USUAL_WIDTH, _LANES = 64, 4096, 16
-_LEAST_COLUMNS = 8
+_LANES = 16
 _CHUNK, _CHUNK_ROWS = 1 << 20, 512
 _LEAST_ROWS = 2 * _LANES  # for a prediction from the rows before
 _SEGMENT = 16
-_LOW_RANK = 1
+_LOW_RANK, _NO_STATES = 1, 2
 _LEAST_MEAN, _MOST_MEAN = 1e-9, 1e10
 _NO_PLACES = np.zeros(0, np.int16)
-
-
-def row_width(rows: int, columns: int) -> int:
-    """How many elements of a matrix, flat in C order, the coder takes for a row.
-
-    A row's own; as many rows' as make 64 elements; or, where there are too few rows for sixteen lanes, or they are very short or long,
-    whatever fills the lanes.
-    """
-    together = -(-_LEAST_WIDTH // max(columns, 1))
-    if _LEAST_COLUMNS <= columns <= MAX_WIDTH and rows >= _LANES * together:
-        return columns * together
-    return min(max(-(-rows * columns // _LANES), _LEAST_WIDTH), _USUAL_WIDTH)
 
 
 def encode_matrix(
@@ -70,9 +56,9 @@ def encode_matrix(
 
     Args:
         points: int16 (n,). With places: in half steps, from the even points that places are counted from, each row a path of the
-            trellis (`shrinkpoint.entropy.trellis.states`). Without: of any kind.
+            trellis (`shrinkpoint.entropy.lanes.trellis`). Without: of any kind.
         places: int16 (n,) in 1/256 of a step: where points are expected; None for 0.
-        width: elements of a row, `row_width`.
+        width: elements of a row, as of `shrinkpoint.entropy.lanes.trellis.row_width`.
         predictable: whether rows may be predictable from those before.
         threads: how many threads share the chunks.
 
@@ -94,7 +80,9 @@ def encode_matrix(
     return b"".join((bytes(out), *chunks))
 
 
-def decode_matrix(payload: Payload, size: int, places: Int16s | None, *, width: int, threads: int = 1) -> Int16s:
+def decode_matrix(
+    payload: Payload, size: int, places: Int16s | None, *, width: int, threads: int = 1
+) -> Int16s:
     """Inverse of `encode_matrix`; int16 (size,).
 
     Raises:
@@ -125,7 +113,7 @@ def _check(points: Int16s, places: Int16s | None, width: int) -> None:
         raise ValueError("points must be a 1-D int16 array")
     if places is not None and (places.dtype != np.int16 or places.shape != points.shape):
         raise ValueError("places must be int16, one for each point")
-    if not 1 <= width <= MAX_WIDTH + _LEAST_WIDTH:
+    if not 1 <= width <= MAX_WIDTH:
         raise ValueError(f"width must be from 1 to {MAX_WIDTH}, got {width}")
 
 
@@ -147,13 +135,13 @@ def _bounds(width: int) -> Int64s:
     return np.array(found, np.int64)
 
 
-def _walk(
-    points: Int16s, places: Int16s, width: int, mean: float, low_rank: bool, stream: object
-) -> None:
+def _walk(points: Int16s, places: Int16s, width: int, mean: float, low_rank: bool, stream: object) -> None:
     from shrinkpoint.entropy.lanes import lowrank_kernels, walk_kernels  # numba
 
     bounds = _bounds(width)
-    directions = lowrank_kernels.new_low_rank(width if low_rank else 0, bounds.size - 1 if low_rank else 0, mean)
+    directions = lowrank_kernels.new_low_rank(
+        width if low_rank else 0, bounds.size - 1 if low_rank else 0, mean
+    )
     room = walk_kernels.Room(
         points=np.empty((width, _LANES), np.int32),
         places=np.empty((width, _LANES), np.float32),
@@ -199,7 +187,8 @@ def _encode(points: Int16s, places: Int16s, width: int, predictable: bool) -> by
     rans_kernels.prepare(table_of, codes[:count], entries, stream.lookup)
     words = np.empty(size + _LANES, np.uint16)
     first = rans_kernels.encode(symbols, contexts, size, width, entries, words, stream.states)
-    out = bytearray([_LOW_RANK if low_rank else 0])
+    has_states = bool((stream.states != rans_kernels.LOWER).any())
+    out = bytearray([(_LOW_RANK if low_rank else 0) | (0 if has_states else _NO_STATES)])
     out += np.float32(mean).astype("<f4").tobytes()
     out.append(count - 1)
     if count > 1:
@@ -209,10 +198,13 @@ def _encode(points: Int16s, places: Int16s, width: int, predictable: bool) -> by
         used = int(np.flatnonzero(row)[-1]) + 1
         out.append(used - 1)
         out += row[:used].tobytes()
-    out += stream.states.astype("<u4").tobytes()
+    if has_states:
+        out += stream.states.astype("<u4").tobytes()
     many = (int(stream.ends[1]) + 7) // 8
     write_uvarint(out, many)
-    return b"".join((bytes(out), stream.bits[:many].tobytes(), words[first:].astype("<u2", copy=False).tobytes()))
+    return b"".join(
+        (bytes(out), stream.bits[:many].tobytes(), words[first:].astype("<u2", copy=False).tobytes())
+    )
 
 
 def _mean(points: Int16s, places: Int16s) -> float:
@@ -232,7 +224,7 @@ def _decode(chunk: memoryview, points: Int16s, places: Int16s, width: int) -> No
     flags = reader.byte()
     mean = float(np.frombuffer(reader.take(4), "<f4")[0])
     low_rank = bool(flags & _LOW_RANK)
-    if flags > _LOW_RANK or not _LEAST_MEAN / 2 <= mean <= 2 * _MOST_MEAN:
+    if flags > _LOW_RANK + _NO_STATES or not _LEAST_MEAN / 2 <= mean <= 2 * _MOST_MEAN:
         raise FormatError("matrix chunk: its model is malformed")
     count = reader.byte() + 1
     if count > rans_kernels.MAX_TABLES:
@@ -249,7 +241,9 @@ def _decode(chunk: memoryview, points: Int16s, places: Int16s, width: int) -> No
         if used > alphabet:
             raise FormatError(f"matrix chunk: a table of {used} symbols")
         row[:used] = np.frombuffer(reader.take(used), np.uint8)
-    states = np.frombuffer(reader.take(4 * _LANES), "<u4").astype(np.uint32)
+    states = np.full(_LANES, rans_kernels.LOWER, np.uint32)
+    if not flags & _NO_STATES:
+        states[:] = np.frombuffer(reader.take(4 * _LANES), "<u4")
     many = reader.uvarint(reader.remaining, "number of bits' bytes")
     bits = np.zeros(many + margin, np.uint8)
     bits[:many] = np.frombuffer(reader.take(many), np.uint8)

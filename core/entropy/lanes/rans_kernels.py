@@ -189,7 +189,13 @@ def prepare(tables: UInt8s, codes: UInt8s, entries: UInt32s, lookup: UInt8s) -> 
 
 @jit
 def encode(
-    symbols: UInt8s, contexts: UInt8s, size: int, columns: int, entries: UInt32s, words: UInt16s, states: UInt32s
+    symbols: UInt8s,
+    contexts: UInt8s,
+    size: int,
+    columns: int,
+    entries: UInt32s,
+    words: UInt16s,
+    states: UInt32s,
 ) -> int:
     """Encode a chunk's symbols in the order of its walk.
 

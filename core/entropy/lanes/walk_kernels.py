@@ -120,7 +120,9 @@ def _settle(points: Int32s, on_trellis: bool, lanes: Int32s) -> None:
         square = np.int32(min(abs(d), np.int32(1024)))
         energies[lane] = min(energies[lane] + square * square, np.int32(_MOST_ENERGY))
         points[lane] = np.int32(2) * k + (s & np.int32(1)) if on_trellis else k
-        states[lane] = ((np.int32(2) * s) & np.int32(3)) | ((k ^ (s >> np.int32(1))) & np.int32(1)) if on_trellis else s
+        states[lane] = (
+            ((np.int32(2) * s) & np.int32(3)) | ((k ^ (s >> np.int32(1))) & np.int32(1)) if on_trellis else s
+        )
 
 
 @jit_part
@@ -136,7 +138,9 @@ def _moved(room: Room, first: int, last: int, step: np.float32) -> None:
 
 
 @jit_part
-def _load(points: Int16s, places: Int16s, at: int, some: int, size: int, columns: int, encoding: bool, room: Room) -> None:
+def _load(
+    points: Int16s, places: Int16s, at: int, some: int, size: int, columns: int, encoding: bool, room: Room
+) -> None:
     """Fill the room with the rows from element ``at`` on; zeros where there are none."""
     for j in range(columns):
         for lane in range(LANES):
@@ -177,7 +181,9 @@ def _put(some: int, at: int, bit: int, lanes: Int32s, stream: Stream) -> int:
     if largest < _EXACT:
         for lane in range(some):
             d = np.int32(distances[lane] * sides[lane])
-            stream.symbols[at + lane] = np.uint8(np.int32(2) * abs(d) - (np.int32(1) if d > 0 else np.int32(0)))
+            stream.symbols[at + lane] = np.uint8(
+                np.int32(2) * abs(d) - (np.int32(1) if d > 0 else np.int32(0))
+            )
             stream.contexts[at + lane] = np.uint8(contexts[lane])
         return bit
     for lane in range(some):
@@ -260,7 +266,7 @@ def walk(
     """
     encoding, on_trellis = stream.symbols.size > 0, places.size > 0
     size = points.size
-    at, position, bit, number = 0, 0, 0, 0
+    at, position, bit = 0, 0, 0
     step = _HALF if on_trellis else _ONE
     of_mean = _ONE / mean
     lanes = room.lanes
@@ -269,6 +275,7 @@ def walk(
     for j in range(columns):
         room.energies[j] = mean
     for start in range(0, size, LANES * columns):
+        number = start // (LANES * columns)
         rows = min(LANES, (size - start + columns - 1) // columns)
         tail = min(columns, size - start - (rows - 1) * columns)  # columns of the last of these rows
         _load(points, places, start, rows, size, columns, encoding, room)
@@ -284,7 +291,9 @@ def walk(
         for segment in range(bounds.size - 1):
             first, last = bounds[segment], bounds[segment + 1]
             if known:
-                predict(directions.v[first:last], directions.u, room.places[first:last], room.expected[first:last])
+                predict(
+                    directions.v[first:last], directions.u, room.places[first:last], room.expected[first:last]
+                )
             else:
                 for j in range(first, last):
                     for lane in range(LANES):
@@ -329,5 +338,4 @@ def walk(
                 learn(directions, room.moves)
                 follow(directions, bounds)
                 known = True
-        number += 1
     stream.ends[0], stream.ends[1], stream.ends[2] = position, bit, 0 if sound else 1

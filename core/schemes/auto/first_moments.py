@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from shrinkpoint.arrays import Float32s, Float64s, UInt8s, widened
-from shrinkpoint.entropy.contexts.coder import Effort, decode_plane, encode_plane
+from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
+from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.auto.moment_units import (
     STRANGE,
@@ -43,7 +44,6 @@ from shrinkpoint.schemes.codec_io import (
     number,
     section,
 )
-from shrinkpoint.schemes.recipe import check_choice
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
@@ -75,8 +75,6 @@ class _CentroidCodec(MomentCodec):
     """Distance of two levels in units; None takes the widest that loses no more than `loss`."""
     loss: float = 0.1
     """Greatest share of the moment to be lost: 1 less its product with the restored one over its square, in units."""
-    effort: Effort = "default"
-    """How much time the coder of the levels spends."""
     linear: bool = False
     """Whether updates are as long as the moment itself is, so that its length and what is lost of it are those of the values;
     otherwise those of the values in units."""
@@ -86,7 +84,6 @@ class _CentroidCodec(MomentCodec):
             raise ConfigError(f"step must be between 0.001 and 64 units, or None, not {self.step}")
         if not 0 < self.loss <= 1:
             raise ConfigError(f"loss must be above 0 and at most 1, not {self.loss}")
-        check_choice(self, "effort", Effort)
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; what has no unit, or is not finite, is refused."""
@@ -99,13 +96,9 @@ class _CentroidCodec(MomentCodec):
         quantized = replace(quantized, units=_NOTHING)  # which coding does not need
 
         def coded(threads: int) -> Coded:
-            payload = encode_plane(
-                quantized.plane,
-                2 * quantized.radius + 1,
-                columns=matrix_shape(spec.shape)[1],
-                effort=self.effort,
-                threads=threads,
-            )
+            levels = quantized.plane.astype(np.int16) - np.int16(quantized.radius)
+            width = row_width(*matrix_shape(spec.shape))
+            payload = encode_matrix(levels, None, width=width, predictable=True, threads=threads)
             params: dict[str, JSON] = {"step": float(quantized.step), "radius": quantized.radius}
             params["centroids"] = list(quantized.centroids)
             encoded = EncodedTensor(self.id, params, {self.PLANE: payload, **quantized.sections})
@@ -157,13 +150,16 @@ class _CentroidCodec(MomentCodec):
             raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
         centroids = _read_centroids(encoded.params.get("centroids"), radius, spec)
         units = self._units(encoded, spec, context)
-        plane = decode_plane(
+        levels = decode_matrix(
             section(encoded, spec, self.PLANE),
             spec.numel,
-            2 * radius + 1,
-            columns=matrix_shape(spec.shape)[1],
+            None,
+            width=row_width(*matrix_shape(spec.shape)),
             threads=context.threads,
         )
+        if levels.size and max(int(levels.max()), -int(levels.min())) > radius:
+            raise FormatError(f"{spec.name}: a level lies beyond {radius}")
+        plane = (levels + np.int16(radius)).astype(np.uint8)
         return _Quantized(plane, radius, step, centroids, units, {}).value(spec)
 
 

@@ -21,7 +21,8 @@ import numpy.typing as npt
 import torch
 
 from shrinkpoint.arrays import Bools, Float32s, Int16s
-from shrinkpoint.entropy.contexts.coder import decode_plane, encode_plane
+from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
+from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import ConfigError, FormatError
 from shrinkpoint.quantize.dither import SEEDS
@@ -31,7 +32,6 @@ from shrinkpoint.schemes.auto.log_residuals import (
     HIGH,
     LOW,
     PER_OCTAVE,
-    SYMBOLS,
     Levels,
     Prediction,
     Residuals,
@@ -64,7 +64,7 @@ class LogLevelsCodec:
     """Sizes as ``2 ** (k / 16)``, and signs where there are any.
 
     Guarantees: zeros alone are restored as zeros, signs are kept, and no element is restored farther from itself than a factor of
-    ``2 ** ((step + 1) / 32)``, and 2 % with the widest step, if `divides`; but what is more than 254 steps smaller than another, or subnormal, may be restored larger.
+    ``2 ** ((step + 1) / 32)``, and 2 % with the widest step, if `divides`; but what is subnormal may be restored larger.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -80,8 +80,6 @@ class LogLevelsCodec:
     divides: bool = False
     """Whether updates are divided by its root. Then the mean of ``1 / v`` is right, and updates are as long as they would have been;
     else that of ``log v`` is."""
-    alone: bool = False
-    """Whether what is restored may not depend on the checkpoint before, which then only makes it smaller."""
 
     def __post_init__(self) -> None:
         if type(self.step) is not int or not 1 <= self.step <= _WIDEST:
@@ -102,20 +100,18 @@ class LogLevelsCodec:
         if before is not None:
             shift = shift_between(levels.exponents, before)
             moved = levels.residuals(Prediction.by_predecessor(before, shift))
-            may_differ = not self.alone or not (residuals.clips(levels) or moved.clips(levels))
-            if may_differ and moved.cost < residuals.cost:
+            if moved.cost < residuals.cost:
                 residuals = moved
         factors = residuals.prediction.factors
-        params: dict[str, JSON] = {"step": self.step, "seed": levels.seed, "lowest": residuals.lowest}
-        params |= {"count": residuals.count, "signed": negative is not None}
+        params: dict[str, JSON] = {"step": self.step, "seed": levels.seed, "signed": negative is not None}
         if factors is None:
             params["shift"] = shift
-        exponents = residuals.exponents(levels)
+        exponents = levels.exponents
         planes = LogPlanes(exponents, self.step, levels.seed)
         value = emitted(values_of(exponents, negative), spec, nonzero=values)
 
         def coded(threads: int) -> Coded:
-            sections = {"levels": _encoded(residuals, spec, threads)}
+            sections = _encoded(residuals, levels, spec, threads)
             if factors is not None:
                 sections["factors"] = factors.encode(threads)
             if negative is not None:
@@ -147,13 +143,12 @@ class LogLevelsCodec:
         levels = Levels.known(exponents, step, seed)
         residuals = levels.residuals(Prediction.by_factors(values_of(exponents, None), spec))
         factors = residuals.prediction.factors
-        if factors is None or not np.array_equal(residuals.exponents(levels), exponents):
-            return None  # clipped elements cannot be recovered from here
+        if factors is None or not np.array_equal(levels.exponents, exponents):
+            return None  # those that were brought within fp32's range cannot be recovered from here
         params = {name: value for name, value in encoded.params.items() if name != "shift"}
-        params |= {"lowest": residuals.lowest, "count": residuals.count}
         sections = {
             **encoded.sections,
-            "levels": _encoded(residuals, spec, 1),
+            **_encoded(residuals, levels, spec, 1),
             "factors": factors.encode(),
         }
         return EncodedTensor(self.id, params, sections)
@@ -162,44 +157,48 @@ class LogLevelsCodec:
         """See `TensorCodec.decode`."""
         check_dtype(spec)
         step, seed = _read_step(encoded, spec)
-        signs = ("signs",) if _is_signed(encoded, spec) else ()
+        others = [name for name in ("zeros",) if name in encoded.sections]
+        others += ["signs"] if _is_signed(encoded, spec) else []
         if encoded.uses_reference:
-            check_sections(encoded, spec, "levels", *signs)
+            check_sections(encoded, spec, "levels", *others)
             before = _exponents_before(context.reference, spec)
             if before is None:
                 raise FormatError(f"{spec.name}: its reference plane is missing")
             shift = integer(encoded.params, spec, "shift", LOW - HIGH, HIGH - LOW)
             prediction = Prediction.by_predecessor(before, shift)
         else:
-            check_sections(encoded, spec, "levels", "factors", *signs)
+            check_sections(encoded, spec, "levels", "factors", *others)
             prediction = Prediction(Factors.read(encoded, spec, context.threads))
-        count = integer(encoded.params, spec, "count", 0, SYMBOLS)
-        lowest = integer(encoded.params, spec, "lowest", -(2**15), 2**15)
-        symbols = decode_plane(
+        away = decode_matrix(
             section(encoded, spec, "levels"),
             spec.numel,
-            count + 1,
-            columns=matrix_shape(spec.shape)[1],
+            None,
+            width=row_width(*matrix_shape(spec.shape)),
             threads=context.threads,
         )
+        zeros = _read_bits(encoded, spec, "zeros", context) if "zeros" in others else None
         offsets = offsets_of(seed, spec.numel, step)
-        return LogPlanes(reached(symbols, prediction, lowest, offsets, step), step, seed)
+        return LogPlanes(reached(away, prediction, offsets, step, zeros), step, seed)
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        negative = None
-        if _is_signed(encoded, spec):
-            size = -(-spec.numel // 8)
-            packed = decode_bytes(section(encoded, spec, "signs"), size, 1, threads=context.threads)
-            negative = np.unpackbits(packed, count=spec.numel).astype(np.bool_)
+        negative = _read_bits(encoded, spec, "signs", context) if _is_signed(encoded, spec) else None
         return emit(values_of(np.asarray(planes["exponent"], np.int16), negative), spec, own=True)
 
 
-def _encoded(residuals: Residuals, spec: TensorSpec, threads: int) -> bytes:
-    columns = matrix_shape(spec.shape)[1]
-    return encode_plane(residuals.symbols, residuals.count + 1, columns=columns, threads=threads)
+def _encoded(residuals: Residuals, levels: Levels, spec: TensorSpec, threads: int) -> dict[str, bytes]:
+    width = row_width(*matrix_shape(spec.shape))
+    sections = {"levels": encode_matrix(residuals.away, None, width=width, predictable=True, threads=threads)}
+    if levels.zeros.any():
+        sections["zeros"] = encode_bytes(np.packbits(levels.zeros), 1, threads=threads)
+    return sections
+
+
+def _read_bits(encoded: EncodedTensor, spec: TensorSpec, name: str, context: Context) -> Bools:
+    packed = decode_bytes(section(encoded, spec, name), -(-spec.numel // 8), 1, threads=context.threads)
+    return np.unpackbits(packed, count=spec.numel).astype(np.bool_)
 
 
 def _negative(values: Float32s) -> Bools | None:

@@ -1,6 +1,6 @@
 """The levels of `shrinkpoint.schemes.auto.log_levels`, their predictions and residuals, computed some elements at a time.
 
-An element's level is 2 bytes and its residual's symbol 1; numbers of 4 and 8 bytes are made for `CHUNK` elements only, so
+An element's level and its residual are 2 bytes each; numbers of 4 and 8 bytes are made for `CHUNK` elements only, so
 that a large tensor takes little further memory.
 """
 
@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.arrays import Bools, Float32s, Int16s, Int32s, UInt8s
-from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.quantize.dither import dither
 from shrinkpoint.schemes.auto.factors import EMPTY, Factors
 from shrinkpoint.schemes.codec_io import matrix_shape
@@ -24,7 +23,6 @@ __all__ = [
     "LOW",
     "NONE",
     "PER_OCTAVE",
-    "SYMBOLS",
     "Levels",
     "Prediction",
     "Residuals",
@@ -42,8 +40,6 @@ LOW, HIGH = -126 * PER_OCTAVE, 128 * PER_OCTAVE - 1
 """The exponents of normal numbers."""
 NONE = np.int16(-(2**15))
 """The exponent of zero."""
-SYMBOLS = 255
-"""Of elements that are not zero."""
 # 2 ** (k / 16), written out: a library's power function may differ by a rounding from one machine to another
 _SIXTEENTHS = np.array(
     [
@@ -187,66 +183,45 @@ class Levels:
         return _exponents(levels, self.offsets[part], self.step, self.zeros[part])
 
     def residuals(self, prediction: Prediction) -> "Residuals":
-        """How far they lie from where they are predicted, in steps; the smallest are brought within reach."""
-        away, lowest, highest = np.empty(self.levels.size, np.int32), None, 0
+        """How far they lie from where they are predicted, in steps."""
+        away = np.empty(self.levels.size, np.int16)
         for part in parts_of(away.size):
             away[part] = self.levels[part] - _rounded(prediction.of(part), self.offsets[part], self.step)
-            used = away[part][~self.zeros[part]]
-            if used.size:
-                ends = int(used.min()), int(used.max())
-                lowest, highest = ends if lowest is None else (min(lowest, ends[0]), max(highest, ends[1]))
-        symbols = np.zeros(away.size, np.uint8)
-        if lowest is None:
-            return Residuals(symbols, prediction, 1, 0)
-        lowest = max(lowest, highest - SYMBOLS + 1)
-        for part in parts_of(away.size):
-            symbols[part] = np.maximum(away[part], lowest) - (lowest - 1)
-        symbols[self.zeros] = 0
-        return Residuals(symbols, prediction, lowest, highest - lowest + 1)
+        away[self.zeros] = 0
+        return Residuals(away, prediction)
 
 
 @dataclass(frozen=True)
 class Residuals:
     """Levels less their predictions, as they are coded."""
 
-    symbols: UInt8s
-    """0 for zeros, else ``residual - lowest + 1``."""
+    away: Int16s
+    """In steps; 0 for zeros."""
     prediction: Prediction
-    lowest: int
-    count: int
 
     @property
     def cost(self) -> float:
         """Bytes, without any context."""
-        counts = count_symbols(self.symbols, None, 256, 1)[0]
+        counts = np.bincount(self.away.view(np.uint16))
         counts = counts[counts > 0]
-        return float(-(counts * np.log2(counts / self.symbols.size)).sum() / 8)
-
-    def exponents(self, levels: Levels) -> Int16s:
-        """As a reader gets them."""
-        return reached(self.symbols, self.prediction, self.lowest, levels.offsets, levels.step)
-
-    def clips(self, levels: Levels) -> bool:
-        """Whether some elements are too far from their predictions to be restored as they are."""
-        return not np.array_equal(self.exponents(levels), levels.exponents)
+        return float(-(counts * np.log2(counts / self.away.size)).sum() / 8)
 
 
-def reached(symbols: UInt8s, prediction: Prediction, lowest: int, offsets: UInt8s, step: int) -> Int16s:
+def reached(away: Int16s, prediction: Prediction, offsets: UInt8s, step: int, zeros: Bools | None) -> Int16s:
     """The exponents of coded elements.
 
     Args:
-        symbols: as `Residuals.symbols`.
+        away: as `Residuals.away`.
         prediction: of the elements.
-        lowest: of the residuals.
         offsets: as `offsets_of`.
         step: distance of two levels.
+        zeros: which elements are zero; None for none.
     """
-    found = np.empty(symbols.size, np.int16)
-    for part in parts_of(symbols.size):
-        levels = (
-            _rounded(prediction.of(part), offsets[part], step) + symbols[part].astype(np.int32) + (lowest - 1)
-        )
-        found[part] = _exponents(levels, offsets[part], step, symbols[part] == 0)
+    found = np.empty(away.size, np.int16)
+    for part in parts_of(away.size):
+        levels = _rounded(prediction.of(part), offsets[part], step) + away[part].astype(np.int32)
+        none = np.zeros(levels.size, np.bool_) if zeros is None else zeros[part]
+        found[part] = _exponents(levels, offsets[part], step, none)
     return found
 
 

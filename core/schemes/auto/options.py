@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from shrinkpoint.entropy.contexts.coder import Effort
 from shrinkpoint.schemes.codec_io import CODED_DTYPES
-from shrinkpoint.schemes.recipe import check_choice, check_number
+from shrinkpoint.schemes.recipe import check_number
 from shrinkpoint.state.training import Role, TensorSpec
 
 __all__ = ["MILD_SCALE", "AutoOptions"]
@@ -23,7 +22,7 @@ class AutoOptions:
 
     Examples:
         >>> from shrinkpoint.schemes.catalogue import AutoOptions
-        >>> config = shrinkpoint.SaverConfig(scheme="auto", options=AutoOptions(effort="max"))
+        >>> config = shrinkpoint.SaverConfig(scheme="auto", options=AutoOptions(min_elements=1024))
     """
 
     weight_scale: float | None = None
@@ -33,8 +32,6 @@ class AutoOptions:
     optimizer's memory decide."""
     movement_share: float = 1.0
     """Greatest noise of a row of weights, in root mean squares of what training has moved it since the last checkpoint."""
-    effort: Effort = "default"
-    """How much time coding may take: ``fast`` has scalar quantizers, ``default`` and ``max`` a trellis of 4 and of 8 states."""
     min_elements: int = 64
     """Tensors with fewer elements are stored exactly."""
 
@@ -45,7 +42,6 @@ class AutoOptions:
             check_number(self, "first_moment_step", 0.001, 64)
         check_number(self, "movement_share", 0.001, 1000)
         check_number(self, "min_elements", 1, 2**48, whole=True)
-        check_choice(self, "effort", Effort)
 
     def takes(self, spec: TensorSpec) -> bool:
         """Whether the tensor is coded as a weight."""

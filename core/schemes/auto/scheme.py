@@ -26,11 +26,8 @@ from typing import ClassVar
 
 import torch
 
-from shrinkpoint.entropy.contexts.coder import Effort
-from shrinkpoint.entropy.trellis.states import States
 from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
-from shrinkpoint.schemes.auto.lattice import LatticeCodec
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.optimizer_memory import (
     EPSILON,
@@ -75,8 +72,6 @@ _FINER = 4  # times less of a first moment is lost by each grade of finer moment
 # for as long: it cost a forecasting GRU (0.8 octaves, ten restores) 1.4 % of its loss, and fine-tuning (0.7 to 1.1) 0.45 %.
 _MISFIT = 0.7
 _LEAST = 1e-30
-_STATES: Mapping[Effort, States | None] = {"fast": None, "default": 4, "max": 8}
-"""Of the trellises; None for scalar quantizers, which take half the time."""
 
 
 @dataclass(frozen=True)
@@ -204,18 +199,13 @@ class Auto:
 
     def _weight(self, spec: TensorSpec, step: WeightStep) -> TensorCodec:
         size, exponents = step.sizes(spec)
-        states = _STATES[self.options.effort]
-        if states is not None:
-            return TrellisWeightCodec(
-                step=size * WIDER[states],
-                exponents=exponents,
-                seed=self._seed(spec.name),
-                after_restore=self.save_context.restored,
-                states=states,
-                kept=step.kept,
-            )
-        seed = None if self._continues(spec, LatticeCodec.id) else self._seed(spec.name)
-        return LatticeCodec(step=size, exponents=exponents, seed=seed, effort="fast")
+        return TrellisWeightCodec(
+            step=size * WIDER,
+            exponents=exponents,
+            seed=self._seed(spec.name),
+            after_restore=self.save_context.restored,
+            kept=step.kept,
+        )
 
     def _is_averaged(self, state: TrainingState, spec: TensorSpec, weight: str | None) -> bool:
         """Whether an average is more than a copy of its weight, and it is known how far it moves: else it is stored exactly."""
@@ -306,7 +296,6 @@ class Auto:
             step=step,
             seed=None if self._continues(spec, LogLevelsCodec.id) else self._seed(spec.place),
             divides=spec.tag.role is not Role.STATE and not adopts,
-            alone=adopts,
         )
 
     def _continues(self, spec: TensorSpec, codec: str) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s, Indices, Int8s, Int16s, UInt8s
-from shrinkpoint.schemes.auto.lattice_points import join_exponents, split_exponents
+from shrinkpoint.schemes.auto.row_and_column_steps import join_exponents, split_exponents
 from shrinkpoint.schemes.auto.trellis_points import Grid
 from shrinkpoint.schemes.base import PackedPlanes, Planes, bytes_in_memory
 from shrinkpoint.schemes.codec_io import matrix_shape
@@ -50,7 +50,7 @@ class TrellisPlanes(PackedPlanes):
         kept: KeptRows | None = None,
     ) -> None:
         self._matrix = matrix_shape(shape)
-        self._step, self._step_ratio, self._seed = grid.step, grid.step_ratio, grid.seed
+        self._step, self._seed = grid.step, grid.seed
         rows, columns = split_exponents(grid.exponents, self._matrix)
         self._size = points.size
         self._parts: Mapping[str, npt.NDArray[Any]] = {
@@ -92,7 +92,7 @@ class TrellisPlanes(PackedPlanes):
 
     def values_of_points(self) -> Float32s:
         """What was restored, before it was rounded to the tensor's dtype."""
-        grid = Grid(step=self._step, exponents=self.exponents(), seed=self._seed, step_ratio=self._step_ratio)
+        grid = Grid(step=self._step, exponents=self.exponents(), seed=self._seed)
         values = grid.values(self._parts["points"].astype(np.int16, copy=False))
         if "kept" in self._parts:
             values.reshape(self._matrix)[self._parts["kept"]] = self._parts["values"]

@@ -1,6 +1,5 @@
-"""The reference of trellis-coded weights, and the prediction that the coder gets from it."""
+"""The reference of trellis-coded weights, and where it lets them be expected."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -8,35 +7,16 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8s
-from shrinkpoint.entropy.contexts.sample import Side
-from shrinkpoint.entropy.trellis.coder import Path
-from shrinkpoint.entropy.trellis.states import States
-from shrinkpoint.schemes.auto.lattice_points import QUARTERS
-from shrinkpoint.schemes.auto.random_walk import CARRIED, EXPONENTS, LAST_WALK, NO_WALK, step_ratio_of
+from shrinkpoint.schemes.auto.random_walk import EXPONENTS, LAST_WALK, NO_WALK
+from shrinkpoint.schemes.auto.row_and_column_steps import QUARTERS
 from shrinkpoint.schemes.auto.trellis_points import Grid, zero_places
 from shrinkpoint.schemes.base import ReferenceState
-from shrinkpoint.schemes.codec_io import integer, matrix_shape, number, plane_of
+from shrinkpoint.schemes.codec_io import integer, number, plane_of
 from shrinkpoint.state.training import TensorSpec
-from shrinkpoint.state.tree import JSON
 
-__all__ = [
-    "ERRORS",
-    "TrellisPrediction",
-    "TrellisReference",
-    "deviations",
-    "expected_points",
-    "read_carried",
-    "read_step_ratio",
-    "rows_of",
-    "with_noise",
-]
+__all__ = ["TrellisReference", "deviations", "expected_points", "rows_of"]
 
 T = TypeVar("T", bound=np.generic)
-
-ERRORS = "errors"
-"""Name of the plane that only the writer has (`ReferenceState.encoder_only`)."""
-
-_HALVES = 12  # half steps up to which sizes are distinguished
 
 
 @dataclass(frozen=True)
@@ -53,8 +33,6 @@ class TrellisReference:
     """How far from its value each weight is expected, in 1/64 step."""
     variance_code: int
     """How well is known that they are there (`Expectation.variance_code`)."""
-    errors: Int8s | None
-    """The noise of each value in 1/64 step, which only its encoder knows."""
 
     @staticmethod
     def of(reference: ReferenceState | None, spec: TensorSpec) -> "TrellisReference | None":
@@ -63,19 +41,17 @@ class TrellisReference:
         if reference is None or any(plane is None for plane in planes):
             return None
         values, exponents, offsets = planes
-        errors = reference.encoder_only.get(ERRORS)
         return TrellisReference(
             step=number(reference.params, spec, "step"),
             exponents=np.asarray(exponents, np.uint8),
             values=np.asarray(values, np.float32),
             offsets=np.asarray(offsets, np.int8),
             variance_code=integer(reference.params, spec, "variance_code", NO_WALK, LAST_WALK),
-            errors=None if errors is None else np.asarray(errors, np.int8),
         )
 
     def after_restore(self) -> "TrellisReference":
         """The same for a training that went on from it: its weights were what was restored."""
-        return replace(self, offsets=np.zeros_like(self.offsets), variance_code=NO_WALK, errors=None)
+        return replace(self, offsets=np.zeros_like(self.offsets), variance_code=NO_WALK)
 
     @property
     def quarters(self) -> Float32s:
@@ -84,60 +60,26 @@ class TrellisReference:
         return steps
 
 
-@dataclass(frozen=True)
-class TrellisPrediction:
-    """Where weights are expected: the nearest even point, in half steps, and the coder's side planes from there."""
+def expected_points(grid: Grid, reference: TrellisReference | None) -> tuple[Int16s, Int16s]:
+    """Where weights are expected: around zero without a reference.
 
-    even: Int16s
-    path: Path
-
-    @staticmethod
-    def of(
-        grid: Grid,
-        reference: TrellisReference | None,
-        carried: int,
-        states: States,
-        spec: TensorSpec,
-        rows: Indices | None = None,
-    ) -> "TrellisPrediction":
-        """From the reference, or around zero.
-
-        Args:
-            grid: of all elements.
-            reference: of all elements; None makes a base.
-            carried: share of noise that is carried over, in 1/16.
-            states: of the trellis.
-            spec: of the tensor.
-            rows: the only ones that are coded; None takes all.
-        """
-        from shrinkpoint.quantize import trellis_dither_kernels  # numba
-
-        size, columns = grid.exponents.size, matrix_shape(spec.shape)[1]
-        if reference is None:
-            path = Path(zero_places(grid.seed, size), columns, states, (Side(grid.exponents, EXPONENTS),))
-            return TrellisPrediction(np.zeros(size, np.int16), path)
-        even, places = expected_points(grid, reference, carried)
-        sizes = np.empty(size, np.uint8)
-        trellis_dither_kernels.halves(even, places, grid.seed, _HALVES, sizes)
-        steps = Side(rows_of(grid.exponents, rows, columns), EXPONENTS)
-        sides = (steps, Side(rows_of(sizes, rows, columns), _HALVES + 1))
-        return TrellisPrediction(even, Path(rows_of(places, rows, columns), columns, states, sides))
-
-
-def expected_points(grid: Grid, reference: TrellisReference, carried: int) -> tuple[Int16s, Int16s]:
-    """The even point nearest to where each weight is expected, int16 (n,) in half steps, and its place from there, as `Path.places`."""
+    Returns:
+        The even point nearest to where each is expected, int16 (n,) in half steps, and its place from there, int16 (n,) in 1/256
+        of a step.
+    """
     from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
     size = grid.exponents.size
+    if reference is None:
+        return np.zeros(size, np.int16), zero_places(grid.seed, size)
     even, places = np.empty(size, np.int16), np.empty(size, np.int16)
     trellis_dither_kernels.expect(
         reference.values,
         reference.offsets,
         reference.exponents,
         reference.quarters,
-        np.float32(1 - carried / CARRIED),
         grid.exponents,
-        grid.fine,
+        grid.quarters,
         grid.seed,
         even,
         places,
@@ -170,31 +112,3 @@ def deviations(
         counts,
     )
     return squares, counts
-
-
-def with_noise(
-    values: Float32s, grid: Grid, reference: TrellisReference, errors: Int8s, carried: int
-) -> Float32s:
-    """Weights with a share of their former noise, in 1/16."""
-    from shrinkpoint.quantize import trellis_dither_kernels  # numba
-
-    out = np.empty(values.size, np.float32)
-    share = np.float32(carried / CARRIED)
-    trellis_dither_kernels.carry(
-        values, errors, reference.exponents, reference.quarters, grid.exponents, grid.quarters, share, out
-    )
-    return out
-
-
-def read_carried(params: Mapping[str, JSON], spec: TensorSpec) -> int:
-    """The share of noise that was carried over, in 1/16.
-
-    Raises:
-        FormatError: it is malformed.
-    """
-    return integer(params, spec, "carried", 0, CARRIED - 1)
-
-
-def read_step_ratio(params: Mapping[str, JSON], spec: TensorSpec) -> np.float32:
-    """`Grid.step_ratio` of stored weights; raises as `read_carried`."""
-    return step_ratio_of(read_carried(params, spec))

@@ -2,59 +2,18 @@
 
 import numpy as np
 
-from shrinkpoint.arrays import Bools, Indices, Int16s, Signed
+from shrinkpoint.arrays import Bools, Indices
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
-from shrinkpoint.entropy.trellis.coder import CodedPoints, Path, decode_points, encode_points
 from shrinkpoint.errors import FormatError
 from shrinkpoint.quantize.dither import SEEDS
-from shrinkpoint.schemes.auto.lattice_points import split_exponents
-from shrinkpoint.schemes.auto.lattice_steps import read_steps, write_exponents
+from shrinkpoint.schemes.auto.row_and_column_steps import read_steps, split_exponents, write_exponents
 from shrinkpoint.schemes.auto.trellis_points import Grid
-from shrinkpoint.schemes.auto.trellis_prediction import TrellisReference, read_step_ratio
+from shrinkpoint.schemes.auto.trellis_prediction import TrellisReference
 from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.codec_io import integer, matrix_shape, section
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = [
-    "FARTHEST",
-    "read_after_restore",
-    "read_grid",
-    "read_points",
-    "read_rows",
-    "read_seed",
-    "write_points",
-    "write_rows",
-    "write_steps",
-]
-
-FARTHEST = 30_000
-"""Half steps from 0 that a point lies at most."""
-
-
-def write_points(points: Int16s, path: Path, threads: int) -> tuple[CodedPoints, dict[str, bytes]]:
-    """What the coder makes of the points, and the sections ``points`` and ``far``."""
-    coded = encode_points(points, path, threads)
-    missing = (points[coded.far].astype(np.int32) - coded.points[coded.far]) // 4
-    far = encode_bytes(missing.astype("<i4").view(np.uint8), 4, threads=threads)
-    return coded, {"points": coded.payload, "far": far}
-
-
-def read_points(
-    encoded: EncodedTensor, path: Path, spec: TensorSpec, threads: int
-) -> tuple[CodedPoints, Signed]:
-    """What the coder made of the points, and the points themselves.
-
-    Raises:
-        FormatError: a section is malformed.
-    """
-    coded = decode_points(section(encoded, spec, "points"), path, threads)
-    far = np.flatnonzero(coded.far)
-    stored = decode_bytes(section(encoded, spec, "far"), 4 * far.size, 4, threads=threads)
-    points: Signed = coded.points
-    if far.size:
-        points = points.astype(np.int32)
-        points[far] += 4 * np.clip(stored.view("<i4"), -FARTHEST, FARTHEST)
-    return coded, points
+__all__ = ["read_after_restore", "read_grid", "read_rows", "read_seed", "write_rows", "write_steps"]
 
 
 def write_steps(grid: Grid, spec: TensorSpec, threads: int) -> bytes:
@@ -70,10 +29,9 @@ def read_grid(
     Raises:
         FormatError: a section or a param is malformed.
     """
-    variance_code = None if reference is None else (reference.step, reference.exponents)
-    step, exponents = read_steps(encoded, variance_code, spec, threads, "points", "kept")
-    seed, step_ratio = read_seed(encoded, spec), read_step_ratio(encoded.params, spec)
-    return Grid(step=step, exponents=exponents, seed=seed, step_ratio=step_ratio)
+    known = None if reference is None else (reference.step, reference.exponents)
+    step, exponents = read_steps(encoded, known, spec, threads, "kept")
+    return Grid(step=step, exponents=exponents, seed=read_seed(encoded, spec))
 
 
 def read_seed(encoded: EncodedTensor, spec: TensorSpec) -> int:

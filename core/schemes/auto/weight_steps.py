@@ -22,9 +22,8 @@ import torch
 
 from shrinkpoint.arrays import Bools, Float64s, Int8s
 from shrinkpoint.schemes.auto.curvature import Curvature, curvature_of, size_of, square, sums_of
-from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
-from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.auto.options import AutoOptions
+from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT, curvature_exponents
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.codec_io import matrix_shape

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shrinkpoint.arrays import Float32s, Int16s
 from shrinkpoint.entropy.trellis.states import NOISE, States, path_width
 from shrinkpoint.errors import CannotRepresentError, ConfigError
-from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
+from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT
 from shrinkpoint.schemes.auto.trellis_points import WIDER, Grid, check_states, nearest_points, zero_places
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec
 

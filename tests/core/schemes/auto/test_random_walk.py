@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shrinkpoint.arrays import Float64s
 from shrinkpoint.entropy.trellis.states import NOISE, States
-from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
+from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT
 from shrinkpoint.schemes.auto.random_walk import (
     CARRIED,
     EXPONENTS,

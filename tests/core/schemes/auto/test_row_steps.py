@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
+from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT
 from shrinkpoint.schemes.auto.weight_steps import narrowed
 
 UNIFORM = (1 / 12) ** 0.5  # noise of a uniform quantizer, in its step sizes

@@ -11,7 +11,7 @@ from support.chains import spec_of
 
 from shrinkpoint.arrays import Float32s
 from shrinkpoint.coding.grouping import matching
-from shrinkpoint.schemes.auto.lattice_points import join_exponents
+from shrinkpoint.schemes.auto.row_and_column_steps import join_exponents
 from shrinkpoint.schemes.auto.trellis_planes import KeptRows, TrellisPlanes
 from shrinkpoint.schemes.auto.trellis_points import Grid
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec

@@ -13,7 +13,7 @@ from shrinkpoint.entropy.static.bytes import encode_bytes
 from shrinkpoint.entropy.trellis.states import NOISE
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
 from shrinkpoint.schemes.auto.lattice import LatticeCodec
-from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
+from shrinkpoint.schemes.auto.row_and_column_steps import curvature_exponents
 from shrinkpoint.schemes.auto.random_walk import CARRIED, LAST_WALK
 from shrinkpoint.schemes.auto.trellis_points import WIDER
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec

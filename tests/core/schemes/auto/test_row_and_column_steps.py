@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.schemes.auto.lattice_steps import Steps, curvature_exponents
+from shrinkpoint.schemes.auto.row_and_column_steps import Steps, curvature_exponents
 
 
 def steps(step, rows, columns=(0, 0)):

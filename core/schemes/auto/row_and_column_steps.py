@@ -5,7 +5,7 @@ v (for which ``sqrt(v)`` stands in Adam's own update), of which the mean of each
 Adafactor (arXiv 1804.04235, section 3).
 
 The place of a weight whose step size changes must be coded anew, which costs most of a bit; one whose step is too wide costs loss,
-with the square of what it is too wide by. While training has only begun, second moments change by octaves, and lattices
+with the square of what it is too wide by. While training has only begun, second moments change by octaves, and grids
 that stayed as they were would cost several times the loss. So a tensor keeps its steps until too much is lost, and then
 only rows and columns that are off take others.
 """
@@ -20,12 +20,26 @@ from shrinkpoint.arrays import Float64s, Int8s, UInt8s, widened
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.auto.factors import row_and_column_means
-from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT, join_exponents
 from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.codec_io import check_sections, matrix_shape, number, section
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Steps", "curvature_exponents", "read_step", "read_steps", "write_exponents"]
+__all__ = [
+    "MAX_EXPONENT",
+    "QUARTERS",
+    "Steps",
+    "curvature_exponents",
+    "join_exponents",
+    "read_steps",
+    "split_exponents",
+    "write_exponents",
+]
+
+MAX_EXPONENT = 32
+"""Quarter octaves that a row or a column may change the step by, each way."""
+
+# 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
+QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
 
 
 _PER_OCTAVE = 4
@@ -96,6 +110,24 @@ def _changed(exponents: Int8s, off: Float64s) -> Float64s:
     return changed
 
 
+def join_exponents(rows: Int8s, columns: Int8s) -> UInt8s:
+    """Every element's exponent, in quarter octaves above 1/65536 of the step, from those of rows and columns, each from -`MAX_EXPONENT` to `MAX_EXPONENT`."""
+    shifted = (rows.astype(np.int16) + 2 * MAX_EXPONENT).astype(np.uint8)
+    # in eight bits: what wraps there is back in range with the sum
+    total: UInt8s = np.add(shifted[:, None], columns.view(np.uint8)[None, :])
+    return total.reshape(-1)
+
+
+def split_exponents(exponents: UInt8s, shape: tuple[int, int]) -> tuple[Int8s, Int8s]:
+    """Exponents of rows and columns that `join_exponents` makes these of."""
+    matrix = exponents.reshape(shape)
+    first, columns = matrix[:, 0].astype(np.int64), matrix[0].astype(np.int64) - 2 * MAX_EXPONENT
+    rows = first - first[0]
+    # any number may be moved from the columns to the rows, as long as both stay within reach
+    moved = max(-MAX_EXPONENT - int(rows.min()), int(columns.max()) - MAX_EXPONENT)
+    return (rows + moved).astype(np.int8), (columns - moved).astype(np.int8)
+
+
 def write_exponents(rows: Int8s, columns: Int8s, threads: int) -> bytes:
     """The section ``exponents``."""
     return encode_bytes(np.concatenate([rows, columns]).view(np.uint8), 1, threads=threads)
@@ -106,24 +138,24 @@ def read_steps(
     known: tuple[np.float32, UInt8s] | None,
     spec: TensorSpec,
     threads: int,
-    plane: str,
     *others: str,
 ) -> tuple[np.float32, UInt8s]:
     """The tensor's step, and every element's exponent as of `join_exponents`.
 
     Args:
-        encoded: of sections ``exponents``, unless they are the predecessor's, ``far`` and the plane's.
+        encoded: of sections ``points`` and, unless they are the predecessor's, ``exponents``.
         known: the same of the predecessor, if the reader has one.
         spec: of the tensor.
         threads: how many threads read.
-        plane: section of what is on the lattice.
-        others: sections that may stand with it.
+        others: further sections that there may be.
 
     Raises:
         FormatError: they are malformed, or the predecessor's and there is none.
     """
-    step = read_step(encoded, spec)
-    expected = (plane, "far", *(name for name in others if name in encoded.sections))
+    step = number(encoded.params, spec, "step")
+    if not 1e-27 < float(step) < 1e30:
+        raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
+    expected = ("points", *(name for name in others if name in encoded.sections))
     if "exponents" not in encoded.sections:
         check_sections(encoded, spec, *expected)
         if known is None or step != known[0]:
@@ -136,15 +168,3 @@ def read_steps(
     if max(int(stored.max()), -int(stored.min())) > MAX_EXPONENT:
         raise FormatError(f"{spec.name}: an exponent lies beyond {MAX_EXPONENT}")
     return step, join_exponents(stored[:height], stored[height:])
-
-
-def read_step(encoded: EncodedTensor, spec: TensorSpec) -> np.float32:
-    """The tensor's own step.
-
-    Raises:
-        FormatError: it is none.
-    """
-    step = number(encoded.params, spec, "step")
-    if not 1e-27 < float(step) < 1e30:
-        raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
-    return step

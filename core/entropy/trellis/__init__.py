@@ -1,1 +1,0 @@
-"""The context coder of planes that are quantized on a trellis."""
