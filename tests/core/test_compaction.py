@@ -22,7 +22,6 @@ from shrinkpoint.errors import (
     ShrinkpointWarning,
 )
 from shrinkpoint.saver import Saver
-from shrinkpoint.schemes.auto.lattice import LatticeCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
@@ -125,7 +124,6 @@ def test_a_recoding_that_changes_a_plane_is_not_used(
         InshrinkeratorWeightCodec,
         SecondMomentCodec,
         FirstMomentCodec,
-        LatticeCodec,
         TrellisWeightCodec,
     ):
         monkeypatch.setattr(codec, "rebase", broken)

@@ -66,9 +66,8 @@ def _two_saves(case: str, options: AutoOptions):
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS)
-@pytest.mark.parametrize("effort", ["fast", "default"])
-def test_staged_state_is_coded_as_at_once(case, effort):
-    base, state, scheme = _two_saves(case, AutoOptions(effort=effort))
+def test_staged_state_is_coded_as_at_once(case):
+    base, state, scheme = _two_saves(case, AutoOptions())
     at_once = encode_state(
         state, scheme, step=6, reference=base.reference, parent=base.checkpoint.state_digest
     )

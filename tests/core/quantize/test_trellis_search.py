@@ -9,43 +9,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.arrays import Float32s, Int16s
-from shrinkpoint.entropy.trellis.states import NOISE, States, path_width
-from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.entropy.lanes.trellis import NOISE, row_width
+from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT
-from shrinkpoint.schemes.auto.trellis_points import WIDER, Grid, check_states, nearest_points, zero_places
+from shrinkpoint.schemes.auto.trellis_points import WIDER, Grid, nearest_points, zero_places
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec
 
 Ints = npt.NDArray[Any]
 
-STATES: tuple[States, ...] = (4, 8)
+STATES = 4
 EVEN_STEPS = np.uint8(2 * MAX_EXPONENT)
 """The exponent of an element whose step is the tensor's own."""
 
 
-def step_on(state: int, index: int, states: int) -> int:
+def step_on(state: int, index: int) -> int:
     """The next state, from the definition."""
-    flipped = state >> 1 & 1 if states == 4 else (state >> 1 ^ state >> 2) & 1
-    return 2 * state % states + (index % 2 ^ flipped)
+    return 2 * state % STATES + (index % 2 ^ state >> 1)
 
 
-def check_paths(points: Ints, width: int, states: int) -> None:
+def check_paths(points: Ints, width: int) -> None:
     """Whether an element lies on whole or on half steps is what its state says."""
     for start in range(0, points.size, width):
         state = 0
         for point in points[start : start + width].tolist():
             assert point % 2 == state % 2
-            state = step_on(state, (point - state % 2) // 2, states)
+            state = step_on(state, (point - state % 2) // 2)
 
 
-def search(values: Float32s, width: int, states: int) -> Int16s:
+def search(values: Float32s, width: int) -> Int16s:
     from shrinkpoint.quantize.viterbi_kernels import nearest_path  # numba
 
     points = np.full(values.size, 12_345, np.int16)
-    nearest_path(values, width, states, points)
+    nearest_path(values, width, points)
     return points
 
 
-def least_cost(values: Float32s, states: int) -> float:
+def least_cost(values: Float32s) -> float:
     """Of all paths: of either parity the nearest point is all that can be worth taking."""
     best = np.inf
     for parities in product((0, 1), repeat=values.size):
@@ -54,7 +53,7 @@ def least_cost(values: Float32s, states: int) -> float:
             beside = 0.5 * (state % 2)
             index = 2 * round((value - beside - parity) / 2) + parity
             cost += (value - index - beside) ** 2
-            state = step_on(state, index, states)
+            state = step_on(state, index)
         best = min(best, cost)
     return best
 
@@ -62,111 +61,124 @@ def least_cost(values: Float32s, states: int) -> float:
 @settings(max_examples=60)
 @given(
     st.integers(1, 9),
-    st.sampled_from(STATES),
     st.sampled_from([0.2, 1.0, 7.0, 3000.0]),
     st.integers(0, 999),
     st.booleans(),
 )
-def test_no_path_is_nearer(width: int, states: States, scale: float, seed: int, on_grid: bool) -> None:
+def test_no_path_is_nearer(width: int, scale: float, seed: int, on_grid: bool) -> None:
     values = (scale * np.random.default_rng(seed).standard_normal(3 * width)).astype(np.float32)
     if on_grid:  # where many paths are equally near
         values = (np.rint(4 * values) / 4).astype(np.float32)
-    points = search(values, width, states)
-    check_paths(points, width, states)
+    points = search(values, width)
+    check_paths(points, width)
     for start in range(0, values.size, width):
         part = values[start : start + width]
         cost = float(((part.astype(np.float64) - points[start : start + width] / 2) ** 2).sum())
-        assert cost == pytest.approx(least_cost(part, states), rel=1e-3, abs=1e-3)
+        assert cost == pytest.approx(least_cost(part), rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize("states", STATES)
-def test_no_path_is_nearer_where_costs_were_counted_anew(states: States) -> None:
+def test_no_path_is_nearer_where_costs_were_counted_anew() -> None:
     """What lies far behind must not be lost in the roundings of what has been added up: fp64 and no more than 9 elements at a
     time find no better end of a long path."""
     values = (300 * np.random.default_rng(0).standard_normal(3000)).astype(np.float32)
-    points = search(values, 3000, states)
-    check_paths(points, 3000, states)
-    wide = np.full(states, np.inf)
+    points = search(values, 3000)
+    check_paths(points, 3000)
+    wide = np.full(STATES, np.inf)
     wide[0] = 0.0
     for value in values.astype(np.float64).tolist():  # Viterbi's algorithm once more, of one state at a time
-        after = np.full(states, np.inf)
-        for state, parity in product(range(states), (0, 1)):
+        after = np.full(STATES, np.inf)
+        for state, parity in product(range(STATES), (0, 1)):
             beside = 0.5 * (state % 2)
             index = 2 * round((value - beside - parity) / 2) + parity
-            to = step_on(state, index, states)
+            to = step_on(state, index)
             after[to] = min(after[to], wide[state] + (value - index - beside) ** 2)
         wide = after
     cost = float(((values.astype(np.float64) - points / 2) ** 2).sum())
     assert cost == pytest.approx(float(wide.min()), rel=1e-5)
 
 
-@pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 50.0])
-def test_the_noise_of_long_rows_is_what_the_trellis_promises(states: States, scale: float) -> None:
+def test_the_noise_of_long_rows_is_what_the_trellis_promises(scale: float) -> None:
     """Whatever the values are, with places drawn as dither draws them."""
     rng = np.random.default_rng(1)
     values = (scale * rng.standard_normal(4096 * 60) + rng.uniform(-1, 1, 4096 * 60)).astype(np.float32)
-    error = search(values, 4096, states) / 2 - values.astype(np.float64)
-    assert float((error**2).mean()) == pytest.approx(NOISE[states], rel=0.01)
+    error = search(values, 4096) / 2 - values.astype(np.float64)
+    assert float((error**2).mean()) == pytest.approx(NOISE, rel=0.01)
     assert abs(float(error.mean())) < 0.003
     assert float(np.abs(error).max()) <= 1.0001
 
 
-@pytest.mark.parametrize("states", STATES)
-def test_short_paths_have_a_little_less_noise(states: States) -> None:
+def test_short_paths_have_a_little_less_noise() -> None:
     """Their ends are free, but for their beginnings in state 0."""
     values = np.random.default_rng(2).uniform(-1, 1, 64 * 4000).astype(np.float32)
-    error = search(values, 64, states) / 2 - values
-    assert float((error**2).mean()) == pytest.approx(NOISE[states], rel=0.03)
+    error = search(values, 64) / 2 - values
+    assert float((error**2).mean()) == pytest.approx(NOISE, rel=0.03)
 
 
 def test_steps_are_as_much_wider_as_there_is_less_noise() -> None:
-    for states in STATES:
-        assert WIDER[states] ** 2 * NOISE[states] == pytest.approx(1 / 12)
-    assert 1 < WIDER[4] < WIDER[8]
+    assert 1 / 12 == pytest.approx(WIDER**2 * NOISE)
+    assert WIDER > 1
 
 
-@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "width"),
+    [
+        (1000, 384, 384),  # a row
+        (1000, 64, 64),
+        (1000, 10, 70),  # rows that together make 64
+        (1000, 63, 126),
+        (112, 10, 70),
+        (111, 10, 70),  # too few for sixteen paths: whatever makes sixteen
+        (15, 384, 360),
+        (16, 384, 384),
+        (2, 3000, 375),
+        (1, 5, 64),
+        (0, 5, 64),
+        (1, 1 << 20, 4096),
+        (1000, 7, 438),  # columns too few, or too many
+        (20, (1 << 15) + 1, 4096),
+        (16, 1 << 15, 1 << 15),
+    ],
+)
+def test_how_long_paths_are(rows: int, columns: int, width: int) -> None:
+    assert row_width(rows, columns) == width
+
+
 @pytest.mark.parametrize("columns", [1, 3, 10, 64, 100])
-def test_a_ragged_last_path_leaves_the_others_as_they_are(columns: int, states: States) -> None:
-    width = path_width(columns)
+def test_a_ragged_last_path_leaves_the_others_as_they_are(columns: int) -> None:
+    width = row_width(16 * 64, columns)
     values = (3 * np.random.default_rng(columns).standard_normal(2 * width + 5)).astype(np.float32)
-    points = nearest_points(values, columns, states)
-    check_paths(points, width, states)
-    np.testing.assert_array_equal(points[: 2 * width], nearest_points(values[: 2 * width], columns, states))
+    points = nearest_points(values, width)
+    check_paths(points, width)
+    np.testing.assert_array_equal(points[: 2 * width], nearest_points(values[: 2 * width], width))
     assert float(np.abs(points / 2 - values).max()) <= 1.0001
 
 
-@pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("size", [1, 5, 9])
-def test_no_path_is_nearer_to_a_ragged_row(size: int, states: States) -> None:
+def test_no_path_is_nearer_to_a_ragged_row(size: int) -> None:
     """What would lie behind the end costs nothing, so that small tensors have no more noise than rounding leaves."""
     rng, squares = np.random.default_rng(6), []
     for _ in range(20):
         values = (3 * rng.standard_normal(size)).astype(np.float32)
-        points = nearest_points(values, size, states)
-        check_paths(points, path_width(size), states)
-        squares.append(
-            float(((values.astype(np.float64) - points / 2) ** 2).sum()) - least_cost(values, states)
-        )
+        points = nearest_points(values, row_width(1, size))
+        check_paths(points, row_width(1, size))
+        squares.append(float(((values.astype(np.float64) - points / 2) ** 2).sum()) - least_cost(values))
     assert max(squares) < 1e-5
 
 
-@pytest.mark.parametrize("states", STATES)
-def test_points_do_not_depend_on_threads_nor_on_what_else_is_searched(states: States) -> None:
+def test_points_do_not_depend_on_threads_nor_on_what_else_is_searched() -> None:
     values = np.random.default_rng(3).standard_normal(300 * 384).astype(np.float32)
-    one, two = (nearest_points(values, 384, states, threads=threads) for threads in (1, 2))
+    one, two = (nearest_points(values, 384, threads=threads) for threads in (1, 2))
     np.testing.assert_array_equal(one, two)
-    alone = nearest_points(values[384 * 17 : 384 * 18].copy(), 384, states)
+    alone = nearest_points(values[384 * 17 : 384 * 18].copy(), 384)
     np.testing.assert_array_equal(one[384 * 17 : 384 * 18], alone)
 
 
-@pytest.mark.parametrize("states", STATES)
-def test_values_near_the_farthest_ones_are_reached(states: States) -> None:
+def test_values_near_the_farthest_ones_are_reached() -> None:
     values = np.random.default_rng(4).uniform(9000, 9990, 640).astype(np.float32)
     values[::2] *= -1
-    points = search(values, 64, states)
-    check_paths(points, 64, states)
+    points = search(values, 64)
+    check_paths(points, 64)
     assert float(np.abs(points / 2 - values).max()) <= 1.01
 
 
@@ -175,19 +187,18 @@ def spec(size: int) -> TensorSpec:
     return TensorSpec(name="w", dtype=torch.float32, shape=(size,), tag=tag)
 
 
-@pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("size", [0.003, 0.1, 1.0, 40.0])
-def test_dithered_errors_do_not_depend_on_the_values(states: States, size: float) -> None:
+def test_dithered_errors_do_not_depend_on_the_values(size: float) -> None:
     """Not on small ones either, which without dither would all be nearest to zero."""
     count = 300 * 384
     values = (0.25 * size * np.random.default_rng(5).standard_normal(count)).astype(np.float32)
     grid = Grid(step=np.float32(0.25), exponents=np.full(count, EVEN_STEPS), seed=11)
-    points = nearest_points(grid.measured(values, np.zeros(count, np.int16), spec(count)), 384, states)
+    points = nearest_points(grid.measured(values, np.zeros(count, np.int16), spec(count)), 384)
     error = grid.values(points).astype(np.float64) - values
-    assert float((error**2).mean()) == pytest.approx(0.25**2 * NOISE[states], rel=0.02)
+    assert float((error**2).mean()) == pytest.approx(0.25**2 * NOISE, rel=0.02)
     assert abs(float(np.corrcoef(error, values)[0, 1])) < 4 / count**0.5
     assert abs(float(np.corrcoef(error**2, values**2)[0, 1])) < 4 / count**0.5
-    assert abs(float(error.mean())) < 4 * 0.25 * NOISE[states] ** 0.5 / count**0.5
+    assert abs(float(error.mean())) < 4 * 0.25 * NOISE**0.5 / count**0.5
     # a neighbour's error says nothing either
     assert abs(float(np.corrcoef(error[1:], error[:-1])[0, 1])) < 0.02
 
@@ -209,16 +220,3 @@ def test_values_too_many_steps_from_zero_are_refused() -> None:
     for wrong in (14_100, -14_100, 1e30):
         with pytest.raises(CannotRepresentError, match="too small"):
             grid.measured(np.array([0, wrong], np.float32), even, spec(2))
-
-
-def test_errors_are_told_in_parts_of_a_step() -> None:
-    grid = Grid(step=np.float32(2), exponents=np.full(4, EVEN_STEPS), seed=3)
-    restored = grid.values(np.zeros(4, np.int16))
-    off = np.array([0.5, -0.25, 0.0, 1e6], np.float32)
-    np.testing.assert_array_equal(grid.errors(restored - off, restored), [16, -8, 0, 127])
-
-
-@pytest.mark.parametrize("states", [0, 1, 2, 5, 16, -4])
-def test_there_is_no_other_trellis(states: int) -> None:
-    with pytest.raises(ConfigError, match="must be 4 or 8"):
-        check_states(states)

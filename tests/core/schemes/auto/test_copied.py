@@ -9,7 +9,7 @@ from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.auto.copied import CopiedCodec
-from shrinkpoint.schemes.auto.lattice import LatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Context, EncodedTensor
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
@@ -30,7 +30,7 @@ class Scheme:
     def codecs(self, state):
         weight = self.state.tensors["model/w"]
         return {
-            "model/w": lambda: LatticeCodec(step=0.05),
+            "model/w": lambda: TrellisWeightCodec(step=0.05),
             "optimizer/0/ax": lambda: CopiedCodec(weight=weight),
         }
 

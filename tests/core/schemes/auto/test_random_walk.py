@@ -7,21 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.arrays import Float64s
-from shrinkpoint.entropy.trellis.states import NOISE, States
+from shrinkpoint.entropy.lanes.trellis import NOISE
 from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT
 from shrinkpoint.schemes.auto.random_walk import (
-    CARRIED,
     EXPONENTS,
     LAST_WALK,
     NO_WALK,
     Expectation,
-    best_share,
     measure_walk,
-    step_ratio_of,
     variances,
 )
 
-STATES: tuple[States, ...] = (4, 8)
 MIDDLE = 2 * MAX_EXPONENT
 """The exponent of the tensor's own step."""
 
@@ -59,54 +55,41 @@ def settled(walk: float, noise: float) -> float:
     return left
 
 
-def kalman(before: float, walk: float, share: float, noise: float) -> tuple[float, float]:
-    """The filter's gain for the noise, and the variance of the weight then: both states, weight and noise, as matrices.
-
-    That the point of before was seen means that what is wrong with the weight is wrong with the noise, the other way round.
-    """
-    covariance = before * np.array([[1.0, -1.0], [-1.0, 1.0]])
-    move, seen = np.diag([1.0, share]), np.array([[1.0, 1.0]])
-    covariance = move @ covariance @ move.T + np.diag([walk, noise * (1 - share**2)])
+def kalman(before: float, walk: float, noise: float) -> tuple[float, float]:
+    """The filter's gain for the noise, and the variance of the weight then: both states, weight and noise, as matrices."""
+    covariance, seen = np.diag([before + walk, noise]), np.array([[1.0, 1.0]])
     gains = covariance @ seen.T / (seen @ covariance @ seen.T)
     after = (np.eye(2) - gains @ seen) @ covariance
     return float(gains[1, 0]), float(after[0, 0])
 
 
-@pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("code", [20, 60, 76, 80, 90, 120])
-def test_variances_are_what_a_filter_settles_at(code: int, states: States) -> None:
-    found = variances(code, states)
+def test_variances_are_what_a_filter_settles_at(code: int) -> None:
+    found = variances(code)
     for exponent in (0, 10, 40, MIDDLE, 90, EXPONENTS - 1):
         walk = walk_of(code, exponent)
         if walk > 1e-6:  # others take long to settle
-            assert found[exponent] == pytest.approx(settled(walk, NOISE[states]), rel=1e-6)
+            assert found[exponent] == pytest.approx(settled(walk, NOISE), rel=1e-6)
 
 
-@pytest.mark.parametrize("states", STATES)
-def test_nothing_is_unknown_without_a_walk_and_as_much_as_noise_with_the_greatest(states: States) -> None:
-    assert not variances(NO_WALK, states).any()
-    np.testing.assert_allclose(variances(LAST_WALK, states)[NEAR], NOISE[states], rtol=1e-3)
-    codes = np.array([variances(code, states)[NEAR] for code in range(NO_WALK, LAST_WALK + 1)])
+def test_nothing_is_unknown_without_a_walk_and_as_much_as_noise_with_the_greatest() -> None:
+    assert not variances(NO_WALK).any()
+    np.testing.assert_allclose(variances(LAST_WALK)[NEAR], NOISE, rtol=1e-3)
+    codes = np.array([variances(code)[NEAR] for code in range(NO_WALK, LAST_WALK + 1)])
     assert bool((np.diff(codes, axis=0) > 0).all())
-    assert bool((codes[-1] < NOISE[states]).all())
+    assert bool((codes[-1] < NOISE).all())
     assert bool((np.diff(codes[1:], axis=1) < 0).all())  # a walk is shorter in wider steps
 
 
 @settings(max_examples=200)
-@given(CODES, CODES, st.integers(0, CARRIED - 1), st.sampled_from(STATES))
-def test_gains_are_those_of_a_filter_of_weight_and_noise(
-    known: int, walk: int, carried: int, states: States
-) -> None:
-    expectation, noise = Expectation(known, walk, carried, states), NOISE[states]
-    share, before = carried / CARRIED, variances(known, states)
-    assert expectation.step_ratio == pytest.approx(math.sqrt(1 - share**2), rel=1e-6)
+@given(CODES, CODES)
+def test_gains_are_those_of_a_filter_of_weight_and_noise(known: int, walk: int) -> None:
+    expectation, before = Expectation(known, walk), variances(known)
     for exponent in range(EXPONENTS):
-        gain, left = kalman(float(before[exponent]), walk_of(walk, exponent), share, noise)
-        # what lies beyond a place is told in the finer steps, and the noise in those that it is of
-        told = 256 * float(expectation.step_ratio) * gain
-        assert abs(int(expectation.gains[exponent]) - told) <= 0.5001
+        gain, left = kalman(float(before[exponent]), walk_of(walk, exponent), NOISE)
+        assert abs(int(expectation.gains[exponent]) - 256 * gain) <= 0.5001
         if exponent == MIDDLE:
-            check_known(expectation.variance_code, left, noise)
+            check_known(expectation.variance_code, left, NOISE)
     assert not expectation.gains[EXPONENTS:].any()
 
 
@@ -119,153 +102,89 @@ def check_known(known: int, left: float, noise: float) -> None:
         assert 2.0 ** ((known - UNIT) / 4) >= walk / HALF_A_CODE / 1.001
 
 
-@pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("carried", [0, 5, CARRIED - 1])
-def test_a_base_expects_nothing(carried: int, states: States) -> None:
-    expectation = Expectation(None, 100, carried, states)
+def test_a_base_expects_nothing() -> None:
+    expectation = Expectation(None, 100)
     assert expectation.variance_code == LAST_WALK
     assert not expectation.gains.any()
     assert expectation.gains.shape == (256,)
-    assert expectation.step_ratio == step_ratio_of(carried)
 
 
 def test_weights_that_are_where_they_were_make_all_that_is_seen_noise() -> None:
     """And those that have gone far make it all their own."""
-    assert bool((Expectation(NO_WALK, NO_WALK, 0, 4).gains[:EXPONENTS] == 256).all())
-    assert Expectation(NO_WALK, NO_WALK, 0, 4).variance_code == NO_WALK
-    assert not Expectation(40, LAST_WALK, 0, 4).gains[NEAR].any()
-    assert Expectation(40, LAST_WALK, 0, 4).variance_code > LAST_WALK - 12
+    assert bool((Expectation(NO_WALK, NO_WALK).gains[:EXPONENTS] == 256).all())
+    assert Expectation(NO_WALK, NO_WALK).variance_code == NO_WALK
+    assert not Expectation(40, LAST_WALK).gains[NEAR].any()
+    assert Expectation(40, LAST_WALK).variance_code > LAST_WALK - 12
 
 
-@pytest.mark.parametrize("states", STATES)
-def test_a_long_walk_is_known_as_well_as_its_filter_settles(states: States) -> None:
+def test_a_long_walk_is_known_as_well_as_its_filter_settles() -> None:
     known: int | None = None
     for code in (60, 70, 80, 100):
         for _ in range(60):
-            known = Expectation(known, code, 0, states).variance_code
+            known = Expectation(known, code).variance_code
         assert known is not None
         assert abs(known - code) <= 2  # each save rounds it to a quarter octave
 
 
-def test_what_carries_all_noise_would_have_none_of_its_own() -> None:
-    assert step_ratio_of(0) == 1
-    assert step_ratio_of(CARRIED) == 0
-    grains = [float(step_ratio_of(carried)) for carried in range(CARRIED + 1)]
-    assert grains == sorted(grains, reverse=True)
-    assert step_ratio_of(3).dtype == np.float32
-
-
-def walked(
-    code: int, known: int, states: States, exponents: list[int], seed: int = 0
-) -> tuple[Float64s, Float64s]:
+def walked(code: int, known: int, exponents: list[int], seed: int = 0) -> tuple[Float64s, Float64s]:
     """Squares and counts of weights that walked, of which was known as well as that where they had been."""
     rng = np.random.default_rng(seed)
     squares, counts = np.zeros(EXPONENTS), np.zeros(EXPONENTS)
     for exponent in exponents:
-        spread = (walk_of(code, exponent) + float(variances(known, states)[exponent])) ** 0.5
+        spread = (walk_of(code, exponent) + float(variances(known)[exponent])) ** 0.5
         squares[exponent] = float(((spread * rng.standard_normal(40_000)) ** 2).sum())
         counts[exponent] = 40_000
     return squares, counts
 
 
-@pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize(
     "exponents",
     [[MIDDLE], [MIDDLE - 4, MIDDLE, MIDDLE + 4], [MIDDLE - 12, MIDDLE + 12], list(range(EXPONENTS)[NEAR])],
 )
 @pytest.mark.parametrize("code", [64, 72, 80, 90, 120, 150])
-def test_a_walk_is_found(code: int, exponents: list[int], states: States) -> None:
+def test_a_walk_is_found(code: int, exponents: list[int]) -> None:
     """One number tells how far weights of all steps have walked."""
     for known in (NO_WALK, 50, 64):
-        squares, counts = walked(code, known, states, exponents)
-        assert abs(measure_walk(squares, counts, known, states) - code) <= 1
+        squares, counts = walked(code, known, exponents)
+        assert abs(measure_walk(squares, counts, known) - code) <= 1
 
 
-@pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("known", [70, 80, 100, LAST_WALK])
-def test_a_walk_that_is_lost_in_what_was_not_known_is_not_none(known: int, states: States) -> None:
+def test_a_walk_that_is_lost_in_what_was_not_known_is_not_none(known: int) -> None:
     """A sixteenth of what was seen, since how well places are known is an estimate too: otherwise gains would be nothing for
     ever."""
-    squares, counts = only(count=1000.0 * float(variances(known, states)[MIDDLE])), only(count=1000.0)
+    squares, counts = only(count=1000.0 * float(variances(known)[MIDDLE])), only(count=1000.0)
     for factor in (0.5, 0.9, 1.0):
-        found = measure_walk(factor * squares, counts, known, states)
-        least = factor * float(variances(known, states)[MIDDLE]) / 16
+        found = measure_walk(factor * squares, counts, known)
+        least = factor * float(variances(known)[MIDDLE]) / 16
         assert walk_of(found) == pytest.approx(least, rel=0.1)
 
 
 def test_a_walk_has_limits() -> None:
-    assert measure_walk(np.zeros(EXPONENTS), only(count=5.0), NO_WALK, 4) == NO_WALK
-    assert measure_walk(np.zeros(EXPONENTS), only(count=5.0), LAST_WALK, 4) == NO_WALK
-    assert measure_walk(np.zeros(EXPONENTS), np.zeros(EXPONENTS), NO_WALK, 4) == NO_WALK
-    assert measure_walk(only(count=1e-30), only(), NO_WALK, 4) == NO_WALK
-    assert measure_walk(only(count=1e40), only(), NO_WALK, 4) == LAST_WALK
+    assert measure_walk(np.zeros(EXPONENTS), only(count=5.0), NO_WALK) == NO_WALK
+    assert measure_walk(np.zeros(EXPONENTS), only(count=5.0), LAST_WALK) == NO_WALK
+    assert measure_walk(np.zeros(EXPONENTS), np.zeros(EXPONENTS), NO_WALK) == NO_WALK
+    assert measure_walk(only(count=1e-30), only(), NO_WALK) == NO_WALK
+    assert measure_walk(only(count=1e40), only(), NO_WALK) == LAST_WALK
     assert walk_of(LAST_WALK) == 2.0**20
 
 
 def test_a_walk_beyond_all_numbers_is_the_greatest() -> None:
-    assert measure_walk(only(count=math.inf), only(), NO_WALK, 4) == LAST_WALK
-
-
-@pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("exponents", [[MIDDLE], [MIDDLE - 24, MIDDLE + 6], [MIDDLE + 24]])
-def test_the_farther_weights_walk_the_less_noise_is_carried(exponents: list[int], states: States) -> None:
-    counts = sum((only(exponent, 100.0) for exponent in exponents), np.zeros(EXPONENTS))
-    shares = [best_share(code, counts, states) for code in range(NO_WALK, LAST_WALK + 1)]
-    assert shares == sorted(shares, reverse=True)
-    assert shares[NO_WALK] == shares[NO_WALK + 1] == CARRIED - 1
-    assert shares[LAST_WALK] == 0
-    assert set(shares) == set(range(CARRIED))
-
-
-def test_wider_steps_carry_more_noise() -> None:
-    """The same walk is shorter in them."""
-    shares = [best_share(70, only(exponent), 4) for exponent in range(EXPONENTS)]
-    assert shares == sorted(shares)
-    assert shares[0] < shares[-1]
-
-
-def test_a_tensor_of_no_weights_carries_what_the_noise_itself_says() -> None:
-    assert 0 <= best_share(70, np.zeros(EXPONENTS), 4) < CARRIED
-
-
-def expected_bits(share: float, walk: float, noise: float, saves: int) -> float:
-    """What a weight takes in some saves, all things being Gaussian: half the logarithm of how much wider than fresh noise is
-    what lies beyond its place."""
-    fresh, before, bits = noise * (1 - share**2), noise, 0.0
-    for _ in range(saves):
-        spread = (1 - share) ** 2 * before + walk + fresh
-        bits += 0.5 * math.log2(spread / fresh)
-        before = kalman(before, walk, share, noise)[1]
-    return bits
-
-
-@pytest.mark.parametrize("code", [40, 56, 64, 72, 84])
-def test_no_other_share_would_be_much_better(code: int) -> None:
-    walk = walk_of(code)
-    costs: dict[int, float] = {
-        carried: expected_bits(carried / CARRIED, walk, NOISE[4], 10) for carried in range(CARRIED)
-    }
-    assert costs[best_share(code, only(), 4)] < 1.02 * min(costs.values()) + 0.02
+    assert measure_walk(only(count=math.inf), only(), NO_WALK) == LAST_WALK
 
 
 def test_a_filter_that_is_told_the_walk_follows_weights() -> None:
-    """Weights, noise and offsets of a simulated chain: errors are as large as the filter says, step by step."""
-    rng, states, code, share = np.random.default_rng(1), 4, 68, 8
-    noise, walk, count = NOISE[4], walk_of(68), 60_000
-    carried = share / CARRIED
-    weight = np.zeros(count)
-    error: Any = noise**0.5 * rng.standard_normal(count)
-    mean, known = weight + error, LAST_WALK
-    point = mean
+    """Weights and offsets of a simulated chain: errors are as large as the filter says, step by step."""
+    rng, code, count = np.random.default_rng(1), 68, 60_000
+    walk, weight = walk_of(code), np.zeros(count)
+    mean: Any = weight + NOISE**0.5 * rng.standard_normal(count)
+    known = LAST_WALK
     for _ in range(8):
         weight = weight + walk**0.5 * rng.standard_normal(count)
-        error = carried * error + (noise * (1 - carried**2)) ** 0.5 * rng.standard_normal(count)
-        expectation = Expectation(known, code, share, states)
-        seen = weight + error
-        innovation = seen - (mean + carried * (point - mean))
-        gain = int(expectation.gains[MIDDLE]) / 256 / float(expectation.step_ratio)
-        mean = seen - (carried * (point - mean) + gain * innovation)
-        point, known = seen, expectation.variance_code
+        expectation = Expectation(known, code)
+        seen = weight + NOISE**0.5 * rng.standard_normal(count)
+        mean = seen - int(expectation.gains[MIDDLE]) / 256 * (seen - mean)
+        known = expectation.variance_code
         left = float(((mean - weight) ** 2).mean())
-        assert left == pytest.approx(float(variances(known, states)[MIDDLE]), rel=0.1)
-        assert left < noise
+        assert left == pytest.approx(float(variances(known)[MIDDLE]), rel=0.1)
+        assert left < NOISE

@@ -8,8 +8,8 @@ from shrinkpoint.coding.encode import decode_chain, encode_state, restored_value
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.auto.lattice import LatticeCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Context, EncodedTensor, Quantizer
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 
@@ -35,7 +35,7 @@ class Scheme:
     def codecs(self, state):
         master = self.state.tensors["optimizer/0/master"]
         return {
-            "optimizer/0/master": lambda: LatticeCodec(step=self.step),
+            "optimizer/0/master": lambda: TrellisWeightCodec(step=self.step / 2),
             "model/w": lambda: RoundedCodec(master=master),
         }
 
