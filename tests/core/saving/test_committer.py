@@ -13,7 +13,6 @@ from shrinkpoint.errors import RunMismatchError
 from shrinkpoint.saving.committer import Committer
 from shrinkpoint.saving.reporting import Job
 from shrinkpoint.saving.retention import record_of
-from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.run import RunStore
@@ -25,10 +24,10 @@ def objects():
 
 
 class Training:
-    def __init__(self, objects, **config):
+    def __init__(self, objects, optimizer="AdamW", **config):
         torch.manual_seed(0)
         self.model = TinyMLP()
-        self.optimizer = OPTIMIZERS["AdamW"](self.model)
+        self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.store = RunStore("fake://run", objects=objects)
         self.committer = Committer(self.store, SaverConfig(**{"scheme": "lossless", **config}), lambda: 0.0)
         self.steps = 0
@@ -150,15 +149,15 @@ def test_forgetting_makes_a_base(objects):
     assert training.commit().kind == "base"
 
 
-def lattices(store):
-    """The seed of every weight's dither in the newest checkpoint."""
+def seeds_of(store, codec="trellis-weight"):
+    """The seed of the dither of every tensor of a codec in the newest checkpoint."""
     newest = read_container(store.fetch(store.manifests()[0])[-1])
-    codecs = "lattice-weight", "trellis-weight"
-    return [entry.encoded.params["seed"] for entry in newest.entries if entry.encoded.codec in codecs]
+    return [entry.encoded.params["seed"] for entry in newest.entries if entry.encoded.codec == codec]
 
 
-def test_a_dither_goes_on_through_a_chain_and_begins_anew_after_a_restore(objects):
-    training = Training(objects, scheme="auto", options=AutoOptions(effort="fast"))
+def seeds_of_a_chain(objects, codec, **options):
+    """Of four checkpoints, the third of which is of a training that went on from a restore."""
+    training = Training(objects, scheme="auto", **options)
     seeds = []
     for restored in (False, False, True, False):
         if restored:
@@ -167,9 +166,19 @@ def test_a_dither_goes_on_through_a_chain_and_begins_anew_after_a_restore(object
             training.committer.forget()
             training.committer.adopt(newest, decoded.reference, decoded.state)
         training.commit(measure=nearly_flat)
-        seeds.append(lattices(training.store))
+        seeds.append(seeds_of(training.store, codec))
+    assert all(len(set(chosen)) == len(chosen) > 1 for chosen in seeds)
+    return seeds
+
+
+def test_a_dither_of_levels_goes_on_through_a_chain_and_begins_anew_after_a_restore(objects):
+    seeds = seeds_of_a_chain(objects, "log-levels", optimizer="Adamax")
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
-    assert all(len(set(chosen)) == len(chosen) for chosen in seeds)
+
+
+def test_weights_have_another_dither_in_every_checkpoint(objects):
+    seeds = seeds_of_a_chain(objects, "trellis-weight")
+    assert len({seed for chosen in seeds for seed in chosen}) == sum(map(len, seeds))
 
 
 def test_weights_are_told_to_have_been_restored_once(objects):
@@ -192,15 +201,15 @@ def test_weights_are_told_to_have_been_restored_once(objects):
 def test_a_dither_begins_anew_after_a_checkpoint_that_is_exact(objects, resumed):
     training = Training(objects, scheme="auto")
     training.commit(measure=nearly_flat)
-    before = lattices(training.store)
+    before = seeds_of(training.store)
     if resumed:
         newest = training.store.manifests()[0]
         decoded = decode_checkpoint(newest, training.store.fetch(newest))
         training.committer.adopt(newest, decoded.reference, decoded.state)
     training.commit(exact=True)
-    assert lattices(training.store) == []
+    assert seeds_of(training.store) == []
     assert training.commit(measure=nearly_flat).kind == "delta"
-    after = lattices(training.store)
+    after = seeds_of(training.store)
     assert len(set(after) - {0} - set(before)) == len(before)
 
 

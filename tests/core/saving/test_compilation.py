@@ -21,7 +21,6 @@ import torch
 from numba.core import event
 from shrinkpoint import Saver, SaverConfig
 from shrinkpoint.state.roles import describe_training
-from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.saving.compilation import compile_coders
 
 class Names(event.Listener):
@@ -38,7 +37,7 @@ torch.manual_seed(0)  # which kernels are called depends on the data
 listener = Names()
 event.register("numba:compile", listener)
 if sys.argv[1] == "compile":
-    assert compile_coders("auto", sys.argv[2])
+    assert compile_coders("auto")
     print(len(listener.names))
 else:
     for dtype in (torch.float32, torch.bfloat16):
@@ -46,8 +45,8 @@ else:
         model = model.to(dtype)
         optimizer = torch.optim.AdamW(model.parameters())
         describe = describe_training(model, [optimizer], model_path=("model",), optimizers_path=("optimizers",))
-        url = f"{sys.argv[3]}-{dtype}"
-        saver = Saver(url, SaverConfig(options=AutoOptions(effort=sys.argv[2]), compile_ahead=False))
+        url = f"{sys.argv[2]}-{dtype}"
+        saver = Saver(url, SaverConfig(compile_ahead=False))
         for step in range(1, 5):
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter) * 2**step
@@ -81,13 +80,6 @@ def test_what_is_compiled_is_remembered_until_a_source_changes(cache: Path, monk
     assert compile_coders("lossless")
     assert is_compiled("lossless")
     assert len(list(cache.iterdir())) == 1
-
-
-def test_efforts_are_told_apart_and_none_is_the_default(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: None)
-    assert compile_coders("auto")
-    assert is_compiled("auto", "default")
-    assert not is_compiled("auto", "fast")
 
 
 def test_a_damaged_mark_counts_as_none(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,36 +150,24 @@ def test_nothing_lasts_where_compiling_is_turned_off(monkeypatch: pytest.MonkeyP
     assert not is_compiled("auto")
 
 
-@pytest.mark.parametrize(
-    ("scheme", "effort", "message"),
-    [
-        ("zip", None, "scheme must be .* not 'zip'"),
-        ("auto", "slow", "effort"),
-        ("excp", "max", "has only one"),
-    ],
-)
-def test_what_there_is_not(scheme: str, effort: str | None, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        compile_coders(scheme, effort)
-    with pytest.raises(ConfigError, match=message):
-        is_compiled(scheme, effort)
+def test_what_there_is_not() -> None:
+    for function in (compile_coders, is_compiled):
+        with pytest.raises(ConfigError, match=r"scheme must be .* not 'zip'"):
+            function("zip")
 
 
 def test_command_compiles_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: made.append(scheme))
     for _ in range(2):
-        result = CliRunner().invoke(app, ["compile", "--effort", "fast"])
+        result = CliRunner().invoke(app, ["compile", "--scheme", "auto"])
         assert result.exit_code == 0, result.output
     assert "already" in result.output
     assert made == ["auto", "lossless"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "effort", ["default", *(pytest.param(effort, marks=pytest.mark.long) for effort in ("fast", "max"))]
-)
-def test_nothing_is_left_to_compile_for_a_save(tmp_path: Path, effort: str) -> None:
+def test_nothing_is_left_to_compile_for_a_save(tmp_path: Path) -> None:
     """In a process of its own with an empty cache, and then in another, which saves and restores what real models have."""
     environment = {
         **os.environ,
@@ -196,7 +176,7 @@ def test_nothing_is_left_to_compile_for_a_save(tmp_path: Path, effort: str) -> N
     }
     said = [
         subprocess.run(
-            [sys.executable, "-c", FRESH, what, effort, str(tmp_path / "run")],
+            [sys.executable, "-c", FRESH, what, str(tmp_path / "run")],
             env=environment,
             check=True,
             capture_output=True,

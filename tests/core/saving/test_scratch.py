@@ -335,7 +335,7 @@ def damaged(file: files.ScratchFile) -> None:
 
 def file_of_planes(loop: Loop) -> files.ScratchFile:
     references = loop.committer._link.reference.values()
-    arrays = [a for r in references for a in (r.encoder_only, getattr(r.planes, "_parts", r.planes))]
+    arrays = [getattr(each.planes, "_parts", each.planes) for each in references]
     found = [a for each in arrays if isinstance(each, DiskArrays) for a in each._arrays.values()]
     return next(each[0].file for each in found if isinstance(each, tuple))
 

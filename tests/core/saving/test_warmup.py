@@ -26,7 +26,7 @@ FAILS = "import sys; print('no room', file=sys.stderr); sys.exit(3)"
 PARENT = """
 import sys, time
 from shrinkpoint.saving.warmup import Warmup
-warmup = Warmup("auto", None)
+warmup = Warmup("auto")
 warmup.start()
 print(warmup._child.process.pid, flush=True)
 if sys.argv[1] == "lives":
@@ -40,11 +40,11 @@ def compiled_where_called() -> None:
 
 
 @pytest.fixture
-def spawned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+def spawned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a child was asked to compile, where nothing is compiled yet; none is started."""
-    asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(warmup, "is_compiled", lambda scheme, effort=None: False)
-    monkeypatch.setattr(warmup, "_spawn", lambda *coders: asked.append(coders))
+    asked: list[str] = []
+    monkeypatch.setattr(warmup, "is_compiled", lambda scheme: False)
+    monkeypatch.setattr(warmup, "_spawn", lambda scheme: asked.append(scheme))
     return asked
 
 
@@ -53,19 +53,19 @@ def child(monkeypatch: pytest.MonkeyPatch):
     """Lets a program run in the place of the one that compiles, where nothing is compiled yet."""
 
     def instead(program: str) -> None:
-        def spawn(scheme: str, effort: str | None) -> warmup._Child:
+        def spawn(scheme: str) -> warmup._Child:
             errors = tempfile.TemporaryFile()  # noqa: SIM115 - `_Child.end` closes it
             command = [sys.executable, "-c", program]
             return warmup._Child(subprocess.Popen(command, stderr=errors), errors)
 
         monkeypatch.setattr(warmup, "_spawn", spawn)
-        monkeypatch.setattr(warmup, "is_compiled", lambda scheme, effort=None: False)
+        monkeypatch.setattr(warmup, "is_compiled", lambda scheme: False)
 
     return instead
 
 
 def started(scheme: str = "auto") -> Warmup:
-    found = Warmup(scheme, SaverConfig(scheme=scheme).scheme_options)
+    found = Warmup(scheme)
     found.start()
     return found
 
@@ -87,9 +87,9 @@ def runs(pid: int) -> bool:
 
 def test_no_process_where_all_is_compiled(spawned, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(warmup, "is_compiled", lambda *coders: asked.append(coders) or True)
+    monkeypatch.setattr(warmup, "is_compiled", lambda scheme: asked.append(scheme) or True)
     started().wait()
-    assert asked == [("auto", "default")]
+    assert asked == ["auto"]
     assert spawned == []
 
 
@@ -151,7 +151,7 @@ def test_where_none_can_be_had_training_begins_and_the_save_tells(
     def spawn(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(warmup, "is_compiled", lambda scheme, effort=None: False)
+    monkeypatch.setattr(warmup, "is_compiled", lambda scheme: False)
     monkeypatch.setattr(warmup, "_spawn", spawn)
     saver = Saver(str(tmp_path / "run"), SaverConfig(scheme="lossless"))
     saver.check()
@@ -236,7 +236,7 @@ def test_modules_are_those_of_the_training(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "torch.py").write_text("raise SystemExit('taken for torch')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
-    child = warmup._spawn("lossless", None)
+    child = warmup._spawn("lossless")
     assert child.process.wait(300) == 0, child.end()
     child.end()
 

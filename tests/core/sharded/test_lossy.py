@@ -20,7 +20,7 @@ from shrinkpoint.store.run import RunStore
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Once here, and not by each of the ranks at the same time."""
-    compile_coders("auto", "default")
+    compile_coders("auto")
 
 
 def test_auto_goes_on_with_deltas_on_other_numbers_of_ranks(tmp_path: Path) -> None:

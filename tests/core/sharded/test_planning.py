@@ -178,7 +178,7 @@ def test_the_losses_are_those_of_all_parts() -> None:
 
 
 def test_all_ranks_take_the_scale_that_was_chosen() -> None:
-    config = SaverConfig(scheme="auto", options={"effort": "fast"}, commit_timeout_s=5)
+    config = SaverConfig(scheme="auto", commit_timeout_s=5)
     first, second, seen = planned(1e-4, config=config)
     assert first.measured == "measured"
     assert len(seen) >= 4

@@ -24,7 +24,7 @@ from shrinkpoint.saving.compilation import compile_coders
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Once here, and not by each of the ranks at the same time."""
-    compile_coders("auto", "default")
+    compile_coders("auto")
 
 
 HSDP = pytest.mark.skipif(
