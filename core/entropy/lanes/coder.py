@@ -173,6 +173,8 @@ def _encode(points: Int16s, places: Int16s, width: int, predictable: bool) -> by
         ends=np.zeros(3, np.int64),
     )
     _walk(points, places, width, mean, low_rank, stream)
+    if stream.ends[2]:
+        raise ValueError("the points of each row must be a path of the trellis")
     table_of, codes = np.zeros(tables, np.uint8), np.zeros((tables, alphabet), np.uint8)
     count = rans_kernels.fit(
         symbols,

@@ -72,7 +72,7 @@ class Stream(NamedTuple):
         words: uint16, of a decoder, with 2 `BIT_MARGIN` zeros behind.
         bits: uint8, what symbols of large distances leave, with `BIT_MARGIN` bytes behind.
         states: uint32 (16,), of the lanes of a decoder.
-        ends: int64 (3,): receives the numbers of words and bits, and whether anything was out of range.
+        ends: int64 (3,): receives the numbers of words and bits, and whether a point was out of range or on no path.
     """
 
     symbols: UInt8s
@@ -166,7 +166,7 @@ def _store(points: Int16s, at: int, some: int, size: int, columns: int, room: Ro
         many = min(columns, size - start)
         for j in range(many):
             k = room.points[j, lane]
-            largest = max(largest, abs(k))
+            largest = max(largest, k ^ (k >> np.int32(31)))  # -1 - k of negative ones
             points[start + j] = np.int16(k)
     return bool(largest <= np.int32(32767))
 
@@ -307,10 +307,14 @@ def walk(
                 some = rows if j < tail else rows - 1
                 if encoding:
                     of_column = room.points[j]
+                    strange = np.int32(0)
                     for lane in range(LANES):
                         k = of_column[lane]
-                        k = (k - (lanes[3, lane] & np.int32(1))) >> np.int32(1) if on_trellis else k
+                        if on_trellis:
+                            strange |= (k ^ lanes[3, lane]) & np.int32(1) if lane < some else np.int32(0)
+                            k = (k - (lanes[3, lane] & np.int32(1))) >> np.int32(1)
                         lanes[5, lane] = k - lanes[0, lane] if lane < some else np.int32(0)
+                    sound &= strange == 0
                     bit = _put(some, at, bit, lanes, stream)
                     at += some
                 else:
