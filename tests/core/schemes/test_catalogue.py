@@ -152,7 +152,7 @@ def test_every_scheme_takes_any_tensors(name, states):
                 assert bool(value.isfinite().all()), key
 
 
-@pytest.mark.parametrize("case", some_fast(CASES, [case for case in CASES if "mixing" not in case]))
+@pytest.mark.parametrize("case", CASES)
 def test_neither_bytes_nor_values_depend_on_the_threads_whatever_the_options(case):
     (states, alone), (_, both) = (encode(CASES[case], threads) for threads in (1, 2))
     assert alone == both

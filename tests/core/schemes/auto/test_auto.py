@@ -20,9 +20,8 @@ from shrinkpoint.sharded.trees import renamed_tensors
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
 OPTIONS = AutoOptions(weight_scale=0.5)
-FAST = AutoOptions(weight_scale=0.5, effort="fast")
-WIDE = WIDER[4]
-WEIGHTS = {"lattice-weight", "trellis-weight"}
+WEIGHTS = "trellis-weight"
+LEVELS = "log-levels"
 
 
 def training(optimizer="AdamW", model=TinyGPT, saves=3):
@@ -47,11 +46,11 @@ def codec_of(encoded):
     return {entry.spec.name: entry.encoded.codec for entry in encoded.checkpoint.entries}
 
 
-def seeds_of(encoded):
+def seeds_of(encoded, codec=WEIGHTS):
     return {
         entry.spec.name: entry.encoded.params["seed"]
         for entry in encoded.checkpoint.entries
-        if entry.encoded.codec in WEIGHTS
+        if entry.encoded.codec == codec
     }
 
 
@@ -285,39 +284,28 @@ def test_adams_moments_are_coded_in_units_of_the_second():
     assert codec_of(coded(adam_state(1.2)))[SECOND.removesuffix("_sq")] == "centroid-first-moment"
 
 
-@pytest.mark.parametrize(
-    ("effort", "weights", "moments"),
-    [
-        ("fast", ("lattice-weight", None), ("centroid-first-moment", None)),
-        ("default", ("trellis-weight", 4), ("centroid-first-moment", None)),
-        ("max", ("trellis-weight", 8), ("centroid-first-moment", None)),
-    ],
-)
-def test_efforts_differ_in_their_quantizers(effort, weights, moments):
+def test_weights_and_moments_have_their_quantizers():
     (state,) = training(saves=1)
-    options = AutoOptions(weight_scale=0.5, effort=effort)
-    entries = {entry.spec.name: entry.encoded for entry in coded(state, options=options).checkpoint.entries}
-    assert not coded(state, options=options).kept_exactly
-    for role, wanted in ((Role.WEIGHT, weights), (Role.EXP_AVG, moments)):
-        found = {
-            (entries[name].codec, entries[name].params.get("states"))
-            for name, spec in state.specs.items()
-            if spec.tag.role is role and spec.numel >= 64
-        }
-        assert found == {wanted}
+    encoded = coded(state)
+    codecs = codec_of(encoded)
+    assert not encoded.kept_exactly
+    for role, wanted in ((Role.WEIGHT, "trellis-weight"), (Role.EXP_AVG, "centroid-first-moment")):
+        names = [name for name, spec in state.specs.items() if spec.tag.role is role and spec.numel >= 64]
+        assert {codecs[name] for name in names} == {wanted}
 
 
-@pytest.mark.parametrize("effort", ["default", "max"])
-def test_a_trellis_makes_the_noise_of_a_lattice(effort):
-    """Steps are wider by as much as its noise is less: scales mean the same whatever the effort."""
+def test_a_trellis_makes_the_noise_of_rounding():
+    """Steps are wider by as much as its noise is less: a scale says what rounding would leave."""
     weight = torch.randn(512, 256)
     state = state_of(a__w=weight, a__exp_avg=weight * 1e-4, a__exp_avg_sq=torch.full_like(weight, 1e-6))
-    noise = {}
-    for chosen in ("fast", effort):
-        options = AutoOptions(weight_scale=0.5, effort=chosen)
-        restored = decode_chain([coded(state, options=options).checkpoint]).state.tensors
-        noise[chosen] = float((restored["a/w"] - weight).square().mean())
-    assert noise[effort] == pytest.approx(noise["fast"], rel=0.03)
+    far = moving(a=np.full(512, 1e3))  # so that the curvature decides
+    encoded = coded(state, movement=far)
+    restored = decode_chain([encoded.checkpoint]).state.tensors
+    noise = float((restored["a/w"] - weight).square().mean())
+    rounding = 2 * 0.5 * float(weight.square().mean().sqrt())
+    (step,) = (e.encoded.params["step"] for e in encoded.checkpoint.entries if e.spec.name == "a/w")
+    assert step == pytest.approx(WIDER * rounding, rel=1e-4)
+    assert noise == pytest.approx(rounding**2 / 12, rel=0.03)
 
 
 def test_steps_are_narrower_where_the_curvature_is_large_and_in_small_tensors():
@@ -331,11 +319,11 @@ def test_steps_are_narrower_where_the_curvature_is_large_and_in_small_tensors():
     steps = {
         entry.spec.name: entry.encoded.params["step"]
         for entry in coded(state, movement=far).checkpoint.entries
-        if entry.encoded.codec in WEIGHTS
+        if entry.encoded.codec == WEIGHTS
     }
     assert steps["b/w"] / steps["a/w"] == pytest.approx(10.0, rel=1e-5)
     size = float(weight.square().mean().sqrt())
-    assert steps["a/w"] * math.sqrt(10) == pytest.approx(2 * 0.5 * WIDE * size, rel=1e-4)
+    assert steps["a/w"] * math.sqrt(10) == pytest.approx(2 * 0.5 * WIDER * size, rel=1e-4)
     assert steps["c/w"] * 8 == pytest.approx(steps["a/w"] * math.sqrt(10), rel=1e-4)
 
 
@@ -502,17 +490,16 @@ def errors_of(checkpoints, state, name="a/w"):
     return (restored - state.tensors[name]).square().mean(dim=1).sqrt().numpy()
 
 
-@pytest.mark.parametrize("effort", ["fast", "default", "max"])
 @pytest.mark.parametrize("scale", [0.1, 1.0])
-def test_no_row_has_more_noise_than_its_share_of_what_training_moved_it(effort, scale):
+def test_no_row_has_more_noise_than_its_share_of_what_training_moved_it(scale):
     moved = 0.1 * 2.0 ** np.linspace(-4, 1, 64)
     state = params(a=adam(torch.randn(64, 512)), b=adam(torch.randn(64, 64)))
-    options = AutoOptions(weight_scale=scale, effort=effort)
+    options = AutoOptions(weight_scale=scale)
     encoded = coded(state, options=options, movement=moving(a=moved, b=moved))
     errors = errors_of([encoded.checkpoint], state)
     assert bool((errors <= 1.1 * scale * moved).all())
     assert bool((errors >= 0.7 * scale * moved).all())
-    wider = AutoOptions(weight_scale=scale, effort=effort, movement_share=0.5)
+    wider = AutoOptions(weight_scale=scale, movement_share=0.5)
     halved = coded(state, options=wider, movement=moving(a=moved, b=moved))
     assert errors_of([halved.checkpoint], state).mean() == pytest.approx(errors.mean() / 2, rel=0.1)
 
@@ -593,11 +580,10 @@ def test_movement_that_is_no_number_stops_no_save(wrong):
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-28, 1e-24, 1e-20])
-@pytest.mark.parametrize("options", [OPTIONS, FAST])
-def test_weights_far_smaller_than_all_others_get_no_noise_of_their_size(size, options):
+def test_weights_far_smaller_than_all_others_get_no_noise_of_their_size(size):
     """Whatever their second moments say, such as those of a bias before the first step of a warm-up."""
     state = params(a=adam(size * torch.randn(64, 64)), b=adam(torch.randn(64, 64)))
-    encoded = coded(state, options=options)
+    encoded = coded(state)
     restored = decode_chain([encoded.checkpoint]).state.tensors["a/w"]
     largest = float(state.tensors["a/w"].abs().max())
     assert float((restored - state.tensors["a/w"]).abs().max()) <= 0.1 * largest
@@ -616,26 +602,27 @@ def test_every_checkpoint_takes_other_dithers():
     )
 
 
-def test_a_chain_of_fast_checkpoints_keeps_its_dither_and_a_base_or_a_restore_changes_it():
-    one, two, _ = training()
-    base = coded(one, step=1, options=FAST)
+def test_a_chain_keeps_the_dither_of_its_levels_and_a_base_or_a_restore_changes_it():
+    one, two, _ = training("Adamax")
+    base = coded(one, step=1)
     reference = dict(base.reference)
-    assert seeds_of(coded(two, reference, step=2, options=FAST)) == seeds_of(base)
-    after = seeds_of(coded(two, reference, step=2, restored=True, options=FAST))
-    assert all(after[name] != seed for name, seed in seeds_of(base).items())
-    assert seeds_of(coded(two, step=2, options=FAST)) == after
+    assert len(seeds_of(base, LEVELS)) > 4
+    assert seeds_of(coded(two, reference, step=2), LEVELS) == seeds_of(base, LEVELS)
+    after = seeds_of(coded(two, reference, step=2, restored=True), LEVELS)
+    assert all(after[name] != seed for name, seed in seeds_of(base, LEVELS).items())
+    assert seeds_of(coded(two, step=2), LEVELS) == after
     assert len(set(after.values())) == len(after)
 
 
 def test_a_tensor_that_was_stored_exactly_begins_with_a_dither_of_its_own():
-    one, two, _ = training()
-    tensors = dict(one.tensors)
-    tensors["model/up.weight"] = torch.full_like(tensors["model/up.weight"], math.nan)
-    base = coded(TrainingState(one.tree, tensors, one.specs), options=FAST)
-    after = seeds_of(coded(two, dict(base.reference), step=2, options=FAST))
-    assert "model/up.weight" in base.kept_exactly
-    assert after["model/up.weight"] == seeds_of(coded(two, step=2, options=FAST))["model/up.weight"]
-    assert after["model/down.weight"] == seeds_of(base)["model/down.weight"]
+    one, two, _ = training("Adamax")
+    name, *others = sorted(seeds_of(coded(one), LEVELS))
+    tensors = {**one.tensors, name: torch.full_like(one.tensors[name], math.nan)}
+    base = coded(TrainingState(one.tree, tensors, one.specs))
+    after = seeds_of(coded(two, dict(base.reference), step=2), LEVELS)
+    assert name in base.kept_exactly
+    assert after[name] == seeds_of(coded(two, step=2), LEVELS)[name]
+    assert {other: after[other] for other in others} == seeds_of(base, LEVELS)
 
 
 def test_weights_that_a_restore_has_moved_are_expected_there():
@@ -657,19 +644,6 @@ def test_weights_that_a_restore_has_moved_are_expected_there():
         assert encoded.params.get("after_restore", False) is told
         sizes[told] = len(encoded.sections["points"])
     assert sizes[True] < 0.3 * sizes[False]
-
-
-@pytest.mark.parametrize("order", [("fast", "default"), ("default", "fast"), ("default", "max")])
-def test_an_effort_may_change_within_a_chain(order):
-    states = training(saves=2)
-    first, second = (AutoOptions(weight_scale=0.5, effort=effort) for effort in order)
-    base = coded(states[0], step=1, options=first)
-    save_context = SaveContext(state=states[1], step=2, reference=dict(base.reference))
-    scheme = Auto(options=second, save_context=save_context)
-    digest = base.checkpoint.state_digest
-    delta = encode_state(states[1], scheme, step=2, reference=dict(base.reference), parent=digest)
-    assert not delta.kept_exactly
-    decode_chain([base.checkpoint, delta.checkpoint])  # checks what it restores
 
 
 def test_the_gradients_stand_in_where_the_optimizer_keeps_nothing():
@@ -741,17 +715,16 @@ def test_weights_of_extreme_size(weight):
     assert torch.equal(value, weight)
 
 
-@pytest.mark.parametrize("options", [OPTIONS, FAST])
 @pytest.mark.parametrize("moments", [{}, {"exp_avg": torch.zeros(30, 30), "exp_avg_sq": torch.zeros(30, 30)}])
-def test_weights_that_are_still_zero_stay_zero(options, moments):
+def test_weights_that_are_still_zero_stay_zero(moments):
     """A zero bias before the first step, or an adapter that is frozen: noise would be all that is restored of them."""
     frozen = {f"a__{name}": moment for name, moment in moments.items()}
     trained = {"b__exp_avg": 1e-4 * torch.randn(30, 30), "b__exp_avg_sq": torch.full((30, 30), 1e-8)}
     state = state_of(a__w=torch.zeros(30, 30), b__w=torch.randn(30, 30), **frozen, **trained)
-    encoded = coded(state, options=options)
+    encoded = coded(state)
     restored = decode_chain([encoded.checkpoint]).state.tensors
     assert not restored["a/w"].any()
-    assert codec_of(encoded)["b/w"] in WEIGHTS
+    assert codec_of(encoded)["b/w"] == WEIGHTS
     assert "a/w" not in encoded.kept_exactly  # exact by choice, not by a failure that somebody should hear of
 
 
@@ -766,7 +739,6 @@ def test_of_weights_that_are_not_finite_the_reason_is_told():
         ("weight_scale", 0),
         ("weight_scale", "1"),
         ("first_moment_step", 100),
-        ("effort", "most"),
         ("min_elements", 0),
     ],
 )

@@ -23,7 +23,7 @@ def code(second: torch.Tensor, first: torch.Tensor | None = None) -> tuple[Coded
     """What was coded, and the tensor that a reader gets, of what is stored alone."""
     spec, codec = spec_of(second, "v", Role.EXP_AVG_SQ), FactoredSecondMomentCodec(first_moment=first)
     coded = codec.encode(second, spec, Context())
-    assert coded.planes == coded.encoder_only == coded.encoded.params == {}
+    assert coded.planes == coded.encoded.params == {}
     reader = FactoredSecondMomentCodec()
     restored = reader.reconstruct(
         coded.encoded, reader.decode(coded.encoded, spec, Context()), spec, Context()

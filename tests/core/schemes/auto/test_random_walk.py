@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from shrinkpoint.arrays import Float64s
 from shrinkpoint.entropy.lanes.trellis import NOISE
-from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT
 from shrinkpoint.schemes.auto.random_walk import (
     EXPONENTS,
     LAST_WALK,
@@ -17,6 +16,7 @@ from shrinkpoint.schemes.auto.random_walk import (
     measure_walk,
     variances,
 )
+from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT
 
 MIDDLE = 2 * MAX_EXPONENT
 """The exponent of the tensor's own step."""

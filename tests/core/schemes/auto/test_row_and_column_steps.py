@@ -59,7 +59,7 @@ def test_far_too_narrow_steps_are_widened():
     assert reference.followed(steps(4.0, [0, 0, 0]), 0.2).rows.tolist() == [8, 8, 8]
 
 
-def test_what_rows_cannot_follow_is_a_new_lattice():
+def test_what_rows_cannot_follow_is_a_new_grid():
     wanted = steps(1e-3, [1, 2, 3])
     assert steps(1.0, [0, 0, 0]).followed(wanted, 0.2) is wanted
 

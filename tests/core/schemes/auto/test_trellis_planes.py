@@ -24,7 +24,7 @@ COUNT = 1200
 def grid() -> Grid:
     rng = np.random.default_rng(0)
     exponents = join_exponents(*(rng.integers(-12, 13, size).astype(np.int8) for size in SHAPE))
-    return Grid(step=np.float32(0.01), exponents=exponents, seed=5, step_ratio=np.float32(0.75))
+    return Grid(step=np.float32(0.01), exponents=exponents, seed=5)
 
 
 @pytest.mark.parametrize(("farthest", "each"), [(128, 2), (127, 1)])
@@ -55,9 +55,7 @@ def chain(shape: tuple[int, ...], saves: int) -> tuple[Coded, Context, torch.Ten
     for save in range(saves):
         codec = TrellisWeightCodec(step=0.05, seed=save)
         coded = codec.encode(weight, spec_of(weight), context)
-        reference = ReferenceState(
-            coded.encoded.codec, coded.encoded.params, coded.planes, coded.encoder_only
-        )
+        reference = ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes)
         context = Context(reference)
         weight = weight + 0.01 * torch.randn(shape, generator=generator)
     return coded, context, weight, TrellisWeightCodec(step=0.05, seed=saves)

@@ -27,7 +27,7 @@ options = st.builds(
     bits=st.sampled_from([1, 2, 4, 8]),
     codebook=st.sampled_from(["float32", "float16"]),
     refill=st.sampled_from(["none", "mean", "factored"]),
-    coder=st.sampled_from(["lzma", "rans", "packed", "huffman", "cyclic", "context", "mixing"]),
+    coder=st.sampled_from(["lzma", "rans", "packed", "huffman", "cyclic"]),
     base_moments=st.sampled_from(["exact", "quantized"]),
     min_elements=st.just(1),
     matrices_only=st.booleans(),
@@ -198,7 +198,7 @@ def test_a_changed_shape_and_a_new_parameter_start_again():
 def test_malformed_bytes_are_refused():
     generator = torch.Generator().manual_seed(0)
     before, after = torch.randn(2, 10, 10, generator=generator)
-    for coder in ("lzma", "rans", "packed", "cyclic", "context", "mixing"):
+    for coder in ("lzma", "rans", "packed", "cyclic"):
         check_malformed(ExcpWeightCodec(options=ExcpOptions(coder=coder)), before, after)
         check_malformed(ExcpMomentCodec(options=ExcpOptions(coder=coder)), before, after)
 
