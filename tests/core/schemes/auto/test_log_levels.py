@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.chains import check_malformed, spec_of
 from support.moments import KINDS, SCALES, SHAPES, moments
 
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
-from shrinkpoint.schemes.base import Coded, Context, ReferenceState
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, ReferenceState
 from shrinkpoint.state.training import Role, TensorSpec
 
 TINY = torch.finfo().tiny
@@ -38,6 +38,12 @@ def code(
     return coded, ReferenceState(coded.encoded.codec, coded.encoded.params, planes)
 
 
+def read(encoded: EncodedTensor, tensor: torch.Tensor, context: Context) -> torch.Tensor:
+    """What a reader gets."""
+    planes = LogLevelsCodec().decode(encoded, spec(tensor), context)
+    return LogLevelsCodec().reconstruct(encoded, planes, spec(tensor), context)
+
+
 def check_shares(true: torch.Tensor, restored: torch.Tensor, step: int) -> None:
     """Zeros, signs, and how far each element is from itself."""
     assert torch.equal(restored == 0, true == 0)
@@ -54,8 +60,7 @@ def test_every_element_is_restored_to_a_share_of_itself(shape, seed, scale, kind
     for tensor in (second, first):
         coded, _ = code(tensor, step=step, seed=dither)
         assert bool((coded.value[tensor != 0].abs() >= TINY).all())
-        if step >= 4:  # finer ones cannot reach from the least to the greatest of such rows
-            check_shares(tensor, coded.value, step)
+        check_shares(tensor, coded.value, step)
 
 
 @settings(max_examples=30)
@@ -120,9 +125,7 @@ def test_a_delta_is_rebased_to_the_same_values(signed):
     rebased = LogLevelsCodec().rebase(delta.encoded, held_next, spec(tensor), {})
     assert rebased is not None
     assert not rebased.uses_reference
-    planes = LogLevelsCodec().decode(rebased, spec(tensor), Context())
-    restored = LogLevelsCodec().reconstruct(rebased, planes, spec(tensor), Context())
-    assert torch.equal(restored, delta.value)
+    assert torch.equal(read(rebased, tensor, Context()), delta.value)
 
 
 @pytest.mark.parametrize("bad", [torch.full((3, 3), torch.nan), torch.full((3, 3), torch.inf), torch.ones(0)])
@@ -149,6 +152,11 @@ def test_options_out_of_range_are_refused(options):
         {"step": 0},
         {"step": 33},
         {"seed": -1},
+        {"step": 8.0},
+        {"step": None},
+        {"seed": 2**32},
+        {"seed": 1.0},
+        {"seed": True},
         {"signed": 1},
         {"signed": None},
     ],
@@ -158,6 +166,74 @@ def test_malformed_params_are_refused(params):
     encoded = replace(coded.encoded, params={**coded.encoded.params, **params})
     with pytest.raises(FormatError):
         LogLevelsCodec().decode(encoded, spec(coded.value), Context())
+
+
+@pytest.mark.parametrize("shift", [None, 1.0, True, "1", 4064, -4064])
+def test_a_malformed_shift_of_a_delta_is_refused(shift):
+    second = moments(12, 40)[1]
+    _, reference = code(second)
+    delta = code(second * 1.3, reference, seed=None)[0].encoded
+    assert delta.params["shift"] == 6
+    with pytest.raises(FormatError, match="shift"):
+        LogLevelsCodec().decode(
+            replace(delta, params={**delta.params, "shift": shift}), spec(second), Context(reference)
+        )
+
+
+@pytest.mark.parametrize("step", [1, 8, 32])
+@pytest.mark.parametrize("signed", [False, True])
+def test_zeros_have_a_section_of_their_own_where_there_are_any(step, signed):
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.rand(30, 41, generator=generator) + 0.5
+    tensor *= torch.where(torch.rand(30, 41, generator=generator) < 0.5, -1, 1) if signed else 1
+    others = {"levels", "factors", *(["signs"] if signed else [])}
+    base, reference = code(tensor, step=step)
+    assert base.encoded.sections.keys() == others
+    some = tensor.where(torch.rand(30, 41, generator=generator) < 0.7, 0)
+    for before in (None, reference):  # what becomes zero, and what was zero
+        coded, between = code(some, before, step=step)
+        assert coded.encoded.sections.keys() - {"factors"} == (others | {"zeros"}) - {"factors"}
+        check_shares(some, coded.value, step)
+    coded, _ = code(tensor, between, step=step)
+    assert "zeros" not in coded.encoded.sections
+    check_shares(tensor, coded.value, step)
+
+
+@pytest.mark.parametrize("size", [5, 64, 3000])
+def test_zeros_alone_take_next_to_nothing(size):
+    coded, reference = code(torch.zeros(size))
+    assert coded.encoded.nbytes < 100
+    assert not coded.value.any()
+    check_shares(torch.ones(size), code(torch.ones(size), reference)[0].value, 8)
+
+
+@pytest.mark.parametrize("step", [1, 32])
+def test_the_least_and_the_greatest_numbers_are_told_apart_in_one_row(step):
+    """Levels of any distance from their predictions, in a base and in a delta."""
+    tensor = torch.logspace(-37, 38, 400).reshape(8, 50)
+    mixed = tensor.flatten()[torch.randperm(400, generator=torch.Generator().manual_seed(0))].reshape(8, 50)
+    _, reference = code(tensor, step=step)
+    for one in (code(mixed, step=step)[0], code(mixed, reference, step=step)[0]):
+        check_shares(mixed, one.value, step)
+
+
+def test_malformed_sections_are_refused():
+    first = moments(12, 40, kind="sparse")[0]
+    coded, reference = code(first)
+    delta = code(first, reference, seed=None)[0].encoded
+    assert coded.encoded.sections.keys() == {"levels", "factors", "zeros", "signs"}
+    assert delta.sections.keys() == {"levels", "zeros", "signs"}
+    for encoded, context in ((coded.encoded, Context()), (delta, Context(reference))):
+        for name, data in encoded.sections.items():
+            others = {key: value for key, value in encoded.sections.items() if key != name}
+            sections = [{**others, name: wrong} for wrong in (b"", data[:-1], data + b"\0")]
+            if name != "zeros":  # which there need not be
+                sections.append(others)
+            sections.append({**encoded.sections, "more": b""})
+            for damaged in sections:
+                broken = replace(encoded, sections=damaged)
+                with pytest.raises(ShrinkpointError):
+                    read(broken, first, context)
 
 
 def test_damaged_copies_are_refused():
