@@ -6,18 +6,15 @@ import numpy as np
 import torch
 from support.containers import take_apart
 from support.format_bits import FIELDS, bit_planes, numbers, undone
-from support.format_models import read_model_plane
+from support.format_matrix import read_matrix
 from support.format_reader import (
     Cursor,
-    Side,
-    read_context_plane,
     read_huffman,
     read_planes,
     read_ranked,
     read_rans,
     read_symbol_plane,
 )
-from support.format_trellis import offset_gains, read_trellis_plane
 
 from shrinkpoint.entropy.lstm import coder as lstm
 
@@ -30,10 +27,6 @@ SIXTEENTHS = (
     *(1.41421354, 1.47682619, 1.54221082, 1.61049032, 1.68179286, 1.75625217, 1.83400810, 1.91520655),
 )
 ITEM_SIZES = {"int64": 8, "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
-ENDS = (8, 11, 16, 23, 32, 45, 64, 91, 128)
-EDGE_PLACES = (-126, -124, -122, -119, -115, -109, -101, -90, -74, -32)
-EDGE_PLACES += tuple(-x for x in reversed(EDGE_PLACES))
-AGES = (1, 1, 1, 1, 1, 2, 2, 3, 4, 7)
 
 
 def flushed(values):
@@ -59,11 +52,6 @@ def wide_dither(seed, count):
     """The dither, and its places."""
     bits = np.array(mixed_bits(seed, count, 17))
     return ((bits + 0.5) / 2**16 - 1).astype(F32), (bits >> 8) - 256
-
-
-def edge(k):
-    near = sum(end <= min(k, 511 - k) for end in ENDS)
-    return 19 - near if k >= 256 else near
 
 
 def quarters(exponents):
@@ -128,16 +116,18 @@ class Tensor:
                 body, self.count, alphabet, columns=self.columns, previous=plane
             ).tolist()
 
-        def contexts(body, beside):
-            sides = [Side(levels, alphabet) for levels in beside]
-            return read_context_plane(body, self.count, alphabet, self.columns, sides, read_model_plane)
-
         count = self.count if count is None else count
-        return read_symbol_plane(self.sections[name], count, alphabet, previous, network, contexts)
+        return read_symbol_plane(self.sections[name], count, alphabet, previous, network)
 
-    def context_plane(self, alphabet, sides):
-        data = self.sections["levels"]
-        return read_context_plane(data, self.count, alphabet, self.columns, sides, read_model_plane)
+    def matrix(self, name):
+        return read_matrix(self.sections[name], self.count, self.rows, self.columns)
+
+    def marks(self, name, count):
+        """As many bits."""
+        packed = np.frombuffer(read_planes(self.sections[name], -(-count // 8), 1), np.uint8)
+        bits = np.unpackbits(packed) > 0
+        assert not bits[count:].any()
+        return bits[:count]
 
     def factor_exponents(self):
         """Of rows and columns, None for none."""
@@ -171,7 +161,8 @@ def centroids(t, unit):
     assert len(away) == min(radius, 16)
     assert all(-128 <= part <= 127 for part in away)
     sizes = [size + (away[size - 1] / 256 if 1 <= size <= 16 else 0) for size in range(radius + 1)]
-    level = np.array(t.context_plane(2 * radius + 1, [])) - radius
+    level = t.matrix("levels")
+    assert np.abs(level).max(initial=0) <= radius
     value = (t.number("step") * np.array(sizes, F32))[np.abs(level)] * unit
     value[value < F32(2.0**-125)] = 0
     return t.rounded(np.where(level < 0, -value, value)), {}
@@ -194,100 +185,63 @@ def exponents(t):
     return (both[: t.rows, None] + both[None, t.rows :]).reshape(-1)
 
 
-def lattice(t):
-    step, seed, radius = t.number("step"), t.params["seed"], t.params["radius"]
-    d, before, e = dither(seed, t.count), t.before, exponents(t)
-    w = step * quarters(e)
-    table = {}
-    if before is None:
-        predicted = np.zeros(t.count, int)
-        sides = [
-            Side([edge(bits >> 7) for bits in mixed_bits(seed, t.count)], 20, two_sided=True),
-            Side((e + 64).tolist(), 129),
-        ]
-    else:
-        same = (before["step"], before["seed"]) == (step, seed) and np.array_equal(before["e"], e)
-        if same:
-            predicted, known = before["index"], Side(before["history"], 17, two_sided=True)
-            table = {h: h - 1 if h > 9 else h + 1 if h < 7 else h for h in range(17)}
-        else:
-            place = before["points"] / w + d
-            nearest = np.rint(np.clip(place, F32(-30000), F32(30000)))
-            predicted = nearest.astype(int)
-            slots = np.clip(((place - nearest) + F32(0.5)) * F32(512), 0, 511).astype(int)
-            known = Side([edge(k) for k in slots.tolist()], 20, EDGE_PLACES, two_sided=True)
-            table = {x: 17 - AGES[x] if x < 10 else AGES[19 - x] - 1 for x in range(20)}
-        halves = np.clip(np.rint(F32(2) * (predicted.astype(F32) - d)), -12, 12).astype(int) + 12
-        sides = [known, Side(halves.tolist(), 25, two_sided=True)]
-    symbols = t.context_plane(2 * radius + 2, sides)
-    far = read_planes(t.sections["far"], symbols.count(2 * radius + 1), 4)
-    far = iter(np.frombuffer(far, "<i4").tolist())
-    moves = [s - radius if s <= 2 * radius else next(far) for s in symbols]
-    index = predicted + np.array(moves)
-    history = [8] * t.count
-    if before is not None:
-        history = [
-            16 if m > 0 else 0 if m < 0 else table[k] for m, k in zip(moves, sides[0].levels, strict=True)
-        ]
-    points = (index.astype(F32) - d) * w
-    kept = {"step": step, "seed": seed, "e": e, "index": index, "history": history, "points": points}
-    return t.rounded(points), kept
-
-
 def coded_elements(t):
     """Which elements are of rows that are coded, not kept."""
     if "kept" not in t.sections:
         return np.ones(t.count, bool)
     assert t.before is not None
-    data = read_planes(t.sections["kept"], (t.rows + 7) // 8, 1)
-    bits = [data[row // 8] >> (7 - row % 8) & 1 for row in range(8 * len(data))]
-    assert not any(bits[t.rows :])
-    return np.repeat(np.array(bits[: t.rows]) == 0, t.columns)
+    return np.repeat(~t.marks("kept", t.rows), t.columns)
 
 
-def trellis_lattice(t):
-    step, states, carried = t.number("step"), t.params["states"], t.params["carried"]
-    d, dither_places = wide_dither(t.params["seed"], t.count)
-    e, before = exponents(t), t.before
-    g = F32(np.sqrt(1 - (carried / 16) ** 2))
-    n, w = step * quarters(e), (step * g) * quarters(e)
-    even, places, sides = np.zeros(t.count, int), dither_places, [e + 64]
-    offsets, here = np.zeros(t.count, int), coded_elements(t)
+def trellis_weight(t):
+    step, e, before = t.number("step"), exponents(t), t.before
+    d, places = wide_dither(t.params["seed"], t.count)
+    w, even, here = step * quarters(e), np.zeros(t.count, int), coded_elements(t)
     if before is not None:
-        known = 0 if t.params.get("after_restore") else before["variance_code"]
-        old = offsets if t.params.get("after_restore") else before["offsets"]
-        z = (F32(1 - carried / 16) * old.astype(F32)) * before["n"]
+        restored = t.params.get("after_restore", False)
+        known = 0 if restored else before["variance_code"]
+        z = before["offsets"].astype(F32) * before["w"] * F32(not restored)
         z[np.abs(z) < F32(2.0**-118)] = 0
         x = (before["value"] + z / F32(64)) / w + d
         x = np.clip(x, F32(-14000), F32(14000))
         k = F32(2) * np.floor(x / F32(2) + F32(0.5))
         places = np.clip(np.floor(F32(256) * (x - k)), -256, 255).astype(int)
-        k = k.astype(int)
-        even = 2 * k
-        sides.append(np.minimum((np.abs(256 * k + places - dither_places) + 64) >> 7, 12))
-    sides = [side[here].tolist() for side in sides]
-    coded, errors, far = read_trellis_plane(t.sections["points"], places[here], t.columns, states, sides)
-    further = np.frombuffer(read_planes(t.sections["far"], int(far.sum()), 4), "<i4")
-    h = even[here] + coded
-    h[far] += 4 * further.astype(int)
+        even = 2 * k.astype(int)
+    count = int(here.sum())
+    points = read_matrix(t.sections["points"], count, count // t.columns, t.columns, places[here])
+    h = even[here] + points
     assert np.abs(h).max(initial=0) <= 30000
     value = np.zeros(t.count, F32) if before is None else before["value"].copy()
     value[here] = (h.astype(F32) / F32(2) - d[here]) * w[here]
+    offsets = np.zeros(t.count, int)
     if before is not None:
-        gains = offset_gains(e[here], states, carried, known, t.params["walk"], g)
-        found = np.clip(((512 - errors * gains) >> 10) + ((old[here] * carried + 8) >> 4), -127, 127)
-        found[far] = 0
-        offsets = np.zeros(t.count, int)
-        offsets[here] = found
+        gains = offset_gains(e[here], known, t.params["walk"])
+        offsets[here] = np.clip((512 - (128 * points - places[here]) * gains) >> 10, -127, 127)
     left = {
         "step": step,
         "e": e,
-        "n": n,
+        "w": w,
         "value": value,
         "offsets": offsets,
         "variance_code": t.params["variance_code"],
     }
     return t.rounded(value), left
+
+
+def offset_gains(exponents, known, walk):
+    """G of each element's exponent."""
+    table, noise = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429), 0.0663
+
+    def variance(code, e):
+        k = code - 80 - 2 * e
+        return table[k % 4] * 2.0 ** (k // 4) if code else 0.0
+
+    gains = {}
+    for e in set(exponents.tolist()):
+        k = variance(known, e)
+        b = 2 * noise * k / (float(np.sqrt(k * k + 4 * noise * k)) + k + 1e-300)
+        gains[e] = round(256 * (noise / (b + variance(walk, e) + noise)))
+    return np.array([gains[e] for e in exponents.tolist()], int)
 
 
 def closed_loop(decode):
@@ -365,26 +319,26 @@ def copied(t):
 
 
 def log_levels(t):
-    step, count, lowest = t.params["step"], t.params["count"], t.params["lowest"]
+    step = t.params["step"]
     assert 1 <= step <= 32
     offsets = np.floor((dither(t.params["seed"], t.count) + F32(0.5)) * F32(step)).astype(int)
     if t.before is None:
         sides = [0 if e == -32768 else e for e in t.factor_exponents()]
         predicted = 4 * np.add.outer(sides[: t.rows], sides[t.rows :]).reshape(-1)
     else:
-        before, zeros = t.before["exponents"].copy(), t.before["zeros"]
-        others = before[~zeros].tolist()
-        before[zeros] = sum(others) // len(others) if others else 0
+        before, none = t.before["exponents"].copy(), t.before["zeros"]
+        others = before[~none].tolist()
+        before[none] = sum(others) // len(others) if others else 0
         predicted = before + t.params["shift"]
-    symbols = np.array(t.context_plane(count + 1, []))
-    levels = (predicted - offsets + step // 2) // step + symbols + lowest - 1
+    zeros = t.marks("zeros", t.count) if "zeros" in t.sections else np.zeros(t.count, bool)
+    distances = t.matrix("levels")
+    assert not distances[zeros].any()
+    levels = (predicted - offsets + step // 2) // step + distances
     found = np.clip(step * levels + offsets, -2016, 2047)
     sizes = np.array([float(F32(SIXTEENTHS[e % 16])) * 2.0 ** (e // 16) for e in found.tolist()], F32)
-    zeros = symbols == 0
     sizes[zeros] = 0
     if t.params["signed"]:
-        packed = np.frombuffer(read_planes(t.sections["signs"], -(-t.count // 8), 1), np.uint8)
-        sizes[np.unpackbits(packed, count=t.count) > 0] *= -1
+        sizes[t.marks("signs", t.count)] *= -1
     return t.rounded(sizes), {"exponents": found, "zeros": zeros}
 
 
@@ -394,8 +348,7 @@ CODECS = {
     "factored-second-moment": factored,
     "centroid-first-moment": centroids_root,
     "centroid-momentum": centroids_own,
-    "lattice-weight": lattice,
-    "trellis-weight": trellis_lattice,
+    "trellis-weight": trellis_weight,
     "rounded-weight": rounded,
     "log-levels": log_levels,
     "copied-average": copied,

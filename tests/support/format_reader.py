@@ -1,9 +1,6 @@
 """Readers of the entropy coders by docs/format.md alone and without a thought for speed."""
 
 import lzma
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import zstandard
@@ -49,15 +46,6 @@ class Bits:
             self.reference, self.left = self.reference >> 1, self.left - 1
         return value
 
-    def rice(self, k):
-        ones = 0
-        while self.take(1):
-            ones += 1
-        return ones << k | self.take(k)
-
-    def end(self):
-        assert not self.reference
-
 
 def read_frequencies(cursor, alphabet):
     """Frequency of each present symbol of one table, ascending."""
@@ -72,8 +60,12 @@ def read_frequencies(cursor, alphabet):
     return frequencies_of(dict(zip(symbols, cursor.take(present), strict=True)))
 
 
+def weight_of(code):
+    return code if code < 8 else (8 + code % 8) * 2 ** max(code // 8 - 1, 0)
+
+
 def frequencies_of(codes):
-    weights = {s: c if c < 8 else (8 + c % 8) * 2 ** max(c // 8 - 1, 0) for s, c in codes.items()}
+    weights = {s: weight_of(c) for s, c in codes.items()}
     total = sum(weights.values())
     frequencies = {s: max(w * 2**20 // total, 1) for s, w in weights.items()}
     missing = 2**20 - sum(frequencies.values())
@@ -209,13 +201,6 @@ def read_codes(cursor, count, values, lengths):
     return symbols
 
 
-def pop(state, table):
-    """The symbol on top of a state, and the state without it."""
-    slot = state % 2**20
-    start, end, symbol = next(part for part in table if part[0] <= slot < part[1])
-    return (end - start) * (state // 2**20) + slot - start, symbol
-
-
 def read_ranked(data, count, lengths):
     if len(lengths) == 1:
         assert not data
@@ -223,8 +208,8 @@ def read_ranked(data, count, lengths):
     return read_codes(Cursor(data), count, range(len(lengths)), lengths)
 
 
-def read_symbol_plane(data, count, alphabet, previous=None, lstm=None, contexts=None):
-    """`lstm` reads what method 6 has, `contexts` what 7 and 8 have, given the planes beside."""
+def read_symbol_plane(data, count, alphabet, previous=None, lstm=None):
+    """`lstm` reads what method 6 has."""
     method, body = data[0], data[1:]
     width = max(1, (alphabet - 1).bit_length())
     if method == 1:
@@ -240,138 +225,10 @@ def read_symbol_plane(data, count, alphabet, previous=None, lstm=None, contexts=
         return [(d + p) % alphabet for d, p in zip(read_huffman(body), previous, strict=True)]
     if method in (4, 5):
         return read_rans(body, list(previous) if method == 5 else [0] * count, alphabet)
-    if method in (7, 8):
-        return contexts(body, [previous] if method == 8 else [])
     assert method == 6
     return lstm(body)
-
-
-def classes(levels, limit):
-    """The class of each level 0..255 of a side plane."""
-    step = len(levels) // 2**16 | 1
-    counted = list(levels[::step])
-    starts = sorted(set(counted)) or [0]
-    counts = [counted.count(level) for level in starts]
-    while len(starts) > limit:
-        sums = [a + b for a, b in pairwise(counts)]
-        least = sums.index(min(sums))
-        counts[least : least + 2] = [sums[least]]
-        del starts[least + 1]
-    return [max(sum(start <= level for start in starts) - 1, 0) for level in range(256)]
-
-
-def read_run_tables(cursor, contexts, alphabet):
-    zero = cursor.byte()
-    packed = cursor.take((contexts + 7) // 8)
-    occurring = [c for c in range(contexts) if packed[c // 8] >> (7 - c % 8) & 1]
-    return Runs(zero, *read_tables(cursor, occurring, alphabet))
-
-
-class Runs:
-    """Tables of a run coder, by number, the numbers by context, and the chunks that they code."""
-
-    def __init__(self, zero, numbers, tables):
-        self.zero, self.numbers = zero, numbers
-        self.tables = [self._derive(table) for table in tables]
-
-    def _derive(self, table):
-        share = table.get(self.zero, 0)
-        if share < 5 * 2**17:
-            return intervals(table), None
-        gaps, left = {}, 2**20
-        if share < 2**20:
-            table = {s: f * 2**20 // (2**20 - share) for s, f in table.items() if s != self.zero}
-            most = max(table, key=lambda s: (table[s], -s))
-            table[most] += 2**20 - sum(table.values())
-            for gap in range(63):
-                gaps[gap] = min(max(left * (2**20 - share) // 2**20, 1), left - 63 + gap)
-                left -= gaps[gap]
-        gaps[63] = left
-        return intervals(table), intervals(gaps)
-
-    def open(self, data):
-        """A function from the context of the next symbol of a chunk to the symbol, and one that checks the end."""
-        cursor = Cursor(data)
-        states = [int.from_bytes(cursor.take(6), "little") for _ in range(4)]
-        words = list(np.frombuffer(cursor.rest(), "<u2"))[::-1]
-        events, left, due = [0], [0] * len(self.tables), [False] * len(self.tables)
-
-        def event(table):
-            lane = events[0] % 4
-            states[lane], symbol = pop(states[lane], table)
-            for _ in range(2):
-                if states[lane] < 2**32 and words:
-                    states[lane] = states[lane] * 2**16 + int(words.pop())
-            events[0] += 1
-            return symbol
-
-        def gap(number):
-            found = event(self.tables[number][1])
-            left[number], due[number] = found, found < 63
-
-        def take(context):
-            number = self.numbers[context]
-            symbols, gaps = self.tables[number]
-            if gaps is None:
-                return event(symbols)
-            if not left[number] and not due[number]:
-                gap(number)
-            if left[number]:
-                left[number] -= 1
-                return self.zero
-            symbol = event(symbols)
-            gap(number)
-            return symbol
-
-        def end():
-            assert not words
-            assert states == [2**32] * 4
-
-        return take, end
 
 
 def read_lengths(cursor, count):
     lengths = [cursor.varint() for _ in range(count - 1)]
     return [cursor.take(length) for length in lengths] + [cursor.rest()]
-
-
-class Side(NamedTuple):
-    """A side plane and what a codec says of it; `places` has one entry per level of the alphabet."""
-
-    levels: Sequence[int]
-    alphabet: int
-    places: Sequence[int] | None = None
-    two_sided: bool = False
-
-
-def read_context_plane(data, count, alphabet, columns, sides, models=None):
-    """`sides` are what a `Side` has, or as much of it as there is; `models` reads what modes 1 and 2 have."""
-    sides = [Side(*side) for side in sides]
-    cursor = Cursor(data)
-    if not count:
-        assert not data
-        return []
-    mode = cursor.byte()
-    if mode in (1, 2):
-        return models(mode, cursor, count, alphabet, columns, sides)
-    assert mode in (0, 3)
-    chosen = [sides[index] for index in cursor.take(cursor.byte())]
-    contexts, number = [0] * count, 1
-    if len(chosen) == 1:
-        contexts, number = list(chosen[0].levels), chosen[0].alphabet
-    if len(chosen) == 2:
-        one, other = (side.levels for side in chosen)
-        first, second = classes(one, 16), classes(other, 16)
-        contexts = [16 * first[a] + second[b] for a, b in zip(one, other, strict=True)]
-        number = 256
-    if mode == 0:
-        return read_rans(cursor.rest(), contexts, alphabet)
-    size = 2 ** cursor.byte()
-    runs = read_run_tables(cursor, number, alphabet)
-    starts = range(0, count, size)
-    symbols = []
-    for start, chunk in zip(starts, read_lengths(cursor, len(starts)), strict=True):
-        take, end = runs.open(chunk)
-        symbols += [take(context) for context in contexts[start : start + size]]
-        end()
-    return symbols
