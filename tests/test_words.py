@@ -16,7 +16,7 @@ PRODUCT = ("core", "callbacks", "integrations")
 OLD = {
     "as_restored": "load_restored_search",
     "beside": "next to, sibling, further",
-    "grain": "step_ratio",
+    "grain": "step size",
     "Healing": "RecoveryEstimate, repair",
     "Held": "ReferenceState",
     "held": "kept, stored, has (held-out is the field's own)",
@@ -28,7 +28,7 @@ OLD = {
     "telling": "informative",
     "tells": "says, warns, reports",
     "told": "said, warned, reported",
-    "unseen": "encoder_only, unread",
+    "unseen": "unread",
     "untouched": "preserved_state, unchanged",
     "went_on": "after_restore, continued",
 }
