@@ -11,6 +11,7 @@ Sources: recursive least squares as in S. Haykin, "Adaptive Filter Theory" (1996
 I. Mitliagkas et al., "Memory Limited, Streaming PCA" (2013).
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -75,11 +76,8 @@ def new_low_rank(columns: int, segments: int, mean: float) -> LowRank:
         mean: mean square of the matrix, about.
     """
     k = LANES
-    # an LFSR's bits: any fixed directions without structure will do
-    bits = np.empty(columns * k, np.uint32)
-    fill_signs(bits)
     return LowRank(
-        v=(1 - 2 * (bits & 1).astype(np.float32)).reshape(columns, k),
+        v=_first_directions(columns).copy(),
         sizes=np.full(k, _FIRST_SIZE),
         powers=np.zeros(k, np.float32),
         noise=np.full(1, mean, np.float32),
@@ -92,11 +90,14 @@ def new_low_rank(columns: int, segments: int, mean: float) -> LowRank:
     )
 
 
-def fill_signs(out: np.ndarray) -> None:
-    at = np.arange(out.size, dtype=np.uint32)
+@lru_cache(maxsize=16)
+def _first_directions(columns: int) -> Float32s:
+    """fp32 (columns, 16) of 1 and -1 without structure, by a hash of their places (the finaliser of A. Appleby's MurmurHash3)."""
+    at = np.arange(columns * LANES, dtype=np.uint32)
     at = (at ^ (at >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     at = (at ^ (at >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    out[:] = at >> np.uint32(16)
+    signs = 1 - 2 * ((at >> np.uint32(16)) & np.uint32(1)).astype(np.float32)
+    return np.asarray(signs, np.float32).reshape(columns, LANES)
 
 
 @jit_part

@@ -289,8 +289,8 @@ def _widest(values: Float32s, units: Float32s, loss: float, *, linear: bool) -> 
     )  # odd: it takes all columns of a matrix that has a power of two of them
     unit = units[::stride].astype(np.float64)
     sizes = np.abs(values[::stride].astype(np.float64))[unit > 0] / unit[unit > 0]
-    counted = [np.ones_like(sizes), np.square(unit[unit > 0])] if linear else [np.ones_like(sizes)]
-    totals = [float((weights * np.square(sizes)).sum()) for weights in counted]
+    counted = [np.zeros(0), np.square(unit[unit > 0])] if linear else [np.zeros(0)]
+    totals = [float((np.square(sizes) * (weights if weights.size else 1.0)).sum()) for weights in counted]
     if not all(0 < total < math.inf for total in totals):
         return 1.0
 
@@ -335,9 +335,9 @@ def _step_of(size: int) -> float:
 
 def _lost(sizes: Float64s, weights: Float64s, total: float, step: float) -> float:
     """The share that is lost: levels' means explain a part of the moment's square, and are lengthened."""
-    levels = np.minimum(np.rint(sizes / step), _CLIP_STEPS).astype(np.int64)
-    counts, sums = np.bincount(levels, weights=weights), np.bincount(levels, weights=weights * sizes)
-    explained = float(np.divide(np.square(sums), counts, out=np.zeros_like(sums), where=counts > 0)[1:].sum())
+    from shrinkpoint.schemes.auto import moment_kernels  # numba
+
+    explained = moment_kernels.explained(sizes, weights, step, _CLIP_STEPS, np.empty((2, _CLIP_STEPS + 1)))
     if explained <= 0:
         return 1.0
     return 1 - min(_LONGEST, math.sqrt(total / explained)) * explained / total

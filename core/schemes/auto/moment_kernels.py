@@ -10,7 +10,7 @@ import numpy as np
 from shrinkpoint.arrays import Float32s, Float64s, UInt8s
 from shrinkpoint.runtime.jit import jit
 
-__all__ = ["count_beyond", "in_other_units", "levels", "square_sum", "unlevel"]
+__all__ = ["count_beyond", "explained", "in_other_units", "levels", "square_sum", "unlevel"]
 
 
 _ROUND = np.float32(
@@ -57,6 +57,32 @@ def levels(
         largest = max(largest, level)
         out[i] = np.uint8(clip_steps - level if values[i] < _ZERO else clip_steps + level)
     return int(largest)
+
+
+@jit
+def explained(sizes: Float64s, weights: Float64s, step: float, clip_steps: int, room: Float64s) -> float:
+    """What the means of levels explain of the weighted sum of the squares of sizes; level 0 stands for zero.
+
+    Args:
+        sizes: not negative.
+        weights: how often each counts; empty for once each.
+        step: distance of two levels.
+        clip_steps: the farthest level.
+        room: (2, clip_steps + 1).
+    """
+    for level in range(clip_steps + 1):
+        room[0, level] = 0.0
+        room[1, level] = 0.0
+    for i in range(sizes.size):
+        level = int(min(np.rint(sizes[i] / step), np.float64(clip_steps)))
+        weight = weights[i] if weights.size else 1.0
+        room[0, level] += weight
+        room[1, level] += weight * sizes[i]
+    total = 0.0
+    for level in range(1, clip_steps + 1):
+        if room[0, level] > 0.0:
+            total += room[1, level] * room[1, level] / room[0, level]
+    return float(total)
 
 
 @jit

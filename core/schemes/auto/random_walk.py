@@ -9,6 +9,7 @@ Source: R. Kalman, "A new approach to linear filtering and prediction problems" 
 """
 
 import math
+from functools import cache
 
 import numpy as np
 
@@ -45,13 +46,15 @@ def _power(quarters: int) -> float:
     return math.ldexp(_QUARTERS[quarters % 4], quarters // 4)
 
 
+@cache
 def _walks(code: int) -> Float64s:
     """float64 (EXPONENTS,): the walk's mean square in square steps of each exponent."""
     if code == NO_WALK:
         return np.zeros(EXPONENTS)
-    return np.array(
-        [_power(code - _MIDDLE - 2 * above) for above in range(-2 * MAX_EXPONENT, 2 * MAX_EXPONENT + 1)]
-    )
+    quarters = range(-2 * MAX_EXPONENT, 2 * MAX_EXPONENT + 1)
+    found = np.array([_power(code - _MIDDLE - 2 * above) for above in quarters])
+    found.flags.writeable = False  # all callers share it
+    return found
 
 
 class Expectation:
