@@ -23,10 +23,9 @@ from shrinkpoint.container.writer import write_container
 from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
-from shrinkpoint.schemes.auto.lattice import LatticeCodec
-from shrinkpoint.schemes.auto.row_and_column_steps import curvature_exponents
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
+from shrinkpoint.schemes.auto.row_and_column_steps import curvature_exponents
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import TensorCodec
@@ -82,14 +81,6 @@ def weight(maker: Maker, **options: object) -> Variant:
     return Variant({"weight": maker}, **options)
 
 
-def lattice(**options: object) -> Maker:
-    def make(step: int, tensors: Mapping[str, torch.Tensor]) -> TensorCodec:
-        wide = curvature_exponents(tensors["exp_avg_sq"], tuple(tensors["weight"].shape))
-        return LatticeCodec(step=0.002, exponents=wide, **options)
-
-    return make
-
-
 def far_apart() -> tuple[np.ndarray, np.ndarray]:
     """Exponents of rows and columns as far from each other as they may be."""
     rows, columns = (
@@ -98,7 +89,7 @@ def far_apart() -> tuple[np.ndarray, np.ndarray]:
     return rows, columns[::-1].copy()
 
 
-def trellis_lattice(**options: object) -> Maker:
+def trellis_weight(**options: object) -> Maker:
     def make(step: int, tensors: Mapping[str, torch.Tensor]) -> TensorCodec:
         wide = curvature_exponents(tensors["exp_avg_sq"], tuple(tensors["weight"].shape))
         return TrellisWeightCodec(**{"step": 0.002, "exponents": wide, "seed": step, **options})
@@ -119,10 +110,6 @@ def kept(**options: object) -> Maker:
         return TrellisWeightCodec(**{"step": 0.02, "seed": step, "kept": mask, **options})
 
     return make
-
-
-def context_coders() -> dict[str, dict]:
-    return {name: {"options": ExcpOptions(coder=name)} for name in ("context", "mixing")}
 
 
 def symbol_coders() -> dict[str, dict]:
@@ -148,17 +135,6 @@ def levels(role: str, maker: Maker, **options: object) -> Variant:
 _MOMENT_DTYPES = {"bfloat16": torch.bfloat16, "float64": torch.float64}
 
 CASES: Mapping[str, Mapping[str, Variant]] = {
-    "lattice-weight": {
-        "kept": weight(lattice()),
-        "exchanged": weight(lambda step, tensors: lattice(seed=step)(step, tensors)),
-        "max": weight(lattice(effort="max")),
-        "half": weight(lattice(effort="fast"), dtype=torch.bfloat16),
-        "half-16": weight(lambda step, _: LatticeCodec(step=0.003 * 4**step), dtype=torch.float16),
-        "vector": weight(lambda step, _: LatticeCodec(step=0.001), shape=(300,)),
-        "sparse": weight(lambda *_: LatticeCodec(step=0.02, effort="fast"), shape=(96, 96)),
-        "large": weight(lambda *_: LatticeCodec(step=0.02), shape=(96, 96)),
-        "far-apart": weight(lambda *_: LatticeCodec(step=8.0, exponents=far_apart())),
-    },
     "factored-second-moment": {
         "matrix": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}),
         "wide": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}, shape=(8, 3, 5)),
@@ -171,7 +147,7 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         "factored": Variant(
             {
                 "exp_avg_sq": lengthened,
-                "exp_avg": lambda step, _: CentroidFirstMomentCodec(loss=0.2 / 4**step, effort="max"),
+                "exp_avg": lambda step, _: CentroidFirstMomentCodec(loss=0.2 / 4**step),
             }
         ),
         "low-rank": Variant(
@@ -182,18 +158,18 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
     },
     "centroid-momentum": {
         "coarse": moments(lambda *_: CentroidMomentumCodec(loss=0.45)),
-        "fine": moments(lambda *_: CentroidMomentumCodec(step=0.05, effort="fast")),
+        "fine": moments(lambda *_: CentroidMomentumCodec(step=0.05)),
         "vector": Variant({"exp_avg": lambda *_: CentroidMomentumCodec(loss=0.05)}, shape=(300,)),
     },
     "trellis-weight": {
-        "kept": weight(trellis_lattice()),
-        "carried": weight(trellis_lattice(step=0.05, states=8), shape=(96, 96)),
-        "half": weight(trellis_lattice(step=0.02), dtype=torch.bfloat16),
+        "kept": weight(trellis_weight()),
+        "large": weight(trellis_weight(step=0.05), shape=(96, 96)),
+        "half": weight(trellis_weight(step=0.02), dtype=torch.bfloat16),
         "half-16": weight(
             lambda step, _: TrellisWeightCodec(step=0.003 * 4**step, seed=2**32 - 1 - step),
             dtype=torch.float16,
         ),
-        "vector": weight(lambda step, _: TrellisWeightCodec(step=0.001, seed=step, states=8), shape=(300,)),
+        "vector": weight(lambda step, _: TrellisWeightCodec(step=0.001, seed=step), shape=(300,)),
         "narrow": weight(lambda step, _: TrellisWeightCodec(step=0.01, seed=step), shape=(500, 5)),
         "went-on": weight(
             lambda step, _: TrellisWeightCodec(step=0.02, seed=step, after_restore=step == 2),
@@ -204,7 +180,7 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         ),
         "far-apart": weight(lambda step, _: TrellisWeightCodec(step=8.0, exponents=far_apart(), seed=step)),
         "kept-rows": weight(kept(), shape=(37, 40)),
-        "kept-half": weight(kept(states=8), shape=(16, 3, 9), dtype=torch.bfloat16),
+        "kept-half": weight(kept(), shape=(16, 3, 9), dtype=torch.bfloat16),
         "kept-all": weight(
             lambda step, _: TrellisWeightCodec(
                 step=0.02, seed=step, kept=np.full(24, step == 1), after_restore=step == 2
@@ -237,7 +213,6 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
     },
     "other-dtypes": {
         "weight": weight(lambda step, _: TrellisWeightCodec(step=0.02, seed=step), dtype=torch.float64),
-        "lattice": weight(lambda *_: LatticeCodec(step=0.02), dtype=torch.float64),
         **{
             f"{kind}-{name}": Variant(makers, moments=dtype)
             for name, dtype in _MOMENT_DTYPES.items()
@@ -279,11 +254,6 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
             }
         )
         for refill in ("none", "mean", "factored")
-    },
-    "excp-contexts": {
-        f"{name}-{role}": Variant({role: lambda *_, codec=codec, keys=keys: codec(**keys)})
-        for name, keys in context_coders().items()
-        for role, codec in (("weight", ExcpWeightCodec), ("exp_avg", ExcpMomentCodec))
     },
     "bit-planes": {
         "adam": exactly("exp_avg_sq", "exp_avg", "weight", shape=(64, 80)),

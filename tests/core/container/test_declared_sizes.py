@@ -31,7 +31,7 @@ def blown_up(name: str, shape: list[int]) -> bytes:
 @pytest.mark.parametrize("shape", [[2**16, 2**15], [2**20, 2**20]], ids=["8 GiB", "4 TiB"])
 @pytest.mark.parametrize(
     "name",
-    ["factored-second-moment", "centroid-momentum", "lattice-weight", "trellis-weight", "check-n-run-weight"],
+    ["factored-second-moment", "centroid-momentum", "log-levels", "trellis-weight", "check-n-run-weight"],
 )
 def test_declared_sizes_are_compared_first(
     name: str, shape: list[int], monkeypatch: pytest.MonkeyPatch
