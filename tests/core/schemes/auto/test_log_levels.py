@@ -12,6 +12,7 @@ from support.moments import KINDS, SCALES, SHAPES, moments
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, ReferenceState
 from shrinkpoint.state.training import Role, TensorSpec
 
@@ -240,6 +241,17 @@ def test_damaged_copies_are_refused():
     first, second = moments(30, 20)
     check_malformed(LogLevelsCodec(seed=None), second, second * 1.1)
     check_malformed(LogLevelsCodec(seed=None), first, first * 1.1)
+
+
+def test_what_another_codec_holds_is_no_predecessor():
+    """Weights on a trellis hold a plane of exponents, too."""
+    tensor = torch.rand(30, 40) + 0.1
+    other = TrellisWeightCodec(step=0.1).encode(tensor, spec(tensor), Context())
+    assert other.planes["exponent"].size == tensor.numel()
+    before = ReferenceState(other.encoded.codec, other.encoded.params, other.planes)
+    coded, _ = code(tensor, before, seed=None)
+    assert not coded.encoded.uses_reference
+    check_shares(tensor, coded.value, 8)
 
 
 def test_a_delta_without_its_reference_is_refused():

@@ -6,7 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.schemes.auto.row_and_column_steps import Steps, curvature_exponents
+from shrinkpoint.schemes.auto.row_and_column_steps import (
+    MAX_EXPONENT,
+    Steps,
+    curvature_exponents,
+    join_exponents,
+    split_exponents,
+)
 
 
 def steps(step, rows, columns=(0, 0)):
@@ -81,3 +87,19 @@ def test_no_element_is_left_far_too_wide(data, rows, columns, octaves, slack):
     else:
         assert off.min() > -4  # a row and a column, each narrower by less than half an octave
         assert off.max() < 8
+
+
+SIDES = st.lists(st.integers(-MAX_EXPONENT, MAX_EXPONENT), min_size=1, max_size=9)
+
+
+@given(SIDES, SIDES)
+def test_exponents_of_elements_are_those_of_rows_and_columns_again(rows, columns):
+    """Which of the two has how much of it is another matter, but both stay within reach."""
+    joined = join_exponents(np.array(rows, np.int8), np.array(columns, np.int8))
+    assert joined.dtype == np.uint8
+    total = np.array(rows)[:, None] + np.array(columns)
+    assert np.array_equal(joined, total.reshape(-1) + 2 * MAX_EXPONENT)
+    split = split_exponents(joined, (len(rows), len(columns)))
+    assert [side.dtype for side in split] == [np.int8, np.int8]
+    assert max(int(np.abs(side.astype(int)).max()) for side in split) <= MAX_EXPONENT
+    assert np.array_equal(join_exponents(*split), joined)
