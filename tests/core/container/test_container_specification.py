@@ -372,6 +372,7 @@ def test_centroid_moments(shape, step):
     second.reshape(-1)[1], first.reshape(-1)[1] = 2.0**-140, 2.0**-71
     siblings = {"exp_avg_sq": second}
     check_chain([CentroidFirstMomentCodec(step=step)], [first], [siblings])
+    first.reshape(first.shape[0], -1)[0] *= 2.0**-123
     check_chain([CentroidMomentumCodec(step=step)], [first], [{}])
 
 
