@@ -162,13 +162,14 @@ def _encode(points: Int16s, places: Int16s, width: int, predictable: bool) -> by
     low_rank = predictable and size >= _LEAST_ROWS * width
     mean = _mean(points, places)
     symbols, contexts = np.empty(size, np.uint8), np.empty(size, np.uint8)
+    room = np.zeros(2 * size + walk_kernels.BIT_MARGIN, np.uint8)  # of bits, then of words
     stream = walk_kernels.Stream(
         symbols=symbols,
         contexts=contexts,
         lookup=np.zeros((0, 256), np.uint8),
         entries=np.zeros((0, 0), np.uint32),
         words=np.zeros(0, np.uint16),
-        bits=np.zeros(2 * size + walk_kernels.BIT_MARGIN, np.uint8),
+        bits=room,
         states=np.zeros(_LANES, np.uint32),
         ends=np.zeros(3, np.int64),
     )
@@ -187,7 +188,8 @@ def _encode(points: Int16s, places: Int16s, width: int, predictable: bool) -> by
     )
     entries = np.zeros((tables, alphabet + 1), np.uint32)
     rans_kernels.prepare(table_of, codes[:count], entries, stream.lookup)
-    words = np.empty(size + _LANES, np.uint16)
+    many = (int(stream.ends[1]) + 7) // 8
+    bits, words = room[:many].tobytes(), room.view(np.uint16)
     first = rans_kernels.encode(symbols, contexts, size, width, entries, words, stream.states)
     has_states = bool((stream.states != rans_kernels.LOWER).any())
     out = bytearray([(_LOW_RANK if low_rank else 0) | (0 if has_states else _NO_STATES)])
@@ -202,11 +204,8 @@ def _encode(points: Int16s, places: Int16s, width: int, predictable: bool) -> by
         out += row[:used].tobytes()
     if has_states:
         out += stream.states.astype("<u4").tobytes()
-    many = (int(stream.ends[1]) + 7) // 8
     write_uvarint(out, many)
-    return b"".join(
-        (bytes(out), stream.bits[:many].tobytes(), words[first:].astype("<u2", copy=False).tobytes())
-    )
+    return b"".join((bytes(out), bits, words[first:].astype("<u2", copy=False).tobytes()))
 
 
 def _mean(points: Int16s, places: Int16s) -> float:

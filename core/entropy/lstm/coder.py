@@ -17,8 +17,7 @@ every chunk starts anew.
 
 The coder is here for comparison. It is slow, in both directions alike: some twenty thousand symbols a second and
 thread at the default width, where neighbourhoods differ, and its time grows with the square of the width; planes of
-nearly nothing but zeros take a tenth of that. :mod:`shrinkpoint.entropy.contexts.coder` finds more in the same planes, at
-hundreds of times the speed.
+nearly nothing but zeros take a tenth of that.
 
 Payload (integers are little-endian, "varint" is 7 bits per byte)::
 

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shrinkpoint.arrays import Int32s, Int64s, Integer, UInt8s
-from shrinkpoint.entropy.contexts.lowrank_kernels import clamp
 from shrinkpoint.runtime.jit import jit, jit_part
 
 __all__ = [
@@ -83,6 +82,12 @@ class Curves(NamedTuple):
 
     sigmoid: Int32s
     decay: Int32s
+
+
+@jit_part
+def clamp(value: Integer, low: int, high: int) -> Integer:
+    """The nearest number between two others."""
+    return np.int64(low) if value < low else np.int64(high) if value > high else np.int64(value)
 
 
 @jit_part

@@ -34,7 +34,6 @@ from shrinkpoint.schemes.auto.log_residuals import (
     PER_OCTAVE,
     Levels,
     Prediction,
-    Residuals,
     offsets_of,
     reached,
     shift_between,
@@ -96,13 +95,13 @@ class LogLevelsCodec:
         values = as_float32(tensor, spec, CODED_DTYPES)
         levels, negative = self._levels(values, context), _negative(values)
         before = _exponents_before(context.reference, spec)
-        residuals, shift = levels.residuals(Prediction.by_factors(values, spec)), 0
+        prediction, shift = Prediction.by_factors(values, spec), 0
         if before is not None:
             shift = shift_between(levels.exponents, before)
-            moved = levels.residuals(Prediction.by_predecessor(before, shift))
-            if moved.cost < residuals.cost:
-                residuals = moved
-        factors = residuals.prediction.factors
+            moved = Prediction.by_predecessor(before, shift)
+            if levels.cost(moved) < levels.cost(prediction):
+                prediction = moved
+        factors = prediction.factors
         params: dict[str, JSON] = {"step": self.step, "seed": levels.seed, "signed": negative is not None}
         if factors is None:
             params["shift"] = shift
@@ -111,7 +110,7 @@ class LogLevelsCodec:
         value = emitted(values_of(exponents, negative), spec, nonzero=values)
 
         def coded(threads: int) -> Coded:
-            sections = _encoded(residuals, levels, spec, threads)
+            sections = _encoded(levels, prediction, spec, threads)
             if factors is not None:
                 sections["factors"] = factors.encode(threads)
             if negative is not None:
@@ -141,14 +140,14 @@ class LogLevelsCodec:
             return None
         step, seed = _read_step(encoded, spec)
         levels = Levels.known(exponents, step, seed)
-        residuals = levels.residuals(Prediction.by_factors(values_of(exponents, None), spec))
-        factors = residuals.prediction.factors
+        prediction = Prediction.by_factors(values_of(exponents, None), spec)
+        factors = prediction.factors
         if factors is None or not np.array_equal(levels.exponents, exponents):
             return None  # those that were brought within fp32's range cannot be recovered from here
         params = {name: value for name, value in encoded.params.items() if name != "shift"}
         sections = {
             **encoded.sections,
-            **_encoded(residuals, levels, spec, 1),
+            **_encoded(levels, prediction, spec, 1),
             "factors": factors.encode(),
         }
         return EncodedTensor(self.id, params, sections)
@@ -188,9 +187,11 @@ class LogLevelsCodec:
         return emit(values_of(np.asarray(planes["exponent"], np.int16), negative), spec, own=True)
 
 
-def _encoded(residuals: Residuals, levels: Levels, spec: TensorSpec, threads: int) -> dict[str, bytes]:
+def _encoded(levels: Levels, prediction: Prediction, spec: TensorSpec, threads: int) -> dict[str, bytes]:
     width = row_width(*matrix_shape(spec.shape))
-    sections = {"levels": encode_matrix(residuals.away, None, width=width, predictable=True, threads=threads)}
+    sections = {
+        "levels": encode_matrix(levels.away(prediction), None, width=width, predictable=True, threads=threads)
+    }
     if levels.zeros.any():
         sections["zeros"] = encode_bytes(np.packbits(levels.zeros), 1, threads=threads)
     return sections

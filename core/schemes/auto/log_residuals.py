@@ -25,7 +25,6 @@ __all__ = [
     "PER_OCTAVE",
     "Levels",
     "Prediction",
-    "Residuals",
     "offsets_in",
     "offsets_of",
     "parts_of",
@@ -36,6 +35,7 @@ __all__ = [
 
 PER_OCTAVE = 16
 CHUNK = 1 << 16
+_SAMPLED = 16  # chunks by which predictions are compared
 LOW, HIGH = -126 * PER_OCTAVE, 128 * PER_OCTAVE - 1
 """The exponents of normal numbers."""
 NONE = np.int16(-(2**15))
@@ -182,36 +182,32 @@ class Levels:
     def _exponents(self, levels: Int32s, part: slice) -> Int16s:
         return _exponents(levels, self.offsets[part], self.step, self.zeros[part])
 
-    def residuals(self, prediction: Prediction) -> "Residuals":
-        """How far they lie from where they are predicted, in steps."""
-        away = np.empty(self.levels.size, np.int16)
-        for part in parts_of(away.size):
-            away[part] = self.levels[part] - _rounded(prediction.of(part), self.offsets[part], self.step)
-        away[self.zeros] = 0
-        return Residuals(away, prediction)
+    def away(self, prediction: Prediction) -> Int16s:
+        """How far they lie from where they are predicted, in steps; 0 for zeros."""
+        found = np.empty(self.levels.size, np.int16)
+        for part in parts_of(found.size):
+            found[part] = self._away(prediction, part)
+        return found
 
-
-@dataclass(frozen=True)
-class Residuals:
-    """Levels less their predictions, as they are coded."""
-
-    away: Int16s
-    """In steps; 0 for zeros."""
-    prediction: Prediction
-
-    @property
-    def cost(self) -> float:
-        """Bytes, without any context."""
-        counts = np.bincount(self.away.view(np.uint16))
+    def cost(self, prediction: Prediction) -> float:
+        """Bits of a level that is predicted so, without any context, by a sample of them."""
+        parts = list(parts_of(self.levels.size))
+        sample = [self._away(prediction, part) for part in parts[:: -(-len(parts) // _SAMPLED)]]
+        counts = np.bincount(np.concatenate(sample).view(np.uint16)) if sample else np.zeros(1, np.int64)
         counts = counts[counts > 0]
-        return float(-(counts * np.log2(counts / self.away.size)).sum() / 8)
+        return float(-(counts * np.log2(counts / counts.sum())).sum() / max(int(counts.sum()), 1))
+
+    def _away(self, prediction: Prediction, part: slice) -> Int16s:
+        away = self.levels[part] - _rounded(prediction.of(part), self.offsets[part], self.step)
+        away[self.zeros[part]] = 0
+        return away.astype(np.int16)
 
 
 def reached(away: Int16s, prediction: Prediction, offsets: UInt8s, step: int, zeros: Bools | None) -> Int16s:
     """The exponents of coded elements.
 
     Args:
-        away: as `Residuals.away`.
+        away: as `Levels.away`.
         prediction: of the elements.
         offsets: as `offsets_of`.
         step: distance of two levels.
