@@ -94,23 +94,18 @@ class LogLevelsCodec:
         """See `Stages.stage`; refuses what `encode` refuses."""
         values = as_float32(tensor, spec, CODED_DTYPES)
         levels, negative = self._levels(values, context), _negative(values)
-        before = _exponents_before(context.reference, spec)
-        prediction, shift = Prediction.by_factors(values, spec), 0
-        if before is not None:
-            shift = shift_between(levels.exponents, before)
-            moved = Prediction.by_predecessor(before, shift)
-            if levels.cost(moved) < levels.cost(prediction):
-                prediction = moved
-        factors = prediction.factors
+        prediction = self._prediction(levels, values, spec, context)
+        factors, shift = prediction.factors, prediction.shift
         params: dict[str, JSON] = {"step": self.step, "seed": levels.seed, "signed": negative is not None}
         if factors is None:
             params["shift"] = shift
-        exponents = levels.exponents
+        exponents, away, zeros = levels.exponents, levels.away(prediction), levels.zeros
         planes = LogPlanes(exponents, self.step, levels.seed)
+        del levels, prediction  # they take as much memory as the tensor
         value = emitted(values_of(exponents, negative), spec, nonzero=values)
 
         def coded(threads: int) -> Coded:
-            sections = _encoded(levels, prediction, spec, threads)
+            sections = _encoded(away, zeros, spec, threads)
             if factors is not None:
                 sections["factors"] = factors.encode(threads)
             if negative is not None:
@@ -119,6 +114,13 @@ class LogLevelsCodec:
             return Coded(encoded, planes, value)
 
         return Staged(value, coded)
+
+    def _prediction(self, levels: Levels, values: Float32s, spec: TensorSpec, context: Context) -> Prediction:
+        alone, before = Prediction.by_factors(values, spec), _exponents_before(context.reference, spec)
+        if before is None:
+            return alone
+        moved = Prediction.by_predecessor(before, shift_between(levels.exponents, before))
+        return moved if levels.cost(moved) < levels.cost(alone) else alone
 
     def _levels(self, values: Float32s, context: Context) -> Levels:
         seed = self.seed
@@ -147,7 +149,7 @@ class LogLevelsCodec:
         params = {name: value for name, value in encoded.params.items() if name != "shift"}
         sections = {
             **encoded.sections,
-            **_encoded(levels, prediction, spec, 1),
+            **_encoded(levels.away(prediction), levels.zeros, spec, 1),
             "factors": factors.encode(),
         }
         return EncodedTensor(self.id, params, sections)
@@ -187,13 +189,11 @@ class LogLevelsCodec:
         return emit(values_of(np.asarray(planes["exponent"], np.int16), negative), spec, own=True)
 
 
-def _encoded(levels: Levels, prediction: Prediction, spec: TensorSpec, threads: int) -> dict[str, bytes]:
+def _encoded(away: Int16s, zeros: Bools, spec: TensorSpec, threads: int) -> dict[str, bytes]:
     width = row_width(*matrix_shape(spec.shape))
-    sections = {
-        "levels": encode_matrix(levels.away(prediction), None, width=width, predictable=True, threads=threads)
-    }
-    if levels.zeros.any():
-        sections["zeros"] = encode_bytes(np.packbits(levels.zeros), 1, threads=threads)
+    sections = {"levels": encode_matrix(away, None, width=width, predictable=True, threads=threads)}
+    if zeros.any():
+        sections["zeros"] = encode_bytes(np.packbits(zeros), 1, threads=threads)
     return sections
 
 
