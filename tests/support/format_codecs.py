@@ -13,6 +13,7 @@ from support.format_reader import (
     read_planes,
     read_ranked,
     read_rans,
+    read_runs,
     read_symbol_plane,
 )
 
@@ -26,7 +27,15 @@ SIXTEENTHS = (
     *(1, 1.04427373, 1.09050775, 1.13878858, 1.18920708, 1.24185777, 1.29683959, 1.35425556),
     *(1.41421354, 1.47682619, 1.54221082, 1.61049032, 1.68179286, 1.75625217, 1.83400810, 1.91520655),
 )
-ITEM_SIZES = {"int64": 8, "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+ITEM_SIZES = {
+    "complex64": 8,
+    "int64": 8,
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+}
 
 
 def flushed(values):
@@ -299,13 +308,71 @@ def excp_moment(t):
     return t.rounded(value), {"symbols": symbols, "bits": t.params["bits"]}
 
 
+def inshrinkerator(t):
+    number, data = t.params["levels"], t.sections["levels"]
+    flags, body, size = data[0], data[1:], number
+    assert flags < 4
+    previous = [0] * t.count
+    if flags & 1:
+        previous, size = t.before["levels"], max(number, t.before["number"])
+    if not flags & 2:
+        symbols = read_rans(body, previous, size)
+    else:
+        groups = t.before["number"] if flags & 1 else 1
+        lists = [read_runs(read_huffman(part)) for part in read_groups(Cursor(body), groups)]
+        assert [len(group) for group in lists] == [previous.count(level) for level in range(groups)]
+        parts = [iter(group) for group in lists]
+        symbols = [next(parts[level]) for level in previous]
+    levels = [(s + p) % size for s, p in zip(symbols, previous, strict=True)] if flags & 1 else symbols
+    assert max(levels) < number
+    value = np.concatenate([np.zeros(2, F32), np.frombuffer(t.sections["codebook"], "<f4")])
+    assert value.size == number
+    value, protected = value[levels], np.array(levels) == 1
+    narrow = "bfloat16" if t.entry["dtype"] == "float32" else t.entry["dtype"]
+    value[protected] = t.widen(t.sections["protected"], narrow)
+    return t.rounded(value), {"levels": levels, "number": number}
+
+
+def read_groups(cursor, count):
+    for _ in range(count - 1):
+        yield cursor.take(cursor.varint())
+    yield cursor.rest()
+
+
+def levels_given_those_before(t, alphabet):
+    before = [0] * t.count if t.before is None else t.before["levels"]
+    return read_rans(t.sections["levels"], before, alphabet)
+
+
+def log_second_moment(t):
+    rows, columns, least = t.floats("rows"), t.floats("columns"), F32(2.0**-126)
+    assert (rows.size, columns.size) == (t.rows, t.columns)
+    table, lowest = t.floats("codebook"), t.params["lowest"]
+    assert table.size == t.params["count"]
+    levels = levels_given_those_before(t, 122)
+    at = np.array(levels)
+    value = np.maximum(np.multiply.outer(rows, columns).reshape(-1), least)
+    value[at > 0] = np.maximum(value[at > 0] * table[at[at > 0] - lowest], least)
+    value[at == 0] = 0
+    return t.rounded(value), {"levels": levels}
+
+
+def uniform_first_moment(t):
+    levels = levels_given_those_before(t, 63)
+    unit = t.number("step") * np.sqrt(flushed(t.sibling("exp_avg_sq")))
+    return t.rounded((np.array(levels) - 31).astype(F32) * unit), {"levels": levels}
+
+
 def exact(t):
-    data = read_planes(t.sections["bytes"], t.count, t.item)
+    dtype, item, count = t.entry["dtype"], t.item, t.count
+    if dtype == "complex64":
+        dtype, item, count = "float32", item // 2, 2 * count
+    data = read_planes(t.sections["bytes"], count, item)
     if t.before is None:
         return data, {}
-    width, order = 8 * t.item, "floating" if t.entry["dtype"] in FIELDS else "integers"
+    width, order = 8 * item, "floating" if dtype in FIELDS else "integers"
     pairs = zip(numbers(data, width), numbers(t.before["bytes"], width), strict=True)
-    return np.array([undone(z, x, width, order) for z, x in pairs], f"<u{t.item}").tobytes(), {}
+    return np.array([undone(z, x, width, order) for z, x in pairs], f"<u{item}").tobytes(), {}
 
 
 def rounded(t):
@@ -355,6 +422,9 @@ CODECS = {
     "lc-checkpoint-weight": closed_loop(lc_delta),
     "excp-weight": closed_loop(excp_residual),
     "excp-moment": excp_moment,
+    "inshrinkerator-weight": inshrinkerator,
+    "log-second-moment": log_second_moment,
+    "uniform-first-moment": uniform_first_moment,
 }
 
 

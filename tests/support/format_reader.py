@@ -181,6 +181,20 @@ def read_huffman(data):
     return read_codes(cursor, count, values, lengths)
 
 
+def read_runs(integers):
+    values, previous = [], None
+    for integer in integers:
+        if integer <= 0:
+            values.append(-integer)
+        else:
+            assert previous is not None
+            assert previous <= 0
+            assert 2 <= integer <= 65535
+            values += [values[-1]] * (integer - 1)
+        previous = integer
+    return values
+
+
 def read_codes(cursor, count, values, lengths):
     """Canonical codes, to the end."""
     codes, code, previous = {}, 0, 0

@@ -10,7 +10,14 @@ from support import format_baselines, golden  # noqa: F401 - with the baselines'
 from support.chains import spec_of
 from support.format_codecs import CODECS, Tensor, read_chain
 from support.format_matrix import coder_width, read_matrix
-from support.format_reader import read_huffman, read_planes, read_ranked, read_rans, read_symbol_plane
+from support.format_reader import (
+    read_huffman,
+    read_planes,
+    read_ranked,
+    read_rans,
+    read_runs,
+    read_symbol_plane,
+)
 
 from shrinkpoint.coding.encode import decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
@@ -29,9 +36,13 @@ from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_points import nearest_points
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Coded, Context, ReferenceState
+from shrinkpoint.schemes.catalogue import CODECS as LIBRARY
+from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.space import Configuration
 from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.symbol_coders import encode_plane
-from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.3, 2.0])
@@ -81,6 +92,7 @@ def test_run_lengths():
     values = np.repeat(np.array([3, 0, 9, 3], np.uint8), [1, 70_000, 2, 65_536])
     runs = encode_runs(values).tolist()
     assert runs == [-3, 0, 65_535, 0, 4465, -9, 2, -3, 65_535, -3]
+    assert read_runs(runs) == values.tolist()
 
 
 @pytest.mark.parametrize("counts", [[9], [5, 5], [900, 50, 20, 7, 1], [2**k for k in range(32)][::-1]])
@@ -406,6 +418,41 @@ def test_log_levels(step, signed, zeros, dtype):
     assert all(("zeros" in coded.encoded.sections) == (zeros is not None) for coded in chain)
 
 
+def test_levels_of_moments():
+    generator, seconds, firsts = torch.Generator().manual_seed(0), [], []
+    for _ in range(3):
+        second = torch.rand((40, 70), generator=generator) ** 8
+        second.reshape(-1)[::7] = 0
+        seconds.append(second)
+        firsts.append(second.sqrt() * torch.randn((40, 70), generator=generator))
+    check_chain([SecondMomentCodec() for _ in seconds], seconds, [{}] * 3)
+    siblings = [{"exp_avg_sq": second} for second in seconds]
+    check_chain([FirstMomentCodec() for _ in firsts], firsts, siblings)
+
+
+@pytest.mark.parametrize("coder", ["rans", "rle-huffman"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_inshrinkerator(dtype, coder):
+    def describe(path, tensor):
+        return Tag(role=Role.WEIGHT, layer_type=LayerType.LINEAR, parameter="w")
+
+    generator, files, reference, parent = torch.Generator().manual_seed(0), [], None, None
+    weight, options = torch.randn((40, 50), generator=generator), InshrinkeratorOptions(coder=coder)
+    for step, (bins, prune) in enumerate([(16, 0.0), (8, 0.1), (12, 0.6), (12, 0.6)]):
+        weight = weight + 0.1 * torch.randn((40, 50), generator=generator)
+        state = TrainingState.capture({"w": weight.to(dtype)}, describe)
+        plan = Configuration(bins=bins, prune=prune, protect=0.01, metric="magnitude", embedding_bins=16)
+        scheme = Inshrinkerator(options, Weights(state, options), plan)
+        coded = encode_state(state, scheme, step=step, reference=reference, parent=parent)
+        reference, parent = coded.reference, coded.checkpoint.state_digest
+        (entry,) = coded.checkpoint.entries
+        assert entry.encoded.codec == "inshrinkerator-weight"
+        files.append(write_container(coded.checkpoint))
+        restored = decode_chain([read_container(data) for data in files]).state.to_object()
+        *_, read = read_chain(files)
+        assert read["w"] == restored["w"].view(torch.uint8).numpy().tobytes()
+
+
 class _Plain:
     """Has no codec for any tensor."""
 
@@ -441,3 +488,14 @@ def test_golden_chains(case):
     files = [path.read_bytes() for path in golden.chain_of(case)]
     for values, expected in zip(read_chain(files), golden.CASES[case], strict=True):
         assert {name: hashlib.sha256(value).hexdigest() for name, value in values.items()} == expected
+
+
+def test_golden_chain_of_the_other_codecs():
+    files = sorted((golden.OWN.parent / "codecs").glob("v1_*.shrink"))
+    told = json.loads((golden.OWN.parent / "codecs" / "v1.json").read_text())
+    for values, expected in zip(read_chain([path.read_bytes() for path in files]), told, strict=True):
+        assert {name: hashlib.sha256(value).hexdigest() for name, value in values.items()} == expected
+
+
+def test_the_second_reader_has_every_codec():
+    assert {name for name in CODECS if ":" not in name} == set(LIBRARY)
