@@ -35,7 +35,7 @@ __all__ = [
 
 PER_OCTAVE = 16
 CHUNK = 1 << 16
-_SAMPLED = 16  # chunks by which predictions are compared
+_SAMPLED = 4  # chunks by which predictions are compared
 LOW, HIGH = -126 * PER_OCTAVE, 128 * PER_OCTAVE - 1
 """The exponents of normal numbers."""
 NONE = np.int16(-(2**15))
