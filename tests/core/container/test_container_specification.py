@@ -176,12 +176,25 @@ def test_matrix_coder_of_nothing(placed):
 
 
 @pytest.mark.parametrize("placed", [False, True])
-@pytest.mark.parametrize("shape", [(400, 10), (205, 40), (400, 72), (330, 200), (66, 500), (1, 400_000)])
+@pytest.mark.parametrize("shape", [(400, 10), (205, 40), (400, 72), (330, 200), (66, 500), (1, 180_000)])
 @pytest.mark.parametrize("spread", [0.1, 1.0, 20.0])
 def test_matrix_coder_of_low_rank(shape, spread, placed):
     points, places = matrix_plane(shape, placed=placed, spread=spread, rank=2)
     data = check_matrix(points, places, shape)
     assert data[0] & 1
+
+
+def test_matrix_coder_of_wide_rows():
+    points, places = matrix_plane((40, 20_000), placed=True, rank=2)
+    assert check_matrix(points, places, (40, 20_000))[0] & 1
+
+
+@pytest.mark.parametrize("noise", [0, 1])
+@pytest.mark.parametrize("shape", [(64, 333), (48, 4096)])
+def test_matrix_coder_of_rows_that_are_far_from_zero(shape, noise):
+    rng = np.random.default_rng(0)
+    points = 300 + noise * rng.standard_normal(shape).reshape(-1)
+    assert check_matrix(np.rint(points).astype(np.int16), None, shape)[0] & 1
 
 
 @pytest.mark.parametrize("placed", [False, True])
