@@ -9,6 +9,7 @@ damaged file counts as missing, and a failed write gives a warning: compiling co
 Importing this module imports numba (see `shrinkpoint.runtime.jit`).
 """
 
+import hashlib
 import os
 import stat
 import tempfile
@@ -22,6 +23,7 @@ from numba.core.caching import (
     CacheImpl,
     CompileResultCacheImpl,
     FunctionCache,
+    IndexDataCacheFile,
     _CacheLocator,
     _SourceFileBackedLocatorMixin,
 )
@@ -30,7 +32,7 @@ from numba.core.dispatcher import Dispatcher
 from shrinkpoint.runtime.precompiled import precompiled
 from shrinkpoint.warn import warn
 
-__all__ = ["KernelCache", "keep", "kept_of", "kernels_are_interpreted"]
+__all__ = ["KernelCache", "keep", "kept_of", "kernel_sources", "kernels_are_interpreted"]
 
 _CACHE = "_cache"  # the attribute of a kernel in which numba looks for its cache
 
@@ -201,7 +203,30 @@ class _WritableFiles(CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes = (*CacheImpl._locator_classes, _InTemporaryFolder)
 
 
-class _Writable(FunctionCache):  # type: ignore[misc]
+@cache
+def kernel_sources() -> str:
+    """A digest of the sources of all kernels."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).resolve().parents[1].rglob("*_kernels.py")):
+        digest.update(file.name.encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+class _KernelFiles(FunctionCache):  # type: ignore[misc]
+    """Kernels are compiled with the parts and the constants of other modules, so a cache is of all their sources.
+
+    numba looks at a kernel's own module alone: after an update of a checkout, kernels of two versions would work on each other's
+    arrays.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        stamp = self._impl.locator.get_source_stamp(), kernel_sources()
+        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, stamp)
+
+
+class _Writable(_KernelFiles):
     """In the first folder that may be written to."""
 
     _impl_class = _WritableFiles
@@ -217,4 +242,4 @@ def _readable(locator: Any) -> Any:
 
     readable = type(f"Readable{locator.__name__}", (locator,), {"ensure_cache_path": is_there})
     files = type("_ReadableFiles", (CompileResultCacheImpl,), {"_locator_classes": (readable,)})
-    return type("_Readable", (FunctionCache,), {"_impl_class": files})
+    return type("_Readable", (_KernelFiles,), {"_impl_class": files})

@@ -19,7 +19,6 @@ from torch import nn
 
 from shrinkpoint.coding.encode import decode_chain, encode_state
 from shrinkpoint.quantize.movement import MovementTracker
-from shrinkpoint.runtime import jit
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
 from shrinkpoint.state.roles import describe_training
@@ -46,6 +45,8 @@ def compile_coders(scheme: str) -> bool:
     Raises:
         ConfigError: there is no such scheme.
     """
+    from shrinkpoint.runtime.kernel_cache import kernel_sources
+
     options = options_of(scheme)
     folder = cache_folder()
     if folder is None:
@@ -57,7 +58,7 @@ def compile_coders(scheme: str) -> bool:
     mark.parent.mkdir(parents=True, exist_ok=True)
     part = mark.with_suffix(f".{os.getpid()}")
     files = [os.path.relpath(file, mark.parent) for file in _cached_files()]
-    part.write_text(json.dumps({"sources": _sources(), "files": files}))
+    part.write_text(json.dumps({"sources": kernel_sources(), "files": files}))
     part.replace(mark)
     return True
 
@@ -98,9 +99,11 @@ def precompile(package: Path) -> int:
 
 
 def _is_sound(mark: Path) -> bool:
+    from shrinkpoint.runtime.kernel_cache import kernel_sources
+
     try:
         noted = json.loads(mark.read_text())
-        same, files = noted["sources"] == _sources(), noted["files"]
+        same, files = noted["sources"] == kernel_sources(), noted["files"]
         return same and all((mark.parent / file).is_file() for file in files)
     except (OSError, ValueError, TypeError, KeyError):  # none, or damaged
         return False
@@ -217,14 +220,3 @@ def _mark(scheme: str) -> str:
     processor = [numba.__version__, sys.implementation.cache_tag, repr(machine)]
     named = hashlib.sha256(json.dumps([scheme, processor]).encode()).hexdigest()[:16]
     return f"shrinkpoint-{named}.compiled"
-
-
-def _sources() -> str:
-    """What numba's cache depends on: the sources, in older versions the times of their files."""
-    core = Path(jit.__file__).parents[1]
-    digest = hashlib.sha256()
-    for folder in ("entropy", "quantize", "runtime", "schemes"):
-        for file in sorted((core / folder).rglob("*.py")):
-            digest.update(f"{file.name} {int(file.stat().st_mtime)}\n".encode())
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -173,14 +173,21 @@ class Directions:
             m[a, a] += F32(1e-12) + m[a, a] * F32(1e-5)
         for a in range(DIRECTIONS):
             for b in range(a):
-                m[a, b] = plus(m[a, b], -m[a, :b], m[b, :b]) / m[b, b]
-            m[a, a] = np.sqrt(max(F32(1e-20), plus(m[a, a], -m[a, :a], m[a, :a])))
-            self.size[a] = m[a, a] * np.sqrt(F32(1) / w)
+                t = plus(m[a, b], -m[a, :b], m[b, :b]) / m[b, b]
+                m[a, b] = t if self.size[b] else 0
+            t = plus(m[a, a], -m[a, :a], m[a, :a])
+            if t >= m[a, a] * F32(1e-4):
+                m[a, a] = np.sqrt(t)
+                self.size[a] = m[a, a] * np.sqrt(F32(1) / w)
+            else:
+                m[a, :a], m[a, a], self.size[a] = 0, 1, 0
         for a in range(DIRECTIONS):
-            z[a, a] = np.sqrt(w) / m[a, a]
+            z[a, a] = np.sqrt(w) / m[a, a] if self.size[a] else 0
             for b in range(a):
                 z[b, a] = -plus(F32(0), m[a, b:a], z[b, b:a]) / m[a, a]
         self.v = plus(F32(0), grown.T[:, :, None], z[:, None, :])
+        self.power[self.size == 0] = 0
+        self.v[:, self.size == 0] = first_directions(self.width)[:, self.size == 0]
 
     def find_gains(self):
         p = np.diag(self.noise / np.maximum(F32(1e-6), self.power))

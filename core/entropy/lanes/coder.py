@@ -139,9 +139,8 @@ def _walk(points: Int16s, places: Int16s, width: int, mean: float, low_rank: boo
     from shrinkpoint.entropy.lanes import lowrank_kernels, walk_kernels  # numba
 
     bounds = _bounds(width)
-    directions = lowrank_kernels.new_low_rank(
-        width if low_rank else 0, bounds.size - 1 if low_rank else 0, mean
-    )
+    sizes = (width, bounds.size - 1) if low_rank else (0, 0)
+    directions = lowrank_kernels.new_low_rank(*sizes)
     room = walk_kernels.Room(
         points=np.empty((width, _LANES), np.int32),
         places=np.empty((width, _LANES), np.float32),

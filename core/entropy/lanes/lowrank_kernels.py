@@ -11,7 +11,6 @@ Sources: recursive least squares as in S. Haykin, "Adaptive Filter Theory" (1996
 I. Mitliagkas et al., "Memory Limited, Streaming PCA" (2013).
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,12 +26,13 @@ from shrinkpoint.entropy.lanes.tile_kernels import (
 )
 from shrinkpoint.runtime.jit import jit_part
 
-__all__ = ["LowRank", "corrected", "follow", "learn", "new_low_rank"]
+__all__ = ["LowRank", "begin", "corrected", "follow", "learn", "new_low_rank"]
 
 
 KEPT = np.float32(0.8)  # of the directions at each batch
 _SLOW = np.float32(0.125)  # at which powers follow
-_LEAST_POWER, _LEAST = np.float32(1e-6), np.float32(1e-20)
+_LEAST_POWER = np.float32(1e-6)
+_LEAST = np.float32(1e-4)  # of a direction's square that is not of those before it
 _LEAST_NOISE = np.float32(0.0625)  # of a batch's mean square
 _RIDGE = np.float32(1e-5)
 _FIRST_SIZE = np.float32(1e-3)
@@ -67,37 +67,41 @@ class LowRank(NamedTuple):
     next: Float32s
 
 
-def new_low_rank(columns: int, segments: int, mean: float) -> LowRank:
-    """Before the first batch.
-
-    Args:
-        columns: of the matrix.
-        segments: that a row is cut into.
-        mean: mean square of the matrix, about.
-    """
+def new_low_rank(columns: int, segments: int) -> LowRank:
+    """Room for a matrix of so many columns, in so many segments."""
     k = LANES
     return LowRank(
-        v=_first_directions(columns).copy(),
-        sizes=np.full(k, _FIRST_SIZE),
-        powers=np.zeros(k, np.float32),
-        noise=np.full(1, mean, np.float32),
-        gains=np.zeros((segments, k, k), np.float32),
-        grams=np.zeros((segments, k, k), np.float32),
-        u=np.zeros((k, k), np.float32),
-        sums=np.zeros((k, k), np.float32),
-        room=np.zeros((4, k, k), np.float32),
-        next=np.zeros((columns, k), np.float32),
+        v=np.empty((columns, k), np.float32),
+        sizes=np.empty(k, np.float32),
+        powers=np.empty(k, np.float32),
+        noise=np.empty(1, np.float32),
+        gains=np.empty((segments, k, k), np.float32),
+        grams=np.empty((segments, k, k), np.float32),
+        u=np.empty((k, k), np.float32),
+        sums=np.empty((k, k), np.float32),
+        room=np.empty((4, k, k), np.float32),
+        next=np.empty((columns, k), np.float32),
     )
 
 
-@lru_cache(maxsize=16)
-def _first_directions(columns: int) -> Float32s:
-    """fp32 (columns, 16) of 1 and -1 without structure, by a hash of their places (the finaliser of A. Appleby's MurmurHash3)."""
-    at = np.arange(columns * LANES, dtype=np.uint32)
-    at = (at ^ (at >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    at = (at ^ (at >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    signs = 1 - 2 * ((at >> np.uint32(16)) & np.uint32(1)).astype(np.float32)
-    return np.asarray(signs, np.float32).reshape(columns, LANES)
+@jit_part
+def _sign(at: int) -> np.float32:
+    """1 or -1 without structure: a bit of the finaliser of A. Appleby's MurmurHash3."""
+    h = np.uint32(at)
+    h = np.uint32((h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B))
+    h = np.uint32((h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35))
+    return np.float32(-1) if h & np.uint32(1 << 16) else np.float32(1)
+
+
+@jit_part
+def begin(state: LowRank, mean: np.float32) -> None:
+    """Set all that is known of a matrix before its first batch; ``mean`` is its mean square, about."""
+    for a in range(LANES):
+        state.sizes[a] = _FIRST_SIZE
+        state.powers[a] = _ZERO
+        for j in range(state.v.shape[0]):
+            state.v[j, a] = _sign(j * LANES + a)
+    state.noise[0] = mean
 
 
 @jit_part
@@ -149,24 +153,34 @@ def learn(state: LowRank, x: Float32s) -> None:
             t = gram[a, b]
             for i in range(b):
                 t -= gram[a, i] * gram[b, i]
-            gram[a, b] = t / gram[b, b]
+            gram[a, b] = t / gram[b, b] if state.sizes[b] > _ZERO else _ZERO
         t = gram[a, a]
         for i in range(a):
             t -= gram[a, i] * gram[a, i]
-        gram[a, a] = np.sqrt(max(_LEAST, t))
-        state.sizes[a] = gram[a, a] * np.sqrt(of_column)
+        # what is left of a direction may be nothing but the roundings of sums: it begins anew
+        found = t >= gram[a, a] * _LEAST
+        gram[a, a] = np.sqrt(t) if found else _ONE
+        state.sizes[a] = gram[a, a] * np.sqrt(of_column) if found else _ZERO
+        if not found:
+            for b in range(a):
+                gram[a, b] = _ZERO
     root = np.sqrt(np.float32(columns))
     for a in range(LANES):
         for b in range(LANES):
             z[a, b] = _ZERO
     for a in range(LANES):
-        z[a, a] = root / gram[a, a]
+        z[a, a] = root / gram[a, a] if state.sizes[a] > _ZERO else _ZERO
         for b in range(a):
             t = _ZERO
             for i in range(b, a):
                 t += gram[a, i] * z[b, i]
             z[b, a] = -t / gram[a, a]
     times(state.next, z, state.v)
+    for a in range(LANES):
+        if state.sizes[a] == _ZERO:
+            state.powers[a] = _ZERO
+            for j in range(columns):
+                state.v[j, a] = _sign(j * LANES + a)
 
 
 @jit_part

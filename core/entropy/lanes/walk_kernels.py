@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shrinkpoint.arrays import Float32s, Int16s, Int32s, Int64s, UInt8s, UInt16s, UInt32s
-from shrinkpoint.entropy.lanes.lowrank_kernels import LowRank, corrected, follow, learn
+from shrinkpoint.entropy.lanes.lowrank_kernels import LowRank, begin, corrected, follow, learn
 from shrinkpoint.entropy.lanes.tile_kernels import LANES, predict
 from shrinkpoint.runtime.jit import jit_inlined, jit_part, jit_tiles
 
@@ -260,8 +260,8 @@ def walk(
         mean: mean square of points less places, about, in square steps.
         low_rank: whether to predict from the rows before.
         bounds: (s + 1,), the segments of a row.
-        directions: new.
-        room: new.
+        directions: room for them.
+        room: see there.
         stream: see there.
     """
     encoding, on_trellis = stream.symbols.size > 0, places.size > 0
@@ -272,6 +272,7 @@ def walk(
     lanes = room.lanes
     word_limit, bit_limit = stream.words.size - 2 * BIT_MARGIN, 8 * (stream.bits.size - BIT_MARGIN)
     known, sound = False, True
+    begin(directions, mean)
     for j in range(columns):
         room.energies[j] = mean
     for start in range(0, size, LANES * columns):

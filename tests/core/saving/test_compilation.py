@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from shrinkpoint.cli.app import app
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.runtime import kernel_cache
 from shrinkpoint.saving import compilation
 from shrinkpoint.saving.compilation import compile_coders, is_compiled
 
@@ -75,7 +76,7 @@ def test_what_is_compiled_is_remembered_until_a_source_changes(cache: Path, monk
     assert torch.equal(torch.random.get_rng_state(), before)
     assert is_compiled("lossless")
     assert not is_compiled("auto")
-    monkeypatch.setattr(compilation, "_sources", lambda: "others")
+    monkeypatch.setattr(kernel_cache, "kernel_sources", lambda: "others")
     assert not is_compiled("lossless")
     assert compile_coders("lossless")
     assert is_compiled("lossless")
