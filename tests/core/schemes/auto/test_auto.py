@@ -643,7 +643,10 @@ def test_weights_that_a_restore_has_moved_are_expected_there():
         (encoded,) = (entry.encoded for entry in delta.checkpoint.entries)
         assert encoded.params.get("after_restore", False) is told
         sizes[told] = len(encoded.sections["points"])
-    assert sizes[True] < 0.3 * sizes[False]
+    # 0.2 bits are what no place tells: which path is nearest to the row
+    assert (
+        8 * sizes[True] / moved.specs["a/w"].numel < 0.22 < 0.4 < 8 * sizes[False] / moved.specs["a/w"].numel
+    )
 
 
 def test_the_gradients_stand_in_where_the_optimizer_keeps_nothing():

@@ -431,7 +431,10 @@ def test_weights_that_are_all_equal_or_all_on_one_point_are_read_as_written():
             coded = TrellisWeightCodec(step=step, seed=seed).encode(weight, spec, context)
             reread(coded, spec, context)
             context = reference(coded)
-        assert TrellisWeightCodec(step=step).encode(weight, spec, Context()).encoded.nbytes < 1000
+        # which path is nearest to a row is not known from the places of its elements: 0.16 bits of each
+        assert (
+            TrellisWeightCodec(step=step).encode(weight, spec, Context()).encoded.nbytes < weight.numel() / 40
+        )
 
 
 @pytest.mark.parametrize(
