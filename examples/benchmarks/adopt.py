@@ -1,6 +1,6 @@
 """What adopt=True costs and what it brings, on the trainings of the bench of the bound. Prints the tables of docs/adopt.md.
 
-    python examples/benchmarks/adopt.py [--only gpt,lora] [--saves 10,40,200] [--seeds 3] [--workers 2] [--effort default]
+    python examples/benchmarks/adopt.py [--only gpt,lora] [--saves 10,40,200] [--seeds 3] [--workers 2]
         [--quick] [--table] [--fresh] [--cache FILE]
 
 Each training is run for each number of saves undisturbed, with a checkpointer that does not adopt, and with one that does.
@@ -43,7 +43,6 @@ from bound_training import Kind, Training
 from bound_trainings import KINDS, LISTED, source_digest
 
 import shrinkpoint
-from shrinkpoint.schemes.auto.options import AutoOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN, WITHOUT, WITH = "undisturbed", "without", "with"
@@ -63,7 +62,6 @@ class Task:
     saves: int
     way: str
     """`PLAIN`, `WITHOUT` or `WITH`."""
-    effort: str = "default"
     quick: bool = False
 
     @property
@@ -91,7 +89,7 @@ class Task:
             "steps": self.kind.steps(self.quick),
             "quick": self.quick,
         }
-        return key if self.way == PLAIN else {**key, "saves": self.saves, "effort": self.effort}
+        return key if self.way == PLAIN else {**key, "saves": self.saves}
 
 
 def measure(task: Task) -> dict[str, Any]:
@@ -149,7 +147,6 @@ def _checkpointer(folder: str, training: Training, task: Task, steps: int) -> sh
         clip_grad_norm=training.clip,
         save_last=False,
         busy="wait",
-        options=AutoOptions(effort=task.effort),
         **adopting,
         **training.saved,
     )
@@ -238,14 +235,7 @@ def tasks_of(arguments: argparse.Namespace) -> Iterator[Task]:
         for saves in arguments.saves:
             for name in arguments.only:
                 for way in (PLAIN, WITHOUT, WITH):
-                    yield Task(
-                        name=name,
-                        seed=seed,
-                        saves=saves,
-                        way=way,
-                        effort=arguments.effort,
-                        quick=arguments.quick,
-                    )
+                    yield Task(name=name, seed=seed, saves=saves, way=way, quick=arguments.quick)
 
 
 def _one_thread() -> None:
@@ -294,7 +284,6 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--effort", choices=["fast", "default", "max"], default="default")
     parser.add_argument("--quick", action="store_true", help="small models, few steps: no real numbers")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--fresh", action="store_true")

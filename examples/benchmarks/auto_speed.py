@@ -1,6 +1,6 @@
-"""Speed and memory of ``scheme="auto"`` from a snapshot to a container and back, by effort, threads and stage.
+"""Speed and memory of ``scheme="auto"`` from a snapshot to a container and back, by threads and stage.
 
-    OMP_NUM_THREADS=1 python examples/benchmarks/auto_speed.py --threads 1 2 --efforts fast default
+    OMP_NUM_THREADS=1 python examples/benchmarks/auto_speed.py --threads 1 2
 
 The state is Adam's, fp32, of a GPT of a few million or a few hundred million parameters (``--layers``, ``--width``): no
 training, but tensors with the shapes and statistics of one. Second moments are rows times columns times a scatter, the
@@ -30,7 +30,6 @@ from auto_speed_stages import Stages
 from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.entropy.contexts.coder import Effort
 from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import build
@@ -127,7 +126,7 @@ def timed(function: Callable[[], Any]) -> tuple[Any, Timing]:
 
 
 class Row(NamedTuple):
-    """What one effort and number of threads gave."""
+    """What one number of threads gave."""
 
     phases: Mapping[str, Timing]
     sizes: tuple[int, ...]
@@ -135,13 +134,11 @@ class Row(NamedTuple):
 
 
 def _write(
-    state: TrainingState, effort: Effort, number: int, before: EncodedState | None, threads: int
+    state: TrainingState, number: int, before: EncodedState | None, threads: int
 ) -> tuple[EncodedState, bytes]:
     reference = before.reference if before is not None else None
     digest = before.checkpoint.state_digest if before is not None else None
-    scheme = build(
-        "auto", AutoOptions(effort=effort), SaveContext(state=state, step=number, reference=reference)
-    )
+    scheme = build("auto", AutoOptions(), SaveContext(state=state, step=number, reference=reference))
     encoded = encode_state(state, scheme, step=number, reference=reference, parent=digest, threads=threads)
     return encoded, write_container(encoded.checkpoint)
 
@@ -150,7 +147,7 @@ def _read(chain: Sequence[bytes], threads: int) -> None:
     decode_chain(map(read_container, chain), threads=threads)
 
 
-def run(states: list[TrainingState], effort: Effort, threads: int) -> Row:
+def run(states: list[TrainingState], threads: int) -> Row:
     """Write the chain, and read it."""
     encoded: EncodedState | None = None
     files: list[bytes] = []
@@ -158,7 +155,7 @@ def run(states: list[TrainingState], effort: Effort, threads: int) -> Row:
     extra = 0.0
     for number, state in enumerate(states):
         before, _ = memory()
-        write = partial(_write, state, effort, number, encoded, threads)
+        write = partial(_write, state, number, encoded, threads)
         (encoded, data), phases[f"encode {'base' if number == 0 else 'delta'}"] = timed(write)
         _, most = memory()
         planes = sum(row.nbytes for row in encoded.reference.values())
@@ -190,12 +187,12 @@ def machine(state: TrainingState) -> tuple[float, float, float]:
 
 
 def report(
-    row: Row, state: TrainingState, effort: str, threads: int, zstd: tuple[float, float], least_share: float
+    row: Row, state: TrainingState, threads: int, zstd: tuple[float, float], least_share: float
 ) -> None:
-    """Print one effort, and the stages that take at least a share of a phase's CPU time."""
+    """Print what was measured, and the stages that take at least a share of a phase's CPU time."""
     megabytes = state.nbytes / 1e6
     ratios = " ".join(f"{state.nbytes / size:.1f}x" for size in row.sizes)
-    print(f"\n{effort}, {threads} thread(s): {ratios}, memory +{row.extra:.2f} of the state")
+    print(f"\n{threads} thread(s): {ratios}, memory +{row.extra:.2f} of the state")
     for name, timing in row.phases.items():
         cpu = sum(timing.stages.values())
         files = _SAVES if name == "decode chain" else 1
@@ -214,7 +211,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--efforts", nargs="+", default=["fast", "default", "max"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=1024)
@@ -232,11 +228,10 @@ def main() -> None:
         f"{count / 1e6:.1f} M parameters, {states[0].nbytes / 1e6:.0f} MB; {os.cpu_count()} CPUs; "
         f"memcpy {copy:.0f} MB/s, zstd -3 {zstd[0]:.0f} and {zstd[1]:.0f} MB/s"
     )
-    for effort in args.efforts:
-        run(warm, effort, 1)  # compiles
-        for threads in args.threads:
-            row = run(states, effort, threads)
-            report(row, states[0], effort, threads, (zstd[0], zstd[1]), args.least_share)
+    run(warm, 1)  # compiles
+    for threads in args.threads:
+        row = run(states, threads)
+        report(row, states[0], threads, (zstd[0], zstd[1]), args.least_share)
 
 
 if __name__ == "__main__":

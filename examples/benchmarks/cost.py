@@ -35,7 +35,7 @@ from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.catalogue import build
 from shrinkpoint.state.training import TrainingState
 
-SCHEMES = {"auto, default": ("auto", "default"), "auto, fast": ("auto", "fast"), "lossless": ("lossless", "")}
+SCHEMES = ("auto", "lossless")
 _SCALE = 0.5
 
 
@@ -58,32 +58,28 @@ def context_of(states: list[TrainingState], before: EncodedState | None) -> Save
     return SaveContext(state=state, step=12, reference=reference, movement=tracker.since(state, 12))
 
 
-def scheme_of(scheme: str, effort: str, save_context: SaveContext) -> Scheme:
+def scheme_of(scheme: str, save_context: SaveContext) -> Scheme:
     """A scheme for this save; its weights have half the default noise."""
-    options = AutoOptions(effort=effort, weight_scale=_SCALE) if scheme == "auto" else None
+    options = AutoOptions(weight_scale=_SCALE) if scheme == "auto" else None
     return build(scheme, options, save_context)
 
 
-def encode(
-    states: list[TrainingState], scheme: str, effort: str, before: EncodedState | None
-) -> EncodedState:
+def encode(states: list[TrainingState], scheme: str, before: EncodedState | None) -> EncodedState:
     """The first state as a base, or the second as a delta."""
     save_context = context_of(states, before)
     return encode_state(
         save_context.state,
-        scheme_of(scheme, effort, save_context),
+        scheme_of(scheme, save_context),
         step=12,
         reference=save_context.reference,
         parent=before.checkpoint.state_digest if before else None,
     )
 
 
-def candidate(
-    states: list[TrainingState], scheme: str, effort: str, before: EncodedState | None
-) -> Mapping[str, Any]:
+def candidate(states: list[TrainingState], scheme: str, before: EncodedState | None) -> Mapping[str, Any]:
     """The model that is measured before a checkpoint is encoded: only weights are quantized, and nothing is coded."""
     save_context = context_of(states, before)
-    return restored_model(save_context.state, scheme_of(scheme, effort, save_context), save_context.reference)
+    return restored_model(save_context.state, scheme_of(scheme, save_context), save_context.reference)
 
 
 def row(name: str, gigabytes: float, saving: float, reading: float | None, size: float | None) -> None:
@@ -93,30 +89,29 @@ def row(name: str, gigabytes: float, saving: float, reading: float | None, size:
     print(f"{name:28} {saving / gigabytes:8.2f} {read:>8} {ratio:>9}", flush=True)
 
 
-def ours(name: str, states: list[TrainingState], gigabytes: float) -> None:
+def ours(scheme: str, states: list[TrainingState], gigabytes: float) -> None:
     """A base and a delta."""
-    scheme, effort = SCHEMES[name]
-    saving, base = cpu(lambda: encode(states, scheme, effort, None))
+    saving, base = cpu(lambda: encode(states, scheme, None))
     files = [write_container(base.checkpoint)]
     reading, _ = cpu(lambda: decode_chain([read_container(files[0])]))
-    row(f"{name}: base", gigabytes, saving, reading, len(files[0]))
+    row(f"{scheme}: base", gigabytes, saving, reading, len(files[0]))
     if scheme != "lossless":
         row(
             "    a candidate for it",
             gigabytes,
-            cpu(lambda: candidate(states, scheme, effort, None))[0],
+            cpu(lambda: candidate(states, scheme, None))[0],
             None,
             None,
         )
-    saving, delta = cpu(lambda: encode(states, scheme, effort, base))
+    saving, delta = cpu(lambda: encode(states, scheme, base))
     files.append(write_container(delta.checkpoint))
     both, _ = cpu(lambda: decode_chain(map(read_container, files)))
-    row(f"{name}: delta", gigabytes, saving, both - reading, len(files[1]))
+    row(f"{scheme}: delta", gigabytes, saving, both - reading, len(files[1]))
     if scheme != "lossless":
         row(
             "    a candidate for it",
             gigabytes,
-            cpu(lambda: candidate(states, scheme, effort, base))[0],
+            cpu(lambda: candidate(states, scheme, base))[0],
             None,
             None,
         )
@@ -143,11 +138,11 @@ def others(states: list[TrainingState], live: Any, gigabytes: float, folder: Pat
 
 def profile(states: list[TrainingState]) -> None:
     """Where the time of a delta goes, encoding and decoding."""
-    base = encode(states, "auto", "default", None)
-    delta = encode(states, "auto", "default", base)
+    base = encode(states, "auto", None)
+    delta = encode(states, "auto", base)
     files = [write_container(each.checkpoint) for each in (base, delta)]
     for what in (
-        lambda: encode(states, "auto", "default", base),
+        lambda: encode(states, "auto", base),
         lambda: decode_chain(map(read_container, files)),
     ):
         profiler, told = cProfile.Profile(), io.StringIO()
@@ -174,8 +169,8 @@ def main() -> None:
     print(f"{'':28} {'saving':>8} {'reading':>8} {'ratio':>9}")
     with tempfile.TemporaryDirectory() as folder:
         others(states, live, gigabytes, Path(folder))
-    for name in SCHEMES:
-        ours(name, states, gigabytes)
+    for scheme in SCHEMES:
+        ours(scheme, states, gigabytes)
 
 
 if __name__ == "__main__":

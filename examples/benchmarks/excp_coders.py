@@ -1,11 +1,10 @@
-"""Bytes and speed of the coders of ExCP's symbols, and of the efforts of scheme ``auto``, on three small trainings.
+"""Bytes and speed of the coders of ExCP's symbols, on three small trainings.
 
-    OMP_NUM_THREADS=1 python examples/benchmarks/excp_coders.py [--models gpt] [--width 96] [--lstm] [--only excp] [--scale 1]
+    OMP_NUM_THREADS=1 python examples/benchmarks/excp_coders.py [--models gpt] [--width 96] [--lstm]
 
 The trainings of `schemes.py`, narrower, are run for 150 steps and saved every 50. Of ExCP's last delta (second moments restored as
 row times column, matrices only, moments of a base coded too), the bytes of all symbols are printed for every coder, and how many
-times those of rANS they are; of ``auto``, the bytes of the base and of the last delta, and how many times those of effort
-``default`` they are. Speeds are of coding and of reading the whole delta, in MB of raw state per CPU second, best of three.
+times those of rANS they are. Speeds are of coding and of reading the whole delta, in MB of raw state per CPU second, best of three.
 ``--lstm`` adds scheme ``itmo``, which takes minutes, and whose speed is of one run.
 """
 
@@ -20,7 +19,6 @@ from schemes_measure import Chain
 from schemes_models import MODELS, Course, Training
 from schemes_settings import Setting
 
-from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.schemes.catalogue import options_of
 from shrinkpoint.schemes.published.excp_codecs import ExcpOptions
 from shrinkpoint.schemes.symbol_coders import SymbolCoder
@@ -51,8 +49,6 @@ class Narrow(Course):
 class Found:
     """What one setting takes."""
 
-    base: int
-    delta: int
     symbols: int
     """Bytes of ExCP's symbols in the delta."""
     encode: float
@@ -91,8 +87,7 @@ def measure(setting: Setting, states: Sequence[TrainingState], course: Course, r
     chain.read()
     decode = best_of(repeats, chain.read) - best_of(repeats, lambda: chain.read(len(steps) - 1))
     symbols = sum(len(entry.encoded.sections.get("symbols", b"")) for entry in coded.checkpoint.entries)
-    sizes = [size.stored for size in chain.sizes]
-    return Found(base=sizes[0], delta=sizes[-1], symbols=symbols, encode=encode, decode=decode)
+    return Found(symbols=symbols, encode=encode, decode=decode)
 
 
 def speeds(found: Found, raw: int) -> str:
@@ -121,27 +116,6 @@ def print_excp(states: Sequence[TrainingState], course: Course, raw: int, alpha:
         )
 
 
-def print_auto(states: Sequence[TrainingState], course: Course, raw: int, scale: float) -> None:
-    """One line for each effort."""
-    efforts = get_args(AutoOptions.__annotations__["effort"])
-    found = {
-        effort: measure(
-            Setting(scheme="auto", label=effort, options=AutoOptions(weight_scale=scale, effort=effort)),
-            states,
-            course,
-            3,
-        )
-        for effort in efforts
-    }
-    for name, one in found.items():
-        usual = found["default"]
-        shares = f"{one.base / usual.base:>8.3f}{one.delta:>10}{one.delta / usual.delta:>8.3f}"
-        print(
-            f"{course.model:<9}auto, scale {scale:<8g}{name:<9}{one.base:>10}{shares}{speeds(one, raw)}",
-            flush=True,
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -149,9 +123,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="by commas (default all three)")
     parser.add_argument("--width", type=int, default=96, help="of the layers (default 96)")
     parser.add_argument("--alphas", default="5e-5,2e-4,1e-3", help="ExCP's thresholds, by commas")
-    parser.add_argument("--scale", type=float, default=1.0, help="of auto's noise (default 1)")
     parser.add_argument("--lstm", action="store_true", help="scheme itmo too, with the second alpha: minutes")
-    parser.add_argument("--only", choices=("excp", "auto"), help="one of the two")
     parser.add_argument("--every", type=int, default=50, help="steps between saves (default 50)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -164,11 +136,8 @@ def main() -> None:
         states = states_of(course)
         raw = sum(spec.nbytes for spec in states[-1].specs.values())
         print(f"{model}: {raw / 1e6:.1f} MB", flush=True)
-        if options.only != "auto":
-            for place, alpha in enumerate(alphas):
-                print_excp(states, course, raw, alpha, options.lstm and place == min(1, len(alphas) - 1))
-        if options.only != "excp":
-            print_auto(states, course, raw, options.scale)
+        for place, alpha in enumerate(alphas):
+            print_excp(states, course, raw, alpha, options.lstm and place == min(1, len(alphas) - 1))
 
 
 if __name__ == "__main__":

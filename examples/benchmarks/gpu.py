@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -55,15 +55,13 @@ _FULL = {
     "steps": 10,
     "rounds": 3,
 }
-_EFFORTS = ("default", "fast", "max")
 _COMPILE = """
-import sys, time
+import time
 from shrinkpoint.saving.compilation import compile_coders, is_compiled
 started = time.perf_counter()
-for effort in sys.argv[1:]:
-    if not is_compiled("auto", effort):
-        compile_coders("auto", effort)
-    print(effort, f"{time.perf_counter() - started:.1f}", flush=True)
+if not is_compiled("auto"):
+    compile_coders("auto")
+print(f"{time.perf_counter() - started:.1f}", flush=True)
 """
 
 
@@ -152,34 +150,30 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 class Compilation:
-    """Compiles the coders in another process, one effort after the other.
+    """Compiles the coders in another process."""
 
-    Args:
-        efforts: in that order.
-    """
-
-    def __init__(self, efforts: Sequence[str]) -> None:
+    def __init__(self) -> None:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", _COMPILE, *efforts]
+        command = [sys.executable, "-c", _COMPILE]
         self._child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        self._left = list(efforts)
+        self._waited = False
 
-    def wait(self, effort: str) -> None:
-        """Until that effort's are compiled, or the process has ended."""
-        while effort in self._left:
-            assert self._child.stdout is not None
-            line = self._child.stdout.readline().split()
-            if not line:
-                print(f"coders are compiled where they are used: {self._child.wait()}", flush=True)
-                self._left = []
-                return
-            self._left.remove(line[0])
-            print(f"coders of effort {line[0]} were compiled after {line[1]} s", flush=True)
+    def wait(self) -> None:
+        """Until they are compiled, or the process has ended."""
+        if self._waited:
+            return
+        self._waited = True
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline().strip()
+        if line:
+            print(f"coders were compiled after {line} s", flush=True)
+        else:
+            print(f"coders are compiled where they are used: {self._child.wait()}", flush=True)
 
 
 def run(options: argparse.Namespace) -> int:
     """The sections, in this process; how many have failed."""
-    compilation = Compilation(_EFFORTS if "adopt" in options.only else _EFFORTS[:1])
+    compilation = Compilation()
     started = time.perf_counter()
     import gpu_saves
     import gpu_sections
@@ -222,7 +216,7 @@ def run(options: argparse.Namespace) -> int:
         report.say("", f"### {name}", "")
         module = next(one for one in (gpu_saves, gpu_steps, gpu_sections) if name in one.__all__)
         if name != "plain":
-            compilation.wait(_EFFORTS[-1] if name == "adopt" else _EFFORTS[0])
+            compilation.wait()
         bench.limit_s = options.limit or SECTIONS[name]
         bench.began = started = time.perf_counter()
         over = False

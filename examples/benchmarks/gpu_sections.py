@@ -92,9 +92,9 @@ def _measured(bench: Bench, name: str, training: Training, add: Callable[..., No
 
 
 def adopt(bench: Bench) -> None:
-    """What training waits for when it goes on from what is stored, by effort."""
+    """What training waits for when it goes on from what is stored."""
     with bench.report.table(
-        "effort",
+        "evaluated",
         "save",
         "kind",
         "adopt, s",
@@ -106,18 +106,18 @@ def adopt(bench: Bench) -> None:
         "encode, s",
         "ratio",
     ) as rows:
-        for effort, evaluates in (("default", False), ("fast", False), ("default", True), ("max", False)):
+        for evaluates in (False, True):
             if bench.left(0.6):
-                name = f"{effort}, evaluated" if evaluates else effort
+                name = "yes" if evaluates else "no"
                 release()
                 with noted(bench, name):
-                    _adopt(bench, name, effort, evaluates, rows.add)
+                    _adopt(bench, name, evaluates, rows.add)
 
 
-def _adopt(bench: Bench, name: str, effort: str, evaluates: bool, add: Callable[..., None]) -> None:
+def _adopt(bench: Bench, name: str, evaluates: bool, add: Callable[..., None]) -> None:
     training = Training(bench.shape)
     step_s = training.rest(bench.steps, 1)
-    options: dict[str, Any] = {"adopt": True, "adoptions": 100, "options": {"effort": effort}}
+    options: dict[str, Any] = {"adopt": True, "adoptions": 100}
     if evaluates:
         options["evaluate"] = training.held_out
     url = bench.url("adopt")

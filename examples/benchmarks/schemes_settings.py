@@ -70,10 +70,6 @@ def _auto() -> Iterator[Setting]:
             options=options,
             restores=scale in (0.125, 0.25, 0.5, 1.0, 1.5, 2.0),
         )
-    for effort in ("fast", "max"):
-        yield Setting(
-            scheme="auto", label=f"scale 1, {effort}", options=AutoOptions(weight_scale=1.0, effort=effort)
-        )
 
 
 def _excp() -> Iterator[Setting]:
@@ -147,12 +143,7 @@ def _sliced() -> Iterator[Setting]:
             options = replace(itmo, alpha=alpha, refill="factored", base_moments="quantized", **_MATRICES)
             yield Setting(scheme=slow, label=f"alpha {alpha:g}, refilled, lossy base", options=options)
     yield from (setting for setting in SETTINGS if setting.label.endswith("lossy base"))
-    for coder in ("context", "mixing"):
-        options = ExcpOptions(
-            alpha=2e-4, refill="factored", coder=coder, base_moments="quantized", **_MATRICES
-        )
-        yield Setting(scheme="excp", label=f"alpha 0.0002, refilled, {coder}, lossy base", options=options)
-    yield from (setting for setting in SETTINGS if setting.scheme == "auto" and "," not in setting.label)
+    yield from (setting for setting in SETTINGS if setting.scheme == "auto")
 
 
 SLICED: tuple[Setting, ...] = tuple(_sliced())

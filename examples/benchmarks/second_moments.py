@@ -30,7 +30,8 @@ from bound_curve import _losses
 from bound_training import Kind
 from moments import Middle, middle_of, trainings
 
-from shrinkpoint.entropy.contexts.coder import encode_plane
+from shrinkpoint.entropy.lanes.coder import encode_matrix
+from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.optimizers.updates import Updates, compare_updates
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
@@ -84,9 +85,8 @@ def with_residual(octaves: float) -> Way:
         factors = np.ones_like(quotient)
         for level in np.unique(levels):
             factors[levels == level] = quotient[used & (levels == level)].mean()
-        symbols = (levels - levels.min()).astype(np.uint8)
-        columns = matrix_shape(spec.shape)[1]
-        size += len(encode_plane(symbols, int(symbols.max()) + 1, columns=columns)) if symbols.any() else 0
+        width = row_width(*matrix_shape(spec.shape))
+        size += len(encode_matrix(levels.astype(np.int16), None, width=width, predictable=True))
         return (product.double() * torch.from_numpy(factors).reshape(product.shape)).float(), size
 
     return code

@@ -10,9 +10,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads the process's memory from /proc")
-@pytest.mark.parametrize("effort", ["fast", "default"])
-def test_every_phase_and_its_stages_are_printed(effort: str) -> None:
-    sizes = ["--layers", "1", "--width", "64", "--tokens", "512", "--threads", "1", "--efforts", effort]
+def test_every_phase_and_its_stages_are_printed() -> None:
+    sizes = ["--layers", "1", "--width", "64", "--tokens", "512", "--threads", "1"]
     sizes += ["--least-share", "0"]  # which stages are large in a tiny model depends on the machine's load
     command = [sys.executable, str(BENCHMARKS / "auto_speed.py"), *sizes]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout

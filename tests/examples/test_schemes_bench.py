@@ -383,8 +383,8 @@ def test_lstm_is_compared_with_the_bytes_that_the_scheme_stores(tmp_path, monkey
     itmo.main()
     said = capsys.readouterr().out.splitlines()
     lines = [line for line in said if line.startswith("seed ")]
-    assert len(lines) == 2 * 2 * (3 + 1 + 2 + 1), "planes of ExCP and of auto, and their sums"
-    assert any(line.startswith("auto, scale 1, default: ") and "2 seeds)" in line for line in said)
+    assert len(lines) == 2 * 2 * (2 + 1), "first moments, weights, and their sums"
+    assert "2 seeds)" in said[-1]
 
     run = Undisturbed(course_of("gpt", 2, None, quick=True), tmp_path / "runs")
     chain = Chain(*chosen(SETTINGS, {"auto:scale 1"}))
@@ -399,6 +399,6 @@ def test_lstm_is_compared_with_the_bytes_that_the_scheme_stores(tmp_path, monkey
         ]
         stored = 8 * sum(len(entry.encoded.sections[section]) for entry in entries)
         bits = stored / sum(entry.spec.numel for entry in entries)
-        place = f"seed 2, step {run.course.save_steps[-1]}: auto, scale 1 "
+        place = f"seed 2, step {run.course.save_steps[-1]}: scale 1 "
         (line,) = [line for line in lines if line.startswith(place) and f" {key} " in line]
         assert f"{bits:.4f}" in line
