@@ -13,18 +13,17 @@ bits per byte)::
     chunks
 
     flags       bit 0: rows are predicted from the rows before; bit 1: no states follow, all are 2^15; others 0
-    mean        fp32: mean square of points less places, about, in square steps
+    mean        fp32: mean square of what is expected to lie beyond predictions, about, in square steps
     tables      number of tables less 1; if it is not 0, the table of each context in 4 bits, low bits first; of each table the
                 number of its symbols less 1, and as many counts of 8 bits
     states      u32 of each of 16 lanes
     bits        a varint: how many bytes; then these, what symbols of large distances leave, low bits first
     words       u16, to the end
 
-The chunks have as many whole rows as 2^20 elements have, but at least 512; a row that more would have is cut.
+A chunk has as many rows as fit in 2^20 elements, in sixteens, but at least 512; the last one has fewer.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,9 +32,6 @@ from shrinkpoint.entropy.lanes.trellis import MAX_WIDTH
 from shrinkpoint.entropy.static.rans import map_in_threads
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["decode_matrix", "encode_matrix"]
 

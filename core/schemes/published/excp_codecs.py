@@ -212,8 +212,8 @@ class ExcpOptions(ExcpSettings):
     """
 
     coder: SymbolCoder = "lzma"
-    """The paper packs two labels per byte and compresses files with 7-Zip; ``rans``, ``context`` and ``mixing`` use
-    the previous labels too, the last two also neighbouring ones."""
+    """The paper packs two labels per byte and compresses files with 7-Zip; ``rans`` uses the previous
+    labels too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
