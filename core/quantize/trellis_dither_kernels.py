@@ -9,16 +9,21 @@ A point of h half steps has the value ``(h / 2 - d) step``, d being the element'
 is said; ``quarters`` (4,) are the steps of exponents 64 to 67, as in quantize/dither_kernels.py.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
-from shrinkpoint.arrays import Float32s, Float64s, Int8s, Int16s, UInt8s, UInt16s
+from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8s, UInt16s
 from shrinkpoint.quantize.dither_kernels import random_bits, step_of
-from shrinkpoint.runtime.jit import jit, jit_part
+from shrinkpoint.quantize.viterbi_kernels import LANES, Search, search
+from shrinkpoint.runtime.jit import jit, jit_inlined, jit_part
 
 __all__ = [
     "LIMIT",
+    "Known",
     "expect",
     "places",
+    "quantize",
     "remember",
     "scaled",
     "sum_squares",
@@ -35,6 +40,7 @@ _PARTS, _OF_OFFSET = np.float32(256), np.float32(2.0**-6)
 # Products below count as zero, as in quantize/dither_kernels.py.
 _ZERO = np.float32(0)
 _LEAST_OFFSET = np.float32(2.0**-118)
+_BOUND = np.float32(LIMIT)
 
 
 @jit_part
@@ -111,6 +117,22 @@ def values(points: Int16s, exponents: UInt8s, quarters: Float32s, seed: int, out
         out[i] = (np.float32(points[i]) * _HALF - _dither(start, i)) * step_of(q0, q1, q2, q3, exponents[i])
 
 
+@jit_inlined
+def _expected(
+    before: np.float32, offset: np.float32, step: np.float32, dither: np.float32
+) -> tuple[np.float32, np.float32]:
+    """Where a weight is expected, in steps, and the nearest even point."""
+    # 2**-6 times a product is exact, unless the result is about to be subnormal, which counts as zero
+    mean = before + (offset * _OF_OFFSET if abs(offset) >= _LEAST_OFFSET else _ZERO)
+    place = min(max(mean / step + dither, -_BOUND), _BOUND)
+    return place, np.floor(place * _HALF + _HALF) * _TWO
+
+
+@jit_inlined
+def _part_of(place: np.float32, near: np.float32) -> np.int16:
+    return np.int16(np.int32(min(max(np.floor((place - near) * _PARTS), np.float32(-256)), np.float32(255))))
+
+
 @jit
 def expect(
     before: Float32s,
@@ -131,17 +153,12 @@ def expect(
     start = np.uint64(seed) << _32
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     p0, p1, p2, p3 = quarters_before[0], quarters_before[1], quarters_before[2], quarters_before[3]
-    bound = np.float32(LIMIT)
-    low, high = np.float32(-256), np.float32(255)
     for i in range(out.size):
         offset = np.float32(offsets[i]) * step_of(p0, p1, p2, p3, exponents_before[i])
-        # 2**-6 times a product is exact, unless the result is about to be subnormal, which counts as zero
-        mean = before[i] + (offset * _OF_OFFSET if abs(offset) >= _LEAST_OFFSET else _ZERO)
-        place = mean / step_of(q0, q1, q2, q3, exponents[i]) + _dither(start, i)
-        place = min(max(place, -bound), bound)
-        near = np.floor(place * _HALF + _HALF) * _TWO
+        step = step_of(q0, q1, q2, q3, exponents[i])
+        place, near = _expected(before[i], offset, step, _dither(start, i))
         even[i] = np.int16(np.int32(near * _TWO))
-        out[i] = np.int16(np.int32(min(max(np.floor((place - near) * _PARTS), low), high)))
+        out[i] = _part_of(place, near)
 
 
 @jit
@@ -159,3 +176,103 @@ def remember(points: Int16s, places: Int16s, gains: UInt16s, exponents: UInt8s, 
         error = np.int32(points[i]) * np.int32(128) - np.int32(places[i])
         back = (np.int32(512) - error * np.int32(gains[exponents[i]])) >> 10
         out[i] = np.int8(min(max(back, -127), 127))
+
+
+class Known(NamedTuple):
+    """What is known of weights before they are quantized; all of one length, or empty.
+
+    Attributes:
+        values: what was restored of them.
+        offsets: how far from there each is expected, in 1/64 of the former step.
+        exponents: of the former steps.
+        quarters: (4,).
+    """
+
+    values: Float32s
+    offsets: Int8s
+    exponents: UInt8s
+    quarters: Float32s
+
+
+@jit
+def quantize(
+    x: Float32s,
+    known: Known,
+    exponents: UInt8s,
+    quarters: Float32s,
+    seed: int,
+    rows: Indices,
+    columns: int,
+    width: int,
+    paths: tuple[int, int],
+    room: Search,
+    points: Int16s,
+    places: Int16s,
+    reached: Int16s,
+) -> bool:
+    """Put weights on the nearest paths; False if one is too many steps from zero.
+
+    Args:
+        x: weights.
+        known: as `expect` takes it; empty where they are expected around zero.
+        exponents: of all weights.
+        quarters: (4,).
+        seed: of the dither.
+        rows: the only rows that are coded, one after another; empty for all.
+        columns: of the matrix.
+        width: elements of a path.
+        paths: the first one, and the end.
+        room: `viterbi_kernels.new_search` for the width.
+        points: of the rows that are coded: receives points, in half steps from the even ones nearest to where they are expected.
+        places: of the rows that are coded: receives where they are expected, in 1/256 step from the even points.
+        reached: of all weights: receives points from zero.
+    """
+    start = np.uint64(seed) << _32
+    q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
+    p0, p1, p2, p3 = known.quarters[0], known.quarters[1], known.quarters[2], known.quarters[3]
+    is_delta = known.values.size > 0
+    largest, size = _ZERO, points.size
+    for first in range(paths[0], paths[1], LANES):
+        some = min(LANES, paths[1] - first)
+        last = min(width, size - (first + some - 1) * width)
+        for lane in range(some):
+            at = (first + lane) * width
+            end, out = min(at + width, size), room.values[lane]
+            begin = at
+            while at < end:
+                row = at // columns
+                column = at - row * columns
+                many = min(columns - column, end - at)
+                i = (rows[row] if rows.size else row) * columns + column
+                for k in range(many):
+                    step = step_of(q0, q1, q2, q3, exponents[i + k])
+                    dither = _dither(start, i + k)
+                    near = _ZERO
+                    if is_delta:
+                        offset = np.float32(known.offsets[i + k]) * step_of(
+                            p0, p1, p2, p3, known.exponents[i + k]
+                        )
+                        place, near = _expected(known.values[i + k], offset, step, dither)
+                        places[at + k] = _part_of(place, near)
+                    else:
+                        bits = np.int32(_bits(start, i + k) >> np.uint64(8))
+                        places[at + k] = np.int16(bits - np.int32(256))
+                    reached[i + k] = np.int16(np.int32(near * _TWO))
+                    whole = x[i + k] / step
+                    moved = (whole + dither) - near
+                    largest = max(largest, max(abs(whole), abs(moved)))
+                    out[at - begin + k] = moved
+                at += many
+        if not largest <= _BOUND:
+            return False
+        search(room, some, width, last, first * width, points)
+        at, end = first * width, min((first + some) * width, size)
+        while at < end:
+            row = at // columns
+            column = at - row * columns
+            many = min(columns - column, end - at)
+            i = (rows[row] if rows.size else row) * columns + column
+            for k in range(many):
+                reached[i + k] = np.int16(np.int32(reached[i + k]) + np.int32(points[at + k]))
+            at += many
+    return True

@@ -9,124 +9,147 @@ from typing import NamedTuple
 import numpy as np
 
 from shrinkpoint.arrays import Float32s, Int16s, UInt8s
-from shrinkpoint.runtime.jit import jit
+from shrinkpoint.runtime.jit import jit, jit_part
 
-__all__ = ["nearest_path"]
-
-
-_LANES, _STATES = 16, 4
-_EVERY = 64  # columns after which path costs are rebased
+__all__ = ["LANES", "Search", "nearest_path", "new_search", "search"]
 
 
-class _Search(NamedTuple):
-    """Work arrays of a search; lanes are paths that are searched at the same time.
+LANES = 16
+_HALF, _ONE, _TWO, _ZERO, _FAR = (
+    np.float32(0.5),
+    np.float32(1),
+    np.float32(2),
+    np.float32(0),
+    np.float32(1e9),
+)
+
+
+class Search(NamedTuple):
+    """Room for a search of sixteen paths of n elements at the same time.
 
     Attributes:
-        y: fp32 (width, lanes), the values.
-        squares: fp32 (4, lanes).
-        costs: fp32 (2, 4, lanes).
-        base: fp32 (lanes,).
-        choices: uint8 (width, 4, lanes).
+        values: fp32 (16, n), in steps.
+        near: fp32 (n, 16), the same less whole pairs of steps: all that costs depend on.
+        costs: fp32 (4, 16), of the cheapest path into each state.
+        choices: uint8 (n, 16), a bit for each state: from which of two it was reached.
     """
 
-    y: Float32s
-    squares: Float32s
+    values: Float32s
+    near: Float32s
     costs: Float32s
-    base: Float32s
     choices: UInt8s
 
 
+def new_search(width: int) -> Search:
+    """Room for paths of this many elements."""
+    return Search(
+        values=np.empty((LANES, width), np.float32),
+        near=np.empty((width, LANES), np.float32),
+        costs=np.empty((4, LANES), np.float32),
+        choices=np.empty((width, LANES), np.uint8),
+    )
+
+
+@jit_part
+def search(room: Search, paths: int, width: int, last: int, start: int, out: Int16s) -> None:
+    """Fill ``out`` from ``start`` on with the points, in half steps, of the nearest paths.
+
+    Args:
+        room: with values.
+        paths: how many there are.
+        width: elements of a path; each begins in state 0.
+        last: elements of the last path.
+        start: where the first path begins.
+        out: receives points.
+    """
+    for lane in range(LANES):
+        size = 0 if lane >= paths else last if lane == paths - 1 else width
+        row = room.values[lane]
+        for j in range(size):
+            room.near[j, lane] = row[j] - _TWO * np.floor(row[j] * _HALF + _HALF)
+        for j in range(size, width):
+            room.near[j, lane] = _ZERO
+    c0, c1, c2, c3 = room.costs[0], room.costs[1], room.costs[2], room.costs[3]
+    for lane in range(LANES):
+        c0[lane], c1[lane], c2[lane], c3[lane] = _ZERO, _FAR, _FAR, _FAR
+    for j in range(width):
+        if j < last:
+            _forward(room, j)
+        else:  # behind the end of the last path
+            _forward_but(room, j, paths - 1)
+    for lane in range(paths):
+        size = last if lane == paths - 1 else width
+        state = 0
+        for other in range(1, 4):
+            if room.costs[other, lane] < room.costs[state, lane]:
+                state = other
+        first, row = start + lane * width, room.values[lane]
+        for j in range(size - 1, -1, -1):
+            chosen = (int(room.choices[j, lane]) >> state) & 1
+            low = state >> 1
+            parity = (state & 1) ^ (low >> 1 & 1) ^ chosen
+            state = low + 2 * chosen
+            shift = _HALF * np.float32(state & 1)
+            index = _TWO * np.floor((row[j] - shift - np.float32(parity)) * _HALF + _HALF)
+            out[first + j] = 2 * (np.int32(index) + parity) + (state & 1)
+
+
+@jit_part
+def _forward(room: Search, j: int) -> None:
+    """Add, compare, select: a column's costs into each of four states, from the first one's on, so that fp32 keeps differences."""
+    near, choices = room.near[j], room.choices[j]
+    c0, c1, c2, c3 = room.costs[0], room.costs[1], room.costs[2], room.costs[3]
+    for lane in range(LANES):
+        z = near[lane]
+        here = z + _TWO if z < -_ONE else z
+        other = _ONE - abs(here)
+        e0, o0 = here * here, other * other
+        z = near[lane] - _HALF
+        here = z + _TWO if z < -_ONE else z
+        other = _ONE - abs(here)
+        e1, o1 = here * here, other * other
+        # into 0 from 0 (even) or 2 (odd), 1 from 0 (odd) or 2 (even), 2 from 1 (even) or 3 (odd), 3 from 1 (odd) or 3 (even)
+        a0, b0 = c0[lane] + e0, c2[lane] + o0
+        a1, b1 = c0[lane] + o0, c2[lane] + e0
+        a2, b2 = c1[lane] + e1, c3[lane] + o1
+        a3, b3 = c1[lane] + o1, c3[lane] + e1
+        bits = np.int32(b0 < a0) | np.int32(b1 < a1) << np.int32(1)
+        bits |= np.int32(b2 < a2) << np.int32(2) | np.int32(b3 < a3) << np.int32(3)
+        choices[lane] = np.uint8(bits)
+        least = min(a0, b0)
+        c1[lane] = min(a1, b1) - least
+        c2[lane] = min(a2, b2) - least
+        c3[lane] = min(a3, b3) - least
+        c0[lane] = _ZERO
+
+
+@jit_part
+def _forward_but(room: Search, j: int, lane: int) -> None:
+    """As `_forward`, but for one lane, whose costs stay as they are."""
+    costs = room.costs
+    c0, c1, c2, c3 = costs[0, lane], costs[1, lane], costs[2, lane], costs[3, lane]
+    _forward(room, j)
+    costs[0, lane], costs[1, lane], costs[2, lane], costs[3, lane] = c0, c1, c2, c3
+
+
 def nearest_path(values: Float32s, width: int, out: Int16s) -> None:
-    """Fill ``out`` with the points, in half steps, of the trellis path with the least squared error.
+    """Fill ``out`` with the points, in half steps, of the trellis paths with the least squared error.
 
     Args:
         values: fp32 (n,), in steps, within `trellis_dither_kernels.LIMIT`.
-        width: elements of a path; each begins in state 0.
+        width: elements of a path; the last one may have fewer.
         out: int16 (n,).
     """
-    search = _Search(
-        y=np.zeros((width, _LANES), np.float32),
-        squares=np.zeros((4, _LANES), np.float32),
-        costs=np.zeros((2, _STATES, _LANES), np.float32),
-        base=np.zeros(_LANES, np.float32),
-        choices=np.zeros((width, _STATES, _LANES), np.uint8),
-    )
-    _search(values, width, search, out)
+    _nearest(values, width, new_search(width), out)
 
 
 @jit
-def _search(values: Float32s, width: int, search: _Search, out: Int16s) -> None:
-    lanes = _LANES
-    y, squares, costs, base, choices = search
-    half, one, two = np.float32(0.5), np.float32(1), np.float32(2)
-    paths = (values.size + width - 1) // width
-    for first in range(0, paths, lanes):
-        some = min(lanes, paths - first)
-        # 1. Values of the lanes' paths, side by side, less whole pairs of steps: all that costs depend on.
-        for lane in range(some):
-            start = (first + lane) * width
-            row = values[start : min(start + width, values.size)]
-            for j in range(row.size):
-                y[j, lane] = row[j] - two * np.floor(row[j] * half + half)
-            for j in range(row.size, width):
-                y[j, lane] = 0
-        # 2. Forwards, column by column: the cost of the cheapest path into each state, and which one it comes from.
-        costs[0] = np.float32(1e9)
-        costs[0, 0] = 0
-        # the last path may end before the others: columns beyond its end cost nothing
-        ends = min(width, values.size - (first + some - 1) * width)
-        for j in range(width):
-            before, now = costs[j & 1], costs[1 - (j & 1)]
-            here = y[j]
-            # 2a. Branch costs: squares of the distances to the nearest even and odd point, at either offset.
-            for offset in range(2):
-                even, odd = squares[2 * offset], squares[2 * offset + 1]
-                moved = half * np.float32(offset)
-                for lane in range(lanes):
-                    z = here[lane] - moved
-                    near = z + two if z < -one else z
-                    other = one - abs(near)
-                    even[lane] = near * near
-                    odd[lane] = other * other
-            if j >= ends:
-                for k in range(4):
-                    squares[k, some - 1] = 0
-            # 2b. Add, compare, select: two states lead to each.
-            for state in range(_STATES):
-                low = state >> 1
-                high = low + _STATES // 2
-                parity = (state & 1) ^ ((low >> 1) & 1)
-                offset = low & 1
-                of_low, of_high = squares[2 * offset + parity], squares[2 * offset + 1 - parity]
-                from_low, from_high = before[low], before[high]
-                cost, choice = now[state], choices[j, state]
-                for lane in range(lanes):
-                    a, b = from_low[lane] + of_low[lane], from_high[lane] + of_high[lane]
-                    choice[lane] = b < a
-                    cost[lane] = min(a, b)
-            # 2c. Costs from the first state's on, so that fp32 keeps their differences.
-            if j % _EVERY == _EVERY - 1:
-                for lane in range(lanes):
-                    base[lane] = now[0, lane]
-                for state in range(_STATES):
-                    cost = now[state]
-                    for lane in range(lanes):
-                        cost[lane] -= base[lane]
-        # 3. Backwards from the cheapest end: the states of its path, and the points nearest to the values in them.
-        last = costs[width & 1]
-        for lane in range(some):
-            start = (first + lane) * width
-            row = values[start : min(start + width, values.size)]
-            state = 0
-            for other_state in range(1, _STATES):
-                if last[other_state, lane] < last[state, lane]:
-                    state = other_state
-            for j in range(width - 1, -1, -1):
-                chosen = choices[j, state, lane]
-                low = state >> 1
-                parity = (state & 1) ^ ((low >> 1) & 1) ^ chosen
-                state = low + (_STATES // 2) * chosen
-                if j < row.size:
-                    shift = half * np.float32(state & 1)
-                    index = two * np.floor((row[j] - shift - np.float32(parity)) * half + half)
-                    out[start + j] = 2 * (np.int32(index) + parity) + (state & 1)
+def _nearest(values: Float32s, width: int, room: Search, out: Int16s) -> None:
+    for start in range(0, values.size, LANES * width):
+        paths = min(LANES, (values.size - start + width - 1) // width)
+        last = min(width, values.size - start - (paths - 1) * width)
+        for lane in range(paths):
+            first = start + lane * width
+            for j in range(last if lane == paths - 1 else width):
+                room.values[lane, j] = values[first + j]
+        search(room, paths, width, last, start, out)

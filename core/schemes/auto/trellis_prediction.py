@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8s
+from shrinkpoint.entropy.lanes.trellis import row_width
+from shrinkpoint.entropy.static.rans import map_in_threads
 from shrinkpoint.schemes.auto.random_walk import EXPONENTS, LAST_WALK, NO_WALK
 from shrinkpoint.schemes.auto.row_and_column_steps import QUARTERS
 from shrinkpoint.schemes.auto.trellis_points import Grid, zero_places
@@ -14,7 +16,11 @@ from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.schemes.codec_io import integer, number, plane_of
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["TrellisReference", "deviations", "expected_points", "rows_of"]
+__all__ = ["TrellisReference", "deviations", "expected_points", "nearest_points", "rows_of"]
+
+_NO_VALUES, _NO_OFFSETS, _NO_EXPONENTS = np.zeros(0, np.float32), np.zeros(0, np.int8), np.zeros(0, np.uint8)
+_ALL = np.zeros(0, np.int64)
+_BATCHES = 4  # of sixteen paths that a thread takes at a time, at least
 
 T = TypeVar("T", bound=np.generic)
 
@@ -85,6 +91,66 @@ def expected_points(grid: Grid, reference: TrellisReference | None) -> tuple[Int
         places,
     )
     return even, places
+
+
+def nearest_points(
+    values: Float32s,
+    grid: Grid,
+    reference: TrellisReference | None,
+    rows: Indices | None,
+    columns: int,
+    threads: int,
+) -> tuple[Int16s, Int16s, Int16s] | None:
+    """Put weights on their nearest paths.
+
+    Args:
+        values: of all weights.
+        grid: of all weights.
+        reference: where they are expected; None for around zero.
+        rows: the only ones that are coded; None for all.
+        columns: of the matrix.
+        threads: how many threads share the paths.
+
+    Returns:
+        Of the rows that are coded the points, int16 in half steps from the even ones nearest to where they are expected, and the
+        places of these as in `expected_points`; of all weights the points from zero. None where one is too far from zero.
+    """
+    from shrinkpoint.quantize import trellis_dither_kernels, viterbi_kernels  # numba
+
+    size = values.size if rows is None else rows.size * columns
+    width = row_width(size // max(columns, 1), columns)
+    points, places = np.empty(size, np.int16), np.empty(size, np.int16)
+    reached = np.empty(size, np.int16) if rows is None else np.zeros(values.size, np.int16)
+    known = trellis_dither_kernels.Known(
+        values=_NO_VALUES if reference is None else reference.values,
+        offsets=_NO_OFFSETS if reference is None else reference.offsets,
+        exponents=_NO_EXPONENTS if reference is None else reference.exponents,
+        quarters=grid.quarters if reference is None else reference.quarters,
+    )
+    paths = -(-size // width)
+    step = 16 * max(_BATCHES, -(-paths // 256))
+
+    def quantize(first: int) -> bool:
+        return bool(
+            trellis_dither_kernels.quantize(
+                values,
+                known,
+                grid.exponents,
+                grid.quarters,
+                grid.seed,
+                _ALL if rows is None else rows,
+                columns,
+                width,
+                (first, min(first + step, paths)),
+                viterbi_kernels.new_search(width),
+                points,
+                places,
+                reached,
+            )
+        )
+
+    found = map_in_threads(quantize, range(0, paths, step), threads)
+    return (points, places, reached) if all(found) else None
 
 
 def rows_of(plane: npt.NDArray[T], rows: Indices | None, columns: int) -> npt.NDArray[T]:

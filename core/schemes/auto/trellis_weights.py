@@ -26,11 +26,12 @@ from shrinkpoint.quantize.dither import SEEDS
 from shrinkpoint.schemes.auto.random_walk import LAST_WALK, NO_WALK, Expectation, measure_walk
 from shrinkpoint.schemes.auto.row_and_column_steps import Steps, join_exponents, split_exponents
 from shrinkpoint.schemes.auto.trellis_planes import KeptRows, TrellisPlanes
-from shrinkpoint.schemes.auto.trellis_points import Grid, nearest_points, zero_places
+from shrinkpoint.schemes.auto.trellis_points import Grid, zero_places
 from shrinkpoint.schemes.auto.trellis_prediction import (
     TrellisReference,
     deviations,
     expected_points,
+    nearest_points,
     rows_of,
 )
 from shrinkpoint.schemes.auto.trellis_sections import (
@@ -151,19 +152,15 @@ class TrellisWeightCodec:
             squares, counts = deviations(values, grid, reference, columns, rows)
             walk = measure_walk(squares, counts, reference.variance_code)
             offsets, variance_code = reference.offsets, reference.variance_code
-        even, places = expected_points(grid, reference)
         has_new_steps, kept = not _has_steps_of(grid, reference), _kept_rows(reference, rows, spec)
-        del reference  # its values take as much memory as the tensor
-        measured = rows_of(grid.measured(values, even, spec), rows, columns)
-        points = nearest_points(measured, _width(measured.size, columns), context.threads)
-        del measured
-        reached = _reached(points, even, rows, columns)
-        if reached is None:
-            raise CannotRepresentError(f"{spec.name}: its steps are too small for its values")
+        found = nearest_points(values, grid, reference, rows, columns, context.threads)
+        if found is None:
+            raise CannotRepresentError(f"{spec.name}: the step {grid.step} is too small for its values")
+        points, places, reached = found
         return _Quantized(
             grid=grid,
             points=points,
-            places=rows_of(places, rows, columns),
+            places=places,
             reached=reached,
             walk=walk,
             expectation=Expectation(variance_code, walk),
