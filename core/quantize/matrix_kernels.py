@@ -14,6 +14,7 @@ __all__ = ["add_up", "log_sum", "quotients", "row_squares", "square_lengths", "s
 
 _BLOCK = 512  # mantissas whose product is within double precision's range
 _MANTISSA, _ONE, _BIAS, _BITS = np.int32(0x7F_FFFF), np.int32(0x3F80_0000), np.int32(127), np.int32(23)
+_LEAST = np.float32(2.0**-126)  # of normal numbers
 
 
 @jit_in_any_order
@@ -84,20 +85,24 @@ def square_lengths(first: Float32s, second: Float32s, rows: Float64s) -> None:
 
 
 @jit_in_any_order
-def quotients(values: Float32s, products: Float32s, rows: Float64s, columns: Float64s) -> None:
-    """Add up ``value / product`` by row and by column, and how many there are, where both are positive.
+def quotients(
+    values: Float32s, of_rows: Float32s, of_columns: Float32s, rows: Float64s, columns: Float64s
+) -> None:
+    """Add up ``value / (row x column)`` by row and by column, and how many there are, where all are positive.
 
     Args:
         values: a matrix.
-        products: of the same shape.
+        of_rows: (rows,), the factor of each.
+        of_columns: (columns,), the same.
         rows: (2, rows) of zeros, receives the sums and the counts.
         columns: (2, columns), the same.
     """
     for i in range(values.shape[0]):
-        v, p, total, count = values[i], products[i], np.float64(0), np.float64(0)
+        v, p, total, count = values[i], of_rows[i], np.float64(0), np.float64(0)
         for j in range(v.size):
-            counts = (v[j] > 0) & (p[j] > 0)
-            quotient = np.float64(v[j]) / np.float64(p[j]) if counts else np.float64(0)
+            counts = (v[j] > 0) & (p > 0) & (of_columns[j] > 0)
+            product = max(p * of_columns[j], _LEAST)
+            quotient = np.float64(v[j]) / np.float64(product) if counts else np.float64(0)
             total += quotient
             count += np.float64(counts)
             columns[0, j] += quotient

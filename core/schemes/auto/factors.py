@@ -108,7 +108,7 @@ class Factors:
         from shrinkpoint.quantize import matrix_kernels  # numba
 
         sums = np.zeros((2, values.shape[0])), np.zeros((2, values.shape[1]))
-        matrix_kernels.quotients(values, self.product().reshape(values.shape), *sums)
+        matrix_kernels.quotients(values, _power(self.rows), _power(self.columns), *sums)
         rows, columns = (total / np.maximum(count, 1) for total, count in sums)
         return rows, columns
 

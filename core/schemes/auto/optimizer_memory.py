@@ -145,7 +145,8 @@ def _optimizers(node: JSON) -> Iterator[tuple[list[Mapping[str, JSON]], dict[JSO
                 if isinstance(index, (int, str))
             }
             yield [_members(group) for group in groups], entries
-        for child in node.values():
+        others = {} if isinstance(groups, list) else node
+        for child in others.values():
             yield from _optimizers(child)
 
 

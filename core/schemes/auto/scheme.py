@@ -41,7 +41,7 @@ from shrinkpoint.schemes.auto.optimizer_memory import (
 )
 from shrinkpoint.schemes.auto.options import MILD_SCALE, AutoOptions
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
-from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, rank_one_misfit
+from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, rank_one
 from shrinkpoint.schemes.auto.trellis_points import WIDER
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.auto.weight_steps import WeightStep, WeightSteps, known_movement
@@ -263,9 +263,10 @@ class Auto:
             memory: for how many steps it remembers a gradient, and a restore's error lasts.
         """
         share = min(1.0, memory / max(self.save_context.interval, 1))
-        if share > 0 and rank_one_misfit(second, spec) > _MISFIT / math.sqrt(share):
+        factors, misfit = rank_one(second, spec)
+        if share > 0 and misfit > _MISFIT / math.sqrt(share):
             return self._log_levels(spec, memory)()
-        return FactoredSecondMomentCodec(first_moment=first)
+        return FactoredSecondMomentCodec(first_moment=first, factors=factors)
 
     def _by_element(self, spec: TensorSpec, names: _Names) -> bool:
         """Whether a row times a column is not good enough for a second moment."""

@@ -24,7 +24,7 @@ from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Stag
 from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, check_sections, emit, finite, matrix_shape
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["FactoredSecondMomentCodec", "rank_one_misfit"]
+__all__ = ["FactoredSecondMomentCodec", "rank_one"]
 
 _SHARE = 0.5
 """Of the octaves by which a row must grow for m's updates to keep their length. An autoencoder restored ten times, ten and 40 steps apart, with
@@ -44,6 +44,8 @@ class FactoredSecondMomentCodec:
 
     first_moment: torch.Tensor | None = None
     """m as training has it, of the same shape; only encoding needs it."""
+    factors: Factors | None = None
+    """Of `rank_one`, where it is known; only encoding needs them."""
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; second moments that are negative or not finite are refused."""
@@ -64,10 +66,10 @@ class FactoredSecondMomentCodec:
 
     def _factored(self, tensor: torch.Tensor, spec: TensorSpec) -> tuple[Factors, torch.Tensor]:
         values = as_float32(tensor, spec, CODED_DTYPES)
-        if values.min() < 0:
-            raise CannotRepresentError(f"{spec.name} has negative second moments: stored exactly")
         matrix = values.reshape(matrix_shape(spec.shape))
-        factors = Factors.of_second_moment(matrix).balanced(matrix)
+        factors = self.factors if self.factors is not None else _factors_of(matrix)
+        if factors is None:
+            raise CannotRepresentError(f"{spec.name} has negative second moments: stored exactly")
         first = self._first_moment(spec)
         if first is not None:
             factors = factors.lengthened(_longer(first.reshape(matrix.shape), matrix, factors))
@@ -98,16 +100,23 @@ class FactoredSecondMomentCodec:
         return emit(Factors.read(encoded, spec, context.threads).product(), spec, own=True)
 
 
-def rank_one_misfit(tensor: torch.Tensor, spec: TensorSpec) -> float:
-    """How far a second moment is from a row times a column: the root mean square of ``log2(v / (row x column))``, in octaves.
+def rank_one(tensor: torch.Tensor, spec: TensorSpec) -> tuple[Factors | None, float]:
+    """The row and the column whose product is nearest to a second moment, and how far that is from it: the root mean square of
+    ``log2(v / (row x column))``, in octaves.
 
-    Elements that are zero do not count; 0 where the codec refuses the tensor.
+    Elements that are zero do not count; None and 0 where the codec refuses the tensor.
     """
     try:
         matrix = as_float32(tensor, spec, CODED_DTYPES).reshape(matrix_shape(spec.shape))
     except CannotRepresentError:
-        return 0.0
-    return 0.0 if matrix.min() < 0 else Factors.of_second_moment(matrix).balanced(matrix).misfit(matrix)
+        return None, 0.0
+    factors = _factors_of(matrix)
+    return factors, factors.misfit(matrix) if factors is not None else 0.0
+
+
+def _factors_of(matrix: Float32s) -> Factors | None:
+    """None of negative second moments."""
+    return None if matrix.min() < 0 else Factors.of_second_moment(matrix).balanced(matrix)
 
 
 def _longer(first: Float32s, second: Float32s, factors: Factors) -> Mapping[int, float]:

@@ -42,13 +42,14 @@ def test_subnormal_second_moments_keep_the_mean_logarithm():
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 1500))
 def test_quotients_of_what_is_positive(seed, height, width):
     generator = np.random.default_rng(seed)
-    values, products = (
-        (10.0 ** generator.uniform(-30, 5, (height, width))).astype(np.float32) for _ in range(2)
-    )
+    values = (10.0 ** generator.uniform(-30, 5, (height, width))).astype(np.float32)
+    sides = [(10.0 ** generator.uniform(-18, 3, size)).astype(np.float32) for size in (height, width)]
     values[generator.random((height, width)) < 0.2] = 0
-    products[generator.random((height, width)) < 0.2] = 0
+    for side in sides:
+        side[generator.random(side.size) < 0.2] = 0
     rows, columns = np.zeros((2, height)), np.zeros((2, width))
-    matrix_kernels.quotients(values, products, rows, columns)
+    matrix_kernels.quotients(values, *sides, rows, columns)
+    products = np.multiply.outer(*sides)
     used = (values > 0) & (products > 0)
     wide = np.divide(values, products, where=used, out=np.zeros((height, width)), dtype=np.float64)
     assert rows[0] == pytest.approx(wide.sum(axis=1), rel=1e-6)

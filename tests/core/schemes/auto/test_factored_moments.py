@@ -10,7 +10,7 @@ from shrinkpoint.entropy.static.rans import encode_symbols
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.quantize import matrix_kernels
 from shrinkpoint.schemes.auto.factors import Factors
-from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, rank_one_misfit
+from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, rank_one
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer
 from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.state.training import Role
@@ -128,7 +128,7 @@ def test_columns_are_told_by_all_rows_and_not_by_the_largest():
 
 
 def misfit(second: torch.Tensor) -> float:
-    return rank_one_misfit(second, spec_of(second, role=Role.EXP_AVG_SQ))
+    return rank_one(second, spec_of(second, role=Role.EXP_AVG_SQ))[1]
 
 
 @pytest.mark.parametrize("shape", [(64, 200), (400, 512), (32, 8, 3, 3), (3000,)])
