@@ -26,7 +26,6 @@ from shrinkpoint.saving.slimming import Slimmer
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import large_share
-from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.scratch import PlanesLostError, put_arrays, put_tensor
 from shrinkpoint.state.snapshot import Snapshot
@@ -39,10 +38,7 @@ from shrinkpoint.warn import warn
 
 __all__ = ["Committer", "RunCommits"]
 
-_OF_VALUES = (
-    ExactCodec.id,
-    BitPlanesCodec.id,
-)  # which leave the values alone as the reference of the next delta
+_OF_VALUES = (ExactCodec.id,)  # which leave the values alone as the reference of the next delta
 _UNCHANGED = 0.25  # least share of a base's bytes that has not changed, for a later base to do without it
 _PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
 

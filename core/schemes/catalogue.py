@@ -22,8 +22,7 @@ from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import ConfigurationSpace
-from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
-from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.published.excp import ExCP
 from shrinkpoint.schemes.published.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
@@ -117,7 +116,7 @@ ENTRIES: Mapping[str, SchemeEntry] = MappingProxyType(
         "itmo": SchemeEntry(
             lambda options, save: ITMO(options=options, reference=save.reference), ItmoOptions
         ),
-        "lossless": SchemeEntry(lambda _, __: Lossless(), codecs=(BitPlanesCodec,), choice="nothing"),
+        "lossless": SchemeEntry(lambda _, __: Lossless(), codecs=(), choice="nothing"),
     }
 )
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from shrinkpoint.arrays import Float32s, widened
-from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
+from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.codec_io import (
@@ -126,7 +126,8 @@ class ClosedLoopCodec(ABC):
         target = as_float32(tensor, spec)
         previous = previous_value(context.reference, spec)
         if previous is None:
-            payload = encode_bytes(tensor_to_bytes(tensor), spec.dtype.itemsize, threads=context.threads)
+            bits = tensor_to_bytes(tensor).view(f"u{spec.dtype.itemsize}")
+            payload = encode_numbers(bits, context.threads)
             planes: Planes = {VALUE: target.copy()}
             return Coded(EncodedTensor(self.id, {}, {"base": payload}), planes, tensor.detach().clone())
         delta = self.encode_delta(target, previous, spec, context)
@@ -143,8 +144,8 @@ class ClosedLoopCodec(ABC):
         if not encoded.uses_reference:
             check_sections(encoded, spec, "base")
             payload = section(encoded, spec, "base")
-            data = decode_bytes(payload, spec.nbytes, spec.dtype.itemsize, threads=context.threads)
-            return {VALUE: widened(tensor_from_bytes(data, spec.dtype, spec.shape))}
+            bits = decode_numbers(payload, spec.numel, f"u{spec.dtype.itemsize}", context.threads)
+            return {VALUE: widened(tensor_from_bytes(bits.view(np.uint8), spec.dtype, spec.shape))}
         previous = previous_value(context.reference, spec)
         if previous is None:
             raise FormatError(f"{spec.name}: its predecessor contains no value of its size")

@@ -1,4 +1,4 @@
-"""The lossless codec for any dtype: byte planes (shuffle), of the tensor or of its difference, through zstd and rANS.
+"""The lossless codec for any dtype: the bit patterns of the tensor, or their difference to the previous checkpoint.
 
 The difference to the previous checkpoint is taken between bit patterns in the order of their values, as FastCheck takes
 its weights' (Engineering ITEE 27(2):250034): close values of any sign and exponent differ by few low bits. A tensor that has got more rows, or lost some, is a difference too.
@@ -11,15 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.entropy.static.bytes import decode_bytes, delta_bits, encode_bytes, undelta_bits
+from shrinkpoint.entropy.numbers import decode_numbers, delta_bits, encode_numbers, undelta_bits
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
+from shrinkpoint.schemes.codec_io import check_sections
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["RESIZABLE", "ExactCodec", "fitted"]
 
-RESIZABLE = frozenset({"exact", "bit-planes"})
+RESIZABLE = frozenset({"exact"})
 """Ids of codecs whose references serve tensors of other sizes too; what they keep is the plane ``bits``."""
 
 _SAMPLE = 1 << 16  # elements that decide between the tensor and its difference
@@ -34,14 +35,11 @@ class ExactCodec:
     id: ClassVar[str] = "exact"
     needs: ClassVar[tuple[str, ...]] = ()
 
-    level: int = 3
-    """zstd's compression level."""
-
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; accepts every tensor."""
         item = _item_size(spec.dtype)
         data = tensor_to_bytes(tensor)
-        bits = (data if context.lasting else data.copy()).view(f"<u{item}")
+        bits = (data if context.lasting else data.copy()).view(f"u{item}")
         previous = fitted(context.reference, bits.size, item)
         delta = previous is not None and (
             np.array_equal(bits, previous)
@@ -49,8 +47,7 @@ class ExactCodec:
             else self._pays(bits, previous, spec.dtype, _known(context.reference, bits.size))
         )
         stored = delta_bits(bits, previous, _floating(spec.dtype)) if delta and previous is not None else bits
-        payload = encode_bytes(stored.view(np.uint8), item, self.level, threads=context.threads)
-        encoded = EncodedTensor(self.id, {}, {"bytes": payload}, delta)
+        encoded = EncodedTensor(self.id, {}, {"bits": encode_numbers(stored, context.threads)}, delta)
         planes = {"bits": bits.reshape(-1)}
         return Coded(encoded, planes, self.reconstruct(encoded, planes, spec, context))
 
@@ -64,21 +61,13 @@ class ExactCodec:
         start = max(0, (known - _SAMPLE) // 2)
         part = slice(start, min(known, start + _SAMPLE))
         delta = delta_bits(bits[part], previous[part], _floating(dtype))
-        sizes = [
-            len(encode_bytes(x.view(np.uint8), x.itemsize, 1))
-            for x in (delta, np.ascontiguousarray(bits[part]))
-        ]
-        return sizes[0] < sizes[1]
+        return len(encode_numbers(delta)) < len(encode_numbers(bits[part]))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
         item = _item_size(spec.dtype)
-        if set(encoded.sections) != {"bytes"}:
-            raise FormatError(
-                f"{spec.name}: an exact tensor has the one section 'bytes', not {list(encoded.sections)}"
-            )
-        data = decode_bytes(encoded.sections["bytes"], spec.nbytes, item, threads=context.threads)
-        bits = data.view(f"<u{item}")
+        check_sections(encoded, spec, "bits")
+        bits = decode_numbers(encoded.sections["bits"], spec.nbytes // item, f"u{item}", context.threads)
         if encoded.uses_reference:
             previous = fitted(context.reference, bits.size, item)
             if previous is None:

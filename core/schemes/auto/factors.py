@@ -2,19 +2,20 @@
 
 Source: Adafactor (arXiv 1804.04235), section 3. Factors are powers of ``2 ** (1/4)``, which every machine computes alike.
 
-Payload of a section ``factors`` (integers are little-endian): one byte; 0, then int16 lowest exponents of rows and of
-columns, then a rANS payload of symbols, 0 for a factor that is zero and else ``exponent - lowest + 1``, under context 0
-for rows and 1 for columns; or 1, then all exponents as int16, coded as bytes, -32768 for zero.
+Payload of a section ``factors``: the length of what follows for rows (varint), then the exponents of rows and those of columns, each as
+16-bit numbers of `shrinkpoint.entropy.numbers`: 32768 more than the exponent, 0 for a factor that is zero.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from shrinkpoint.arrays import Float32s, Float64s, Int16s, UInt8s
-from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
-from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
+from shrinkpoint.arrays import Float32s, Float64s, Int16s, UInt16s
+from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
+from shrinkpoint.entropy.wire import ByteReader, write_uvarint
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.codec_io import matrix_shape, section
@@ -29,7 +30,6 @@ EMPTY = -(2**15)
 """The exponent of zero."""
 _LOW, _HIGH = -126 * _PER_OCTAVE, 127 * _PER_OCTAVE  # of normal numbers
 _TINY = np.float32(np.finfo(np.float32).tiny)
-_SYMBOLS, _BYTES = 0, 1
 _SAMPLE = 1 << 16  # elements by which the misfit is measured
 
 
@@ -139,19 +139,10 @@ class Factors:
 
     def encode(self, threads: int = 1) -> bytes:
         """The section."""
-        sides = (self.rows, self.columns)
-        lowest = [int(side[side != EMPTY].min(initial=_HIGH)) for side in sides]
-        shifted = [
-            np.where(side == EMPTY, 0, side.astype(np.int64) - low + 1)
-            for side, low in zip(sides, lowest, strict=True)
-        ]
-        symbols = np.concatenate(shifted)
-        if symbols.max(initial=0) > 255:
-            exponents = np.concatenate(sides).astype("<i2")
-            return bytes([_BYTES]) + encode_bytes(exponents.view(np.uint8), 2, threads=threads)
-        head = bytes([_SYMBOLS]) + np.array(lowest, "<i2").tobytes()
-        contexts = _contexts(self.rows.size, self.columns.size)
-        return head + encode_symbols(symbols.astype(np.uint8), contexts, 256, 2, threads=threads)
+        rows, columns = (encode_numbers(_unsigned(side), threads) for side in (self.rows, self.columns))
+        head = bytearray()
+        write_uvarint(head, len(rows))
+        return b"".join((bytes(head), rows, columns))
 
     @classmethod
     def read(cls, encoded: EncodedTensor, spec: TensorSpec, threads: int = 1) -> "Factors":
@@ -161,23 +152,16 @@ class Factors:
             FormatError: the section is missing or malformed.
         """
         height, width = matrix_shape(spec.shape)
-        data = section(encoded, spec, "factors")
-        if data[:1] == bytes([_BYTES]):
-            stored = decode_bytes(data[1:], 2 * (height + width), 2, threads=threads).view("<i2")
-            exponents = stored.astype(np.int64)
-            given = exponents[exponents != EMPTY]
-        elif data[:1] == bytes([_SYMBOLS]) and len(data) >= 5:
-            lowest = np.frombuffer(data[1:5], "<i2").astype(np.int64)
-            contexts = _contexts(height, width)
-            symbols = decode_symbols(data[5:], contexts, height + width, 256, 2, threads=threads)
-            exponents = np.where(symbols == 0, EMPTY, lowest[contexts] + symbols - 1)
-            given = exponents[symbols != 0]
-        else:
-            raise FormatError(f"{spec.name}: section 'factors' is malformed")
+        reader = ByteReader(section(encoded, spec, "factors"), f"{spec.name}: section 'factors'")
+        rows = reader.take(reader.uvarint(reader.remaining, "length of rows"))
+        sides = [
+            _unsigned(decode_numbers(part, size, np.uint16, threads)).view(np.int16)
+            for part, size in ((rows, height), (reader.rest(), width))
+        ]
+        given = np.concatenate([side[side != EMPTY] for side in sides])
         if given.size and not _LOW <= given.min() <= given.max() <= _HIGH:
             raise FormatError(f"{spec.name}: a factor is beyond the range of fp32")
-        narrow = exponents.astype(np.int16)
-        return cls(rows=narrow[:height], columns=narrow[height:])
+        return cls(rows=sides[0], columns=sides[1])
 
 
 def row_and_column_means(values: Float32s) -> tuple[Float64s, Float64s]:
@@ -232,5 +216,6 @@ def _power(exponents: Int16s) -> Float32s:
     return powers
 
 
-def _contexts(height: int, width: int) -> UInt8s:
-    return np.repeat(np.array([0, 1], np.uint8), [height, width])
+def _unsigned(side: npt.NDArray[Any]) -> UInt16s:
+    """int16 as uint16 of the same order, or back."""
+    return side.view(np.uint16) ^ np.uint16(1 << 15)

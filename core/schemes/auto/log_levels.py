@@ -23,7 +23,7 @@ import torch
 from shrinkpoint.arrays import Bools, Float32s, Int16s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
-from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
+from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import ConfigError, FormatError
 from shrinkpoint.quantize.dither import SEEDS
 from shrinkpoint.schemes.auto.factors import Factors
@@ -109,7 +109,7 @@ class LogLevelsCodec:
             if factors is not None:
                 sections["factors"] = factors.encode(threads)
             if negative is not None:
-                sections["signs"] = encode_bytes(np.packbits(negative), 1, threads=threads)
+                sections["signs"] = encode_numbers(np.packbits(negative), threads)
             encoded = EncodedTensor(self.id, params, sections, factors is None)
             return Coded(encoded, planes, value)
 
@@ -193,12 +193,12 @@ def _encoded(away: Int16s, zeros: Bools, spec: TensorSpec, threads: int) -> dict
     width = row_width(*matrix_shape(spec.shape))
     sections = {"levels": encode_matrix(away, None, width=width, predictable=True, threads=threads)}
     if zeros.any():
-        sections["zeros"] = encode_bytes(np.packbits(zeros), 1, threads=threads)
+        sections["zeros"] = encode_numbers(np.packbits(zeros), threads)
     return sections
 
 
 def _read_bits(encoded: EncodedTensor, spec: TensorSpec, name: str, context: Context) -> Bools:
-    packed = decode_bytes(section(encoded, spec, name), -(-spec.numel // 8), 1, threads=context.threads)
+    packed = decode_numbers(section(encoded, spec, name), -(-spec.numel // 8), np.uint8, context.threads)
     return np.unpackbits(packed, count=spec.numel).astype(np.bool_)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shrinkpoint.arrays import Float64s, Int8s, UInt8s, widened
-from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
+from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.auto.factors import row_and_column_means
 from shrinkpoint.schemes.base import EncodedTensor
@@ -130,7 +130,7 @@ def split_exponents(exponents: UInt8s, shape: tuple[int, int]) -> tuple[Int8s, I
 
 def write_exponents(rows: Int8s, columns: Int8s, threads: int) -> bytes:
     """The section ``exponents``."""
-    return encode_bytes(np.concatenate([rows, columns]).view(np.uint8), 1, threads=threads)
+    return encode_numbers(np.concatenate([rows, columns]).view(np.uint8), threads)
 
 
 def read_steps(
@@ -163,7 +163,7 @@ def read_steps(
         return known
     check_sections(encoded, spec, *expected, "exponents")
     height, width = matrix_shape(spec.shape)
-    data = decode_bytes(section(encoded, spec, "exponents"), height + width, 1, threads=threads)
+    data = decode_numbers(section(encoded, spec, "exponents"), height + width, np.uint8, threads)
     stored = data.view(np.int8)
     if max(int(stored.max()), -int(stored.min())) > MAX_EXPONENT:
         raise FormatError(f"{spec.name}: an exponent lies beyond {MAX_EXPONENT}")

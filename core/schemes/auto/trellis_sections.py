@@ -3,7 +3,7 @@
 import numpy as np
 
 from shrinkpoint.arrays import Bools, Indices
-from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
+from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import FormatError
 from shrinkpoint.quantize.dither import SEEDS
 from shrinkpoint.schemes.auto.row_and_column_steps import read_steps, split_exponents, write_exponents
@@ -45,7 +45,7 @@ def read_seed(encoded: EncodedTensor, spec: TensorSpec) -> int:
 
 def write_rows(kept: Bools, threads: int) -> bytes:
     """The section ``kept``."""
-    return encode_bytes(np.packbits(kept), 1, threads=threads)
+    return encode_numbers(np.packbits(kept), threads)
 
 
 def read_rows(
@@ -61,7 +61,7 @@ def read_rows(
     if reference is None:
         raise FormatError(f"{spec.name}: a base has no rows to keep")
     height = matrix_shape(spec.shape)[0]
-    stored = decode_bytes(section(encoded, spec, "kept"), -(-height // 8), 1, threads=threads)
+    stored = decode_numbers(section(encoded, spec, "kept"), -(-height // 8), np.uint8, threads)
     bits = np.unpackbits(stored)
     if bits[height:].any():
         raise FormatError(f"{spec.name}: section 'kept' has bits for rows that there are not")
