@@ -115,7 +115,9 @@ def _encode(numbers: Unsigned) -> tuple[int, bytes]:
     )
     found.append((_PCODEC, standalone.simple_compress(numbers, config)))
     if _repeats(numbers):
-        compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_content_size=True, write_checksum=False)
+        compressor = zstandard.ZstdCompressor(
+            level=_ZSTD_LEVEL, write_content_size=True, write_checksum=False
+        )
         found.append((_ZSTD, compressor.compress(plain)))
     return min(found, key=lambda each: len(each[1]))
 
@@ -150,9 +152,7 @@ def _decompress(frame: memoryview, length: int) -> bytes:
     try:
         parameters = zstandard.get_frame_parameters(frame)
         if parameters.content_size != length:
-            raise FormatError(
-                f"numbers: a frame states {parameters.content_size} bytes, {length} expected"
-            )
+            raise FormatError(f"numbers: a frame states {parameters.content_size} bytes, {length} expected")
         if parameters.window_size > _MAX_WINDOW_BYTES or parameters.dict_id:
             raise FormatError("numbers: a frame needs a dictionary or too large a window")
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)

@@ -10,7 +10,7 @@ from shrinkpoint.quality.measurement import EXACT, Rise
 from shrinkpoint.quality.restore_budget import RestoreCost
 from shrinkpoint.reports import Measured
 from shrinkpoint.schemes.base import SaveContext, Scheme
-from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["Guard", "Measure", "Plan", "Strategy", "exactly"]

@@ -27,7 +27,7 @@ from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
-from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import TrainingState

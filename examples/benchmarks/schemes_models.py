@@ -28,7 +28,7 @@ from schemes_cache import digest
 from shrinkpoint.coding.encode import decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import TrainingState
 

@@ -35,7 +35,7 @@ def warm() -> None:
     """Load the coders' kernels, so that forked processes have them."""
     from shrinkpoint.coding.decode import decode_chain
     from shrinkpoint.coding.encode import encode_state
-    from shrinkpoint.schemes.lossless.scheme import Lossless
+    from shrinkpoint.schemes.lossless import Lossless
     from shrinkpoint.state.training import TrainingState
 
     reference, parent, chain = None, None, []

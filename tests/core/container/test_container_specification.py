@@ -39,7 +39,7 @@ from shrinkpoint.schemes.base import Coded, Context, ReferenceState
 from shrinkpoint.schemes.catalogue import CODECS as LIBRARY
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
-from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.symbol_coders import encode_plane
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState

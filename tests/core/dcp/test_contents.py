@@ -24,7 +24,7 @@ from shrinkpoint.dcp.contents import flat_nodes, whole_state
 from shrinkpoint.dcp.items import _tag
 from shrinkpoint.dcp.table import Table, place_of, table_of, table_to_store
 from shrinkpoint.errors import CannotRepresentError, FormatError, StoreError
-from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.state.specs import Block
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.state.tree import decode_tree, encode_tree, join_path

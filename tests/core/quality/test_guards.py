@@ -20,7 +20,7 @@ from shrinkpoint.quantize.movement import Movement, MovementTracker, sampled_par
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import Coded, EncodedTensor, SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build
-from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
 
