@@ -11,21 +11,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shrinkpoint.arrays import Unsigned
 from shrinkpoint.entropy.numbers import decode_numbers, delta_bits, encode_numbers, undelta_bits
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
-from shrinkpoint.schemes.codec_io import check_sections
+from shrinkpoint.schemes.codec_io import check_sections, number
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.tree import JSON
 
 __all__ = ["RESIZABLE", "ExactCodec", "fitted"]
 
 RESIZABLE = frozenset({"exact"})
 """Ids of codecs whose references serve tensors of other sizes too; what they keep is the plane ``bits``."""
 
-_SAMPLE = 1 << 16  # elements that decide between the tensor and its difference
+_SAMPLE = 1 << 14  # elements that decide between the tensor and its difference
 # Fewer elements are coded alone unless they are unchanged: trying both costs more time than it could save bytes.
 _LEAST = 1 << 12
+_DECAYED = 0.05  # share of numbers that are the same multiple of what they were
+_LEAST_DECAY = 2.0**-20
+_PER_OCTAVE = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,27 +46,33 @@ class ExactCodec:
         data = tensor_to_bytes(tensor)
         bits = (data if context.lasting else data.copy()).view(f"u{item}")
         previous = fitted(context.reference, bits.size, item)
-        delta = previous is not None and (
-            np.array_equal(bits, previous)
-            if bits.size < _LEAST
-            else self._pays(bits, previous, spec.dtype, _known(context.reference, bits.size))
-        )
-        stored = delta_bits(bits, previous, _floating(spec.dtype)) if delta and previous is not None else bits
-        encoded = EncodedTensor(self.id, {}, {"bits": encode_numbers(stored, context.threads)}, delta)
+        delta, scale = self._choose(bits, previous, spec.dtype, _known(context.reference, bits.size))
+        stored = delta_bits(bits, _scaled(previous, scale), _floating(spec.dtype)) if delta else bits
+        params: dict[str, JSON] = {} if scale is None else {"scale": scale}
+        encoded = EncodedTensor(self.id, params, {"bits": encode_numbers(stored, context.threads)}, delta)
         planes = {"bits": bits.reshape(-1)}
         return Coded(encoded, planes, self.reconstruct(encoded, planes, spec, context))
 
-    def _pays(
-        self, bits: npt.NDArray[Any], previous: npt.NDArray[Any], dtype: torch.dtype, known: int
-    ) -> bool:
-        """Whether the difference codes shorter, estimated on a sample from the middle of the `known` elements.
-
-        New elements take about as much either way.
-        """
+    def _choose(
+        self, bits: Unsigned, previous: Unsigned | None, dtype: torch.dtype, known: int
+    ) -> tuple[bool, float | None]:
+        """Whether the difference codes shorter, and to what multiple of the previous tensor, by a sample from the middle of the
+        `known` elements. New elements take about as much either way."""
+        if previous is None:
+            return False, None
+        if bits.size < _LEAST:
+            return np.array_equal(bits, previous), None
         start = max(0, (known - _SAMPLE) // 2)
         part = slice(start, min(known, start + _SAMPLE))
-        delta = delta_bits(bits[part], previous[part], _floating(dtype))
-        return len(encode_numbers(delta)) < len(encode_numbers(bits[part]))
+        here, before = bits[part], previous[part]
+        ways: list[tuple[bool, float | None]] = [(True, None), (False, None)]
+        if dtype is torch.float32 and (decay := _decay(here, before)) is not None:
+            ways.insert(0, (True, decay))
+        sizes = [
+            len(encode_numbers(delta_bits(here, _scaled(before, scale), _floating(dtype)) if delta else here))
+            for delta, scale in ways
+        ]
+        return ways[int(np.argmin(sizes))]
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
@@ -72,7 +83,12 @@ class ExactCodec:
             previous = fitted(context.reference, bits.size, item)
             if previous is None:
                 raise FormatError(f"{spec.name}: its predecessor has another dtype or shape")
-            bits = undelta_bits(bits, previous, _floating(spec.dtype))
+            scale = None
+            if "scale" in encoded.params:
+                scale = float(number(encoded.params, spec, "scale"))
+                if spec.dtype is not torch.float32 or not _LEAST_DECAY <= scale <= 1:
+                    raise FormatError(f"{spec.name}: its predecessor cannot be scaled by {scale}")
+            bits = undelta_bits(bits, _scaled(previous, scale), _floating(spec.dtype))
         return {"bits": bits}
 
     def reconstruct(
@@ -82,6 +98,33 @@ class ExactCodec:
         data = np.ascontiguousarray(planes["bits"]).view(np.uint8)
         # else a copy, so that the caller may change the tensor without changing the reference of the next delta
         return tensor_from_bytes(data if context.lasting else data.copy(), spec.dtype, spec.shape)
+
+
+def _decay(here: Unsigned, before: Unsigned) -> float | None:
+    """What many fp32 numbers are of what they were before; None if no multiple stands out.
+
+    So do moments of elements that had no gradient, and weights that only decay.
+    """
+    with np.errstate(all="ignore"):
+        ratios = here.view(np.float32).astype(np.float64) / before.view(np.float32)
+    ratios = ratios[(ratios >= _LEAST_DECAY) & (ratios < 1)]
+    if ratios.size < _DECAYED * here.size:
+        return None
+    bins = np.rint(np.log2(ratios) * _PER_OCTAVE).astype(np.int64)
+    found, counts = np.unique(bins, return_counts=True)
+    if counts.max() < _DECAYED * here.size:
+        return None
+    return float(np.float32(np.median(ratios[bins == found[counts.argmax()]])))
+
+
+def _scaled(previous: Unsigned | None, scale: float | None) -> Unsigned:
+    """The bit patterns of fp32 numbers times `scale`, rounded once."""
+    assert previous is not None
+    if scale is None:
+        return previous
+    with np.errstate(all="ignore"):
+        product = previous.view(np.float32) * np.float32(scale)
+    return np.where(np.isnan(product), previous, product.view(np.uint32))
 
 
 def _item_size(dtype: torch.dtype) -> int:
