@@ -43,7 +43,7 @@ _STAGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("weights, walk", f"{_QUANTIZE}.trellis_dither_kernels", ("sum_squares",)),
     ("weights, expectation", f"{_QUANTIZE}.trellis_dither_kernels", ("expect", "remember")),
     ("entropy coding of weights", f"{_AUTO}.trellis_weights", ("encode_matrix", "decode_matrix")),
-    ("entropy coding, bytes", f"{_AUTO}.trellis_sections", ("encode_bytes", "decode_bytes")),
+    ("entropy coding, numbers", f"{_AUTO}.trellis_sections", ("encode_numbers", "decode_numbers")),
     ("digests", "coding.encode", ("tensor_digest",)),
     ("digests", "coding.decode", ("tensor_digest",)),
     ("exactly stored", "schemes.exact", ("ExactCodec.encode", "ExactCodec.reconstruct")),

@@ -3,8 +3,8 @@
     python examples/benchmarks/entropy.py --elements 16000000 --threads 2
 
 A level plane of K + 2 levels in which a share of the levels moves by one centroid, coded against its predecessor; a
-plane of a base, coded alone; and float32 weights as byte planes, alone and as a difference. "of entropy" is the size over the
-conditional entropy of the plane, "of zstd" is the size over that of zstd -3.
+plane of a base, coded alone. "of entropy" is the size over the conditional entropy of the plane, "of zstd" is the size over that
+of zstd -3.
 """
 
 import argparse
@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from shrinkpoint.arrays import UInt8s
-from shrinkpoint.entropy.static.bytes import decode_bytes, delta_bits, encode_bytes
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.entropy.tables import data_bits
 from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder, decode_levels, encode_levels
@@ -33,15 +31,15 @@ class Row:
     size: int
     encode_s: float
     decode_s: float
-    entropy_bits: float | None
+    entropy_bits: float
     zstd_size: int
 
     def __str__(self) -> str:
         bits = 8 * self.size / self.symbols
-        of_entropy = f"{8 * self.size / self.entropy_bits:8.4f}" if self.entropy_bits else f"{'-':>8}"
+        of_entropy = 8 * self.size / self.entropy_bits
         encode, decode = (self.symbols / seconds / 1e6 for seconds in (self.encode_s, self.decode_s))
         speed = f"{encode:>9.0f}{decode:>9.0f}"
-        return f"{self.name:<38}{speed}{bits:>10.4f} {of_entropy:>11}{self.size / self.zstd_size:>9.3f}"
+        return f"{self.name:<38}{speed}{bits:>10.4f} {of_entropy:>11.4f}{self.size / self.zstd_size:>9.3f}"
 
 
 def best_of(repeats: int, function: Callable[[], Result]) -> tuple[float, Result]:
@@ -88,21 +86,6 @@ def level_row(
     return Row(name, current.size, len(payload), encode_s, decode_s, entropy, zstd_size)
 
 
-def bytes_row(name: str, array: npt.NDArray[np.generic], options: argparse.Namespace) -> Row:
-    raw = array.view(np.uint8)
-    encode_s, payload = best_of(
-        options.repeats, lambda: encode_bytes(raw, array.itemsize, threads=options.threads)
-    )
-    decode_s, decoded = best_of(
-        options.repeats, lambda: decode_bytes(payload, raw.size, array.itemsize, threads=options.threads)
-    )
-    if not np.array_equal(decoded, raw):
-        raise SystemExit(f"{name}: decoding does not give the bytes back")
-    return Row(
-        name, raw.size, len(payload), encode_s, decode_s, None, len(zstandard.compress(raw.tobytes(), 3))
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -118,7 +101,7 @@ def main() -> None:
     options = parser.parse_args()
     levels = options.bins + 2
     print(
-        f"{'plane (MSymbols/s; byte planes: MB/s)':<38}{'encode':>9}{'decode':>9}{'bits/sym':>10} "
+        f"{'plane (MSymbols/s)':<38}{'encode':>9}{'decode':>9}{'bits/sym':>10} "
         f"{'of entropy':>11}{'of zstd':>9}"
     )
     for coder in ("rans", "rle-huffman"):
@@ -130,11 +113,6 @@ def main() -> None:
             )
     alone, _ = drifting_planes(options.elements, options.bins, 0.0, seed=1)
     print(level_row("levels alone, rans", (alone, None), levels, "rans", options), flush=True)
-    rng = np.random.default_rng(2)
-    weights = rng.normal(0, 0.02, options.elements // 4).astype(np.float32)
-    print(bytes_row("float32 weights, byte planes", weights, options), flush=True)
-    later = weights + rng.normal(0, 2e-6, weights.size).astype(np.float32)
-    print(bytes_row("float32 weights, difference", delta_bits(later, weights), options), flush=True)
 
 
 if __name__ == "__main__":

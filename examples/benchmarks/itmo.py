@@ -37,7 +37,7 @@ from shrinkpoint.arrays import Float64s, Int16s, Int64s, UInt8s
 from shrinkpoint.entropy.lanes.coder import encode_matrix
 from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.entropy.lstm.coder import LstmOptions
-from shrinkpoint.entropy.static.bytes import decode_bytes
+from shrinkpoint.entropy.numbers import decode_numbers
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.entropy.tables import data_bits
 from shrinkpoint.schemes.auto import first_moments, trellis_weights
@@ -101,7 +101,7 @@ def whole(plane: UInt8s, encoded: EncodedTensor, spec: TensorSpec) -> UInt8s:
     rows, columns = spec.shape[0], spec.numel // spec.shape[0]
     if "kept" not in encoded.sections:
         return plane.reshape(rows, columns)
-    bits = np.unpackbits(decode_bytes(encoded.sections["kept"], -(-rows // 8), 1), count=rows)
+    bits = np.unpackbits(decode_numbers(encoded.sections["kept"], -(-rows // 8), np.uint8), count=rows)
     matrix = np.full((rows, columns), RADIUS, np.uint8)
     matrix[bits == 0] = plane.reshape(-1, columns)
     return matrix

@@ -1,1 +1,1 @@
-"""Coders with one static table or none: rANS, Huffman, runs, bytes and residuals of bit patterns."""
+"""Coders with one static table or none: rANS, Huffman and runs."""

@@ -46,8 +46,8 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
     },
     "delta-dnn-weight": {
         "lzma": weight(lambda *_: DeltaDnnCodec()),
-        "planes": weight(
-            lambda step, _: DeltaDnnCodec(options=DeltaDnnOptions(error_bound=1e-6, coder="planes"))
+        "numbers": weight(
+            lambda step, _: DeltaDnnCodec(options=DeltaDnnOptions(error_bound=1e-6, coder="numbers"))
         ),
         "half": weight(
             lambda *_: DeltaDnnCodec(options=DeltaDnnOptions(error_bound=1e-5)), dtype=torch.bfloat16

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s, Int32s
-from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
+from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor, TensorCodec
 from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add
@@ -45,16 +45,16 @@ class DeltaDnnOptions(WeightOptions):
     """eps: the error is at most ``log(1 + eps)``."""
     relative: bool = False
     """Whether that is in units of the layer's root mean square."""
-    coder: Literal["lzma", "planes"] = "lzma"
-    """LZMA as published, or byte planes through zstd and rANS."""
+    coder: Literal["lzma", "numbers"] = "lzma"
+    """LZMA as published, or what codes exact tensors."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self, "error_bound", 1e-12, 1e3)
         if type(self.relative) is not bool:
             raise ConfigError(f"relative must be True or False, not {self.relative!r}")
-        if self.coder not in ("lzma", "planes"):
-            raise ConfigError(f"coder must be 'lzma' or 'planes', not {self.coder!r}")
+        if self.coder not in ("lzma", "numbers"):
+            raise ConfigError(f"coder must be 'lzma' or 'numbers', not {self.coder!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +81,10 @@ class DeltaDnnCodec(ClosedLoopCodec):
             raise CannotRepresentError(f"{spec.name} changed by more than 2^24 steps: stored exactly")
         whole = steps.astype(np.int32)
         size, zigzag = _narrow(whole)
-        data = zigzag.view(np.uint8)
         payload = (
-            b"\1" + deflate(data.tobytes())
+            b"\1" + deflate(zigzag.tobytes())
             if self.options.coder == "lzma"
-            else b"\0" + encode_bytes(data, size, threads=context.threads)
+            else b"\0" + encode_numbers(zigzag, context.threads)
         )
         value = add(previous, normal(whole.astype(np.float32) * step))
         params: dict[str, JSON] = {"step": float(step), "size": size}
@@ -101,10 +100,10 @@ class DeltaDnnCodec(ClosedLoopCodec):
         if size == 3 or payload[:1] not in (b"\0", b"\1"):
             raise FormatError(f"{spec.name}: its steps are coded in no known way")
         if payload[0]:
-            data = np.frombuffer(inflate(payload[1:], size * spec.numel), np.uint8)
+            found = np.frombuffer(inflate(payload[1:], size * spec.numel), f"<u{size}")
         else:
-            data = decode_bytes(payload[1:], size * spec.numel, size, threads=context.threads)
-        zigzag = data.view(f"<u{size}").astype(np.uint32)
+            found = decode_numbers(payload[1:], spec.numel, f"u{size}", context.threads)
+        zigzag = found.astype(np.uint32)
         whole = (zigzag >> 1).astype(np.int32) ^ -(zigzag & 1).astype(np.int32)
         with np.errstate(over="ignore"):
             moved = normal(whole.astype(np.float32) * number(encoded.params, spec, "step"))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from shrinkpoint.arrays import Bools, Float32s, UInt8s, widened
-from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
+from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.clustering import assign
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, TensorCodec
@@ -138,7 +138,7 @@ class GoboCodec:
         payload = encode_plane(levels, alphabet, self.options.coder, previous, context.threads)
         sections = {
             "centroids": centroids.astype("<f4").tobytes(),
-            "outliers": encode_bytes(raw, spec.dtype.itemsize),
+            "outliers": encode_numbers(raw.view(f"u{spec.dtype.itemsize}")),
             _LEVELS: payload,
         }
         encoded = EncodedTensor(self.id, {"levels": alphabet}, sections, uses_previous(payload))
@@ -161,9 +161,9 @@ class GoboCodec:
         centroids = floats(encoded, spec, "centroids", integer(encoded.params, spec, "levels", 2, 129) - 1)
         levels = np.asarray(planes[_LEVELS], np.uint8)
         count = int(np.count_nonzero(levels == _OUTLIER))
-        size = spec.dtype.itemsize
-        data = decode_bytes(section(encoded, spec, "outliers"), count * size, size)
-        return _restore(levels, centroids, widened(tensor_from_bytes(data, spec.dtype, (count,))), spec)
+        bits = decode_numbers(section(encoded, spec, "outliers"), count, f"u{spec.dtype.itemsize}")
+        raw = widened(tensor_from_bytes(bits.view(np.uint8), spec.dtype, (count,)))
+        return _restore(levels, centroids, raw, spec)
 
 
 def _restore(levels: UInt8s, centroids: Float32s, kept: Float32s, spec: TensorSpec) -> torch.Tensor:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from shrinkpoint.arrays import Bools, Float32s, widened
-from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
+from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.sketch import QuantileSketch
@@ -114,10 +114,10 @@ class PartialCodec(ClosedLoopCodec):
         moved = distances(target, previous, spec, rows=self.rows)
         chosen = (moved >= self._threshold(moved)) & (moved > 0)
         where = _elements(chosen, spec)
-        kept = torch.from_numpy(target[where]).to(spec.dtype)
+        kept = tensor_to_bytes(torch.from_numpy(target[where]).to(spec.dtype))
         sections = {
             "chosen": encode_symbols(chosen.astype(np.uint8), None, 2, 1, threads=context.threads),
-            "values": encode_bytes(tensor_to_bytes(kept), spec.dtype.itemsize, threads=context.threads),
+            "values": encode_numbers(kept.view(f"u{spec.dtype.itemsize}"), context.threads),
         }
         value = np.where(where, target, previous)
         return Delta(params={"rows": self.rows}, sections=sections, value=value, planes={})
@@ -142,10 +142,10 @@ class PartialCodec(ClosedLoopCodec):
         payload = section(encoded, spec, "chosen")
         chosen = decode_symbols(payload, None, count, 2, 1, threads=context.threads) > 0
         where = _elements(chosen, spec)
-        kept, size = int(np.count_nonzero(where)), spec.dtype.itemsize
-        data = decode_bytes(section(encoded, spec, "values"), kept * size, size, threads=context.threads)
+        kept, kind = int(np.count_nonzero(where)), f"u{spec.dtype.itemsize}"
+        bits = decode_numbers(section(encoded, spec, "values"), kept, kind, context.threads)
         value = previous.copy()
-        value[where] = widened(tensor_from_bytes(data, spec.dtype, (kept,)))
+        value[where] = widened(tensor_from_bytes(bits.view(np.uint8), spec.dtype, (kept,)))
         return {VALUE: value}
 
 
