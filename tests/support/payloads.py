@@ -1,6 +1,9 @@
 """What every decoder of untrusted bytes owes: the right size, or FormatError, whatever the bytes are."""
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 from hypothesis import settings
@@ -41,3 +44,16 @@ def check_truncations(decode: Decoder, payload: bytes, count: int) -> None:
     for length in range(0, len(payload), step):
         check_survives(decode, payload[:length], count)
     check_survives(decode, payload + b"\0", count)
+
+
+@contextmanager
+def limited_memory(more: int) -> Iterator[None]:
+    """Limit this process to so many bytes beyond what it has. A decoder that believes what a file declares gets a MemoryError, which no test
+    expects."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

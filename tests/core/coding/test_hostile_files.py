@@ -5,15 +5,12 @@ Kernels check no bounds: one that trusted a section would end this process, hang
 """
 
 import random
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.golden import CASES, chain_of
 from support.mutations import mutate, mutate_json
+from support.payloads import limited_memory
 
 from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.container.layout import Checkpoint, Entry
@@ -56,24 +53,12 @@ def changed(checkpoint: Checkpoint, rng: random.Random) -> Checkpoint:
     return replace(checkpoint, entries=tuple(entries))
 
 
-@contextmanager
-def limited_memory() -> Iterator[None]:
-    """A decoder that believes what a file declares gets a MemoryError, which no test expects."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_MEMORY, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
 def campaign(case: str, count: int, seed: int) -> int:
     """How many of the chains were refused; the others decode to what they were."""
     rng, refused = random.Random(seed), 0
     sound = [read_container(path.read_bytes()) for path in chain_of(case)]
     decode_chain(sound)  # compiles what it needs
-    with limited_memory():
+    with limited_memory(MOST_MEMORY):
         for _ in range(count):
             chain = sound[: rng.randint(1, len(sound))]
             at = rng.randrange(len(chain))

@@ -48,7 +48,7 @@ class _Nothing(ExactCodec):
 
     def encode(self, tensor: torch.Tensor, spec: Any, context: Any) -> Any:
         coded = super().encode(tensor, spec, context)
-        return replace(coded, encoded=replace(coded.encoded, sections={"bytes": b"x"}))
+        return replace(coded, encoded=replace(coded.encoded, sections={"bits": b"x"}))
 
 
 class _Scheme:

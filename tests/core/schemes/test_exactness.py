@@ -39,8 +39,6 @@ from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.store.run import RunStore
 
-EXACT = {"exact", "bit-planes"}
-
 
 @pytest.fixture(autouse=True)
 def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +71,7 @@ def reasons(encoded: EncodedState) -> dict[str, str]:
 
 
 def exact_names(encoded: EncodedState) -> set[str]:
-    return {entry.spec.name for entry in encoded.checkpoint.entries if entry.encoded.codec in EXACT}
+    return {entry.spec.name for entry in encoded.checkpoint.entries if entry.encoded.codec == "exact"}
 
 
 @pytest.mark.parametrize("model", [TinyGPT, TinyConvNet])

@@ -230,5 +230,5 @@ def test_entropy_of_known_arrays() -> None:
 
 
 def test_numba_is_imported_on_first_use_only() -> None:
-    code = "import sys, shrinkpoint.schemes.inshrinkerator.level_deltas, shrinkpoint.entropy.static.bytes; sys.exit('numba' in sys.modules)"
+    code = "import sys, shrinkpoint.schemes.inshrinkerator.level_deltas, shrinkpoint.entropy.numbers; sys.exit('numba' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0

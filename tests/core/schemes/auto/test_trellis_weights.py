@@ -12,7 +12,7 @@ from support.chains import check_malformed, spec_of, walks
 from shrinkpoint.arrays import Float64s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import NOISE, row_width
-from shrinkpoint.entropy.static.bytes import encode_bytes
+from shrinkpoint.entropy.numbers import encode_numbers
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.random_walk import LAST_WALK
@@ -541,16 +541,16 @@ def test_malformed_sections_are_refused():
         {},
         {"more": points},
         {"points": points, "more": b""},
-        {"points": points, "far": encode_bytes(np.zeros(4, np.uint8), 4)},
+        {"points": points, "far": encode_numbers(np.zeros(4, np.uint8))},
         {"points": points[:-1]},
         {"points": points[:-2]},
         {"points": points + b"\0"},
         {"points": points + b"\0\0"},
         {"points": b""},
         {"points": points, "exponents": b""},
-        {"points": points, "exponents": encode_bytes(exponents, 1) + b"\0"},
-        {"points": points, "exponents": encode_bytes(beyond, 1)},
-        {"points": points, "exponents": encode_bytes(below, 1)},
+        {"points": points, "exponents": encode_numbers(exponents) + b"\0"},
+        {"points": points, "exponents": encode_numbers(beyond)},
+        {"points": points, "exponents": encode_numbers(below)},
     ):
         with pytest.raises(FormatError):
             TrellisWeightCodec().decode(replace(encoded, sections=sections), spec, context)
@@ -761,7 +761,7 @@ def test_malformed_sections_of_rows_that_are_kept_are_refused():
     coded = save(weight, context, seed=1, kept=np.arange(30) < 4)[0].encoded
 
     def packed(*stored: int) -> bytes:
-        return encode_bytes(np.array(stored, np.uint8), 1)
+        return encode_numbers(np.array(stored, np.uint8))
 
     sound = packed(0xF0, 0, 0, 0)
     assert coded.sections["kept"] == sound
@@ -786,7 +786,7 @@ def test_a_mask_of_other_rows_is_malformed_or_another_tensor():
     generator = np.random.default_rng(0)
     for _ in range(60):
         mask = np.packbits(generator.permutation(30) < generator.choice([3, 4, 5]))
-        damaged = replace(coded, sections={**coded.sections, "kept": encode_bytes(mask, 1)})
+        damaged = replace(coded, sections={**coded.sections, "kept": encode_numbers(mask)})
         try:
             planes = TrellisWeightCodec().decode(damaged, spec, context)
         except ShrinkpointError:
