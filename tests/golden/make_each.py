@@ -29,7 +29,7 @@ from shrinkpoint.schemes.auto.row_and_column_steps import curvature_exponents
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import TensorCodec
-from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
+from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.published.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
 from shrinkpoint.schemes.published.itmo import ItmoOptions
 from shrinkpoint.schemes.published.lc_checkpoint import (
@@ -61,6 +61,8 @@ class Variant:
     """Of the gradients of a matrix; None for any."""
     moments: torch.dtype = torch.float32
     """Of the moments."""
+    resting: int = 0
+    """Rows that have no gradients after the first checkpoint, so that their moments decay."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def moments(maker: Maker, *beside: str) -> Variant:
 
 
 def exactly(*roles: str, **options: object) -> Variant:
-    return Variant({role: lambda *_: BitPlanesCodec() for role in roles}, **options)
+    return Variant({role: lambda *_: ExactCodec() for role in roles}, **options)
 
 
 def levels(role: str, maker: Maker, **options: object) -> Variant:
@@ -255,13 +257,13 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         )
         for refill in ("none", "mean", "factored")
     },
-    "bit-planes": {
+    "exact": {
         "adam": exactly("exp_avg_sq", "exp_avg", "weight", shape=(64, 80)),
         "bfloat16": exactly("weight", shape=(64, 80), dtype=torch.bfloat16),
         "float16": exactly("weight", shape=(5000,), dtype=torch.float16),
         "float64": exactly("exp_avg_sq", "weight", shape=(16, 9, 30), dtype=torch.float64),
         "float8": exactly("weight", dtype=torch.float8_e4m3fn),
-        "rare": exactly("exp_avg_sq", shape=(4, 600)),
+        "rare": exactly("exp_avg_sq", "exp_avg", shape=(20, 300), resting=15),
     },
 }
 CASES_MERGED = "lc-checkpoint-weight.super-step"
@@ -274,7 +276,8 @@ class Training:
     def __init__(self, variant: Variant, seed: int) -> None:
         self._random = torch.Generator().manual_seed(seed)
         self._shape, self._dtype, self._rank = variant.shape, variant.dtype, variant.rank
-        self._moments = variant.moments
+        self._moments, self._resting = variant.moments, 0
+        self._resting_later = variant.resting
         self._scale = torch.exp2(torch.randint(-3, 2, variant.shape[:1], generator=self._random)).reshape(
             -1, *(1 for _ in variant.shape[1:])
         )
@@ -287,11 +290,13 @@ class Training:
         for _ in range(4):
             gradient = 0.01 * self._scale * self._noise()
             gradient[3] = 0  # untouched, as an embedding's rows
+            gradient[: self._resting] = 0
             gradient.reshape(-1)[-2:] = 0
             self._first = 0.9 * self._first + 0.1 * gradient
             self._second = 0.99 * self._second + 0.01 * gradient.square()
             self._master = self._master - 0.002 * self._first / (self._second.sqrt() + 1e-8)
         self._master.reshape(-1)[7] += 0.9  # far
+        self._resting = self._resting_later
         return {
             "exp_avg": self._first.to(self._moments),
             "exp_avg_sq": self._second.to(self._moments),

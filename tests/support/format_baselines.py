@@ -4,7 +4,7 @@ import lzma
 
 import numpy as np
 from support.format_codecs import CLOSED_LOOP, CODECS, F32, closed_loop, flushed, step_by
-from support.format_reader import read_planes, read_rans
+from support.format_reader import read_numbers, read_rans
 
 
 def uniform(t):
@@ -33,7 +33,7 @@ def gobo(t):
     previous = t.before["levels"] if t.before and t.before["number"] == number else None
     levels = np.array(t.symbol_plane("levels", number, previous))
     value = np.concatenate([np.zeros(1, F32), t.floats("centroids")])[levels]
-    value[levels == 0] = t.widen(read_planes(t.sections["outliers"], int((levels == 0).sum()), t.item))
+    value[levels == 0] = t.widen(read_numbers(t.sections["outliers"], int((levels == 0).sum()), t.item))
     return t.rounded(value), {"levels": levels.tolist(), "number": number}
 
 
@@ -43,7 +43,7 @@ def delta_dnn(t):
         filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 2**23}]
         data = lzma.decompress(body, format=lzma.FORMAT_RAW, filters=filters)
     else:
-        data = read_planes(body, t.count, size)
+        data = read_numbers(body, t.count, size)
     steps = [int(z) >> 1 if z % 2 == 0 else ~(int(z) >> 1) for z in np.frombuffer(data, f"<u{size}")]
     return step_by(t.before["value"], flushed(np.array(steps, F32) * t.number("step"))), {}
 
@@ -52,7 +52,7 @@ def partial(t):
     count = t.shape[0] if t.params["rows"] else t.count
     chosen = np.repeat(np.array(read_rans(t.sections["chosen"], [0] * count, 2)) > 0, t.count // count)
     value = t.before["value"].copy()
-    value[chosen] = t.widen(read_planes(t.sections["values"], int(chosen.sum()), t.item))
+    value[chosen] = t.widen(read_numbers(t.sections["values"], int(chosen.sum()), t.item))
     return value, {}
 
 

@@ -5,12 +5,11 @@ from math import prod
 import numpy as np
 import torch
 from support.containers import take_apart
-from support.format_bits import FIELDS, bit_planes, numbers, undone
 from support.format_matrix import read_matrix
 from support.format_reader import (
     Cursor,
     read_huffman,
-    read_planes,
+    read_numbers,
     read_ranked,
     read_rans,
     read_runs,
@@ -27,6 +26,7 @@ SIXTEENTHS = (
     *(1, 1.04427373, 1.09050775, 1.13878858, 1.18920708, 1.24185777, 1.29683959, 1.35425556),
     *(1.41421354, 1.47682619, 1.54221082, 1.61049032, 1.68179286, 1.75625217, 1.83400810, 1.91520655),
 )
+FLOATS = {*DTYPES, "float8_e4m3fn"}
 ITEM_SIZES = {
     "complex64": 8,
     "int64": 8,
@@ -81,13 +81,9 @@ class Tensor:
         self.rows = self.shape[0] if len(self.shape) > 1 else 1
         self.columns = self.count // self.rows
         self.item = ITEM_SIZES[entry["dtype"]]
-        if (
-            before is not None
-            and before["codec"] in ("exact", "bit-planes")
-            and entry["codec"] in CLOSED_LOOP
-        ):
+        if before is not None and before["codec"] == "exact" and entry["codec"] in CLOSED_LOOP:
             before = {"codec": entry["codec"], "count": before["count"], "value": self.widen(before["bytes"])}
-        if before is not None and before["codec"] in ("exact", "bit-planes"):
+        if before is not None and before["codec"] == "exact":
             before = self.resized(before)
         same = before is not None and before["codec"] == entry["codec"] and before["count"] == self.count
         self.before = before if same and entry["uses_reference"] else None
@@ -133,23 +129,17 @@ class Tensor:
 
     def marks(self, name, count):
         """As many bits."""
-        packed = np.frombuffer(read_planes(self.sections[name], -(-count // 8), 1), np.uint8)
+        packed = np.frombuffer(read_numbers(self.sections[name], -(-count // 8), 1), np.uint8)
         bits = np.unpackbits(packed) > 0
         assert not bits[count:].any()
         return bits[:count]
 
     def factor_exponents(self):
-        """Of rows and columns, None for none."""
+        """Of rows and columns, -32768 for none."""
         cursor = Cursor(self.sections["factors"])
-        size = self.rows + self.columns
-        if cursor.byte():
-            exponents = np.frombuffer(read_planes(cursor.rest(), size, 2), "<i2").tolist()
-        else:
-            lowest = np.frombuffer(cursor.take(4), "<i2").tolist()
-            contexts = [0] * self.rows + [1] * self.columns
-            symbols = read_rans(cursor.rest(), contexts, 256)
-            exponents = [lowest[c] + s - 1 if s else -32768 for c, s in zip(contexts, symbols, strict=True)]
-        return exponents
+        rows, columns = cursor.take(cursor.varint()), cursor.rest()
+        data = read_numbers(rows, self.rows, 2) + read_numbers(columns, self.columns, 2)
+        return [number - 32768 for number in numbers(data, 2)]
 
     def factors(self):
         exponents = self.factor_exponents()
@@ -189,7 +179,7 @@ def exponents(t):
     if "exponents" not in t.sections:
         assert t.before["step"] == t.number("step")
         return t.before["e"]
-    data = read_planes(t.sections["exponents"], t.rows + t.columns, 1)
+    data = read_numbers(t.sections["exponents"], t.rows + t.columns, 1)
     both = np.frombuffer(data, np.int8).astype(int)
     return (both[: t.rows, None] + both[None, t.rows :]).reshape(-1)
 
@@ -256,7 +246,7 @@ def offset_gains(exponents, known, walk):
 def closed_loop(decode):
     def read(t):
         if t.before is None:
-            value, more = t.widen(read_planes(t.sections["base"], t.count, t.item)), {}
+            value, more = t.widen(read_numbers(t.sections["base"], t.count, t.item)), {}
         else:
             value, more = decode(t)
         return t.rounded(value), {"value": value, **more}
@@ -363,16 +353,42 @@ def uniform_first_moment(t):
     return t.rounded((np.array(levels) - 31).astype(F32) * unit), {"levels": levels}
 
 
+def numbers(data, size):
+    return np.frombuffer(data, f"<u{size}").tolist()
+
+
 def exact(t):
     dtype, item, count = t.entry["dtype"], t.item, t.count
     if dtype == "complex64":
         dtype, item, count = "float32", item // 2, 2 * count
-    data = read_planes(t.sections["bytes"], count, item)
-    if t.before is None:
-        return data, {}
-    width, order = 8 * item, "floating" if dtype in FIELDS else "integers"
-    pairs = zip(numbers(data, width), numbers(t.before["bytes"], width), strict=True)
-    return np.array([undone(z, x, width, order) for z, x in pairs], f"<u{item}").tobytes(), {}
+    data = read_numbers(t.sections["bits"], count, item)
+    if t.before is not None:
+        before = t.before["bytes"]
+        if "scale" in t.params:
+            before = scaled(before, F32(t.params["scale"]))
+        pairs = zip(numbers(data, item), numbers(before, item), strict=True)
+        found = [undone(z, x, 8 * item, floating=dtype in FLOATS) for z, x in pairs]
+        data = np.array(found, f"<u{item}").tobytes()
+    return data, {"bytes": data}
+
+
+def scaled(data, scale):
+    values = np.frombuffer(data, "<f4")
+    with np.errstate(all="ignore"):
+        product = values * scale
+    bits = np.where(np.isnan(product), values.view("<u4"), product.view("<u4"))
+    return bits.astype("<u4").tobytes()
+
+
+def undone(zigzag, before, width, *, floating):
+    """`before` moved by a zigzagged difference, in the order of the values."""
+    half = 2 ** (width - 1)
+    difference = zigzag // 2 if zigzag % 2 == 0 else ~(zigzag // 2)
+    if not floating:
+        return (before + difference) % (2 * half)
+    turned = before + half if before < half else 2 * half - 1 - before
+    moved = (turned + difference) % (2 * half)
+    return moved - half if moved >= half else 2 * half - 1 - moved
 
 
 def rounded(t):
@@ -411,7 +427,6 @@ def log_levels(t):
 
 CODECS = {
     "exact": exact,
-    "bit-planes": bit_planes,
     "factored-second-moment": factored,
     "centroid-first-moment": centroids_root,
     "centroid-momentum": centroids_own,

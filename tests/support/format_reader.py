@@ -1,9 +1,10 @@
-"""Readers of the entropy coders by docs/format.md alone and without a thought for speed."""
+"""Readers of the entropy coders by docs/format.md alone and without a thought for speed; pcodec files are read by its library."""
 
 import lzma
 
 import numpy as np
 import zstandard
+from pcodec import standalone
 
 
 class Cursor:
@@ -149,20 +150,24 @@ def read_rans(data, contexts, alphabet):
     ]
 
 
-def read_planes(data, count, item_size):
-    cursor = Cursor(data)
-    starts = [(plane, start) for plane in range(item_size) for start in range(0, count, 2**20)]
-    heads = [(cursor.byte(), cursor.varint()) for _ in starts]
-    elements = np.zeros((count, item_size), np.uint8)
-    for (plane, start), (method, length) in zip(starts, heads, strict=True):
-        chunk, size = cursor.take(length), min(2**20, count - start)
+def read_numbers(data, count, item_size):
+    """Little-endian."""
+    cursor, found = Cursor(data), []
+    sizes = [min(2**20, count - start) for start in range(0, count, 2**20)]
+    heads = [(cursor.byte(), cursor.varint()) for _ in sizes]
+    for size, (method, length) in zip(sizes, heads, strict=True):
+        chunk = cursor.take(length)
+        assert method < 3
         if method == 1:
             chunk = zstandard.ZstdDecompressor().decompress(chunk)
         elif method == 2:
-            chunk = bytes(read_rans(chunk, [0] * size, 256))
-        elements[start : start + size, plane] = np.frombuffer(chunk, np.uint8)
+            array = standalone.simple_decompress(chunk)
+            assert array.dtype == np.dtype(f"u{item_size}")
+            chunk = array.astype(f"<u{item_size}").tobytes()
+        assert len(chunk) == size * item_size
+        found.append(chunk)
     assert not cursor.rest()
-    return elements.tobytes()
+    return b"".join(found)
 
 
 def read_huffman(data):

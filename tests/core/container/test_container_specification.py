@@ -8,11 +8,12 @@ import pytest
 import torch
 from support import format_baselines, golden  # noqa: F401 - with the baselines' codecs
 from support.chains import spec_of
+from support.containers import identical
 from support.format_codecs import CODECS, Tensor, read_chain
 from support.format_matrix import coder_width, read_matrix
 from support.format_reader import (
     read_huffman,
-    read_planes,
+    read_numbers,
     read_ranked,
     read_rans,
     read_runs,
@@ -25,7 +26,7 @@ from shrinkpoint.container.writer import write_container
 from shrinkpoint.entropy.lanes import coder as lanes
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
-from shrinkpoint.entropy.static.bytes import delta_bits, encode_bytes
+from shrinkpoint.entropy.numbers import delta_bits, encode_numbers
 from shrinkpoint.entropy.static.huffman import encode_huffman
 from shrinkpoint.entropy.static.ranked import encode_ranks, rank_lengths
 from shrinkpoint.entropy.static.rans import encode_symbols
@@ -37,6 +38,7 @@ from shrinkpoint.schemes.auto.trellis_points import nearest_points
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Coded, Context, ReferenceState
 from shrinkpoint.schemes.catalogue import CODECS as LIBRARY
+from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
 from shrinkpoint.schemes.lossless import Lossless
@@ -60,13 +62,20 @@ def test_rans(count, alphabet, n_contexts, skew):
     assert read_rans(data, contexts.tolist(), alphabet) == symbols.tolist()
 
 
-@pytest.mark.parametrize("item_size", [1, 2, 4, 8, 16])
-def test_byte_planes(item_size):
+@pytest.mark.parametrize("count", [0, 1, 5000, 2**20 + 5])
+@pytest.mark.parametrize("item_size", [1, 2, 4, 8])
+def test_numbers(item_size, count):
     rng = np.random.default_rng(item_size)
-    values = rng.normal(size=5000).astype(np.float32).view(np.uint8)
-    values = values[: values.size // item_size * item_size]
-    data = encode_bytes(values, item_size)
-    assert read_planes(data, values.size // item_size, item_size) == values.tobytes()
+    wide = rng.normal(size=count).view(np.uint64)
+    coded = {
+        0: rng.integers(0, 256, count * item_size, np.uint8).view(f"u{item_size}"),
+        1: np.resize(rng.integers(0, 256, 97 * item_size, np.uint8).view(f"u{item_size}"), count),
+        2: (wide >> np.uint64(64 - 8 * item_size)).astype(f"u{item_size}"),
+    }
+    for method, values in coded.items():
+        data = encode_numbers(values)
+        assert count < 5000 or data[0] == method
+        assert read_numbers(data, count, item_size) == values.tobytes()
 
 
 @pytest.mark.parametrize("floating", [False, True])
@@ -284,7 +293,7 @@ def check_chain(codecs, tensors, siblings):
         planes = type(codec)().decode(coded.encoded, spec, Context(reading))
         ours = type(codec)().reconstruct(coded.encoded, planes, spec, Context(siblings=beside))
         found, before = read_next(coded.encoded, tensor, before, beside)
-        assert torch.equal(ours, coded.value)
+        assert identical(ours, coded.value)
         assert found == coded.value.view(torch.uint8).numpy().tobytes()
         encoded = coded.encoded
         writing = ReferenceState(encoded.codec, encoded.params, coded.planes)
@@ -466,26 +475,13 @@ def test_inshrinkerator(dtype, coder):
         assert read["w"] == restored["w"].view(torch.uint8).numpy().tobytes()
 
 
-class _Plain:
-    """Has no codec for any tensor."""
-
-    name = "plain"
-
-    def codecs(self, state):
-        return {}
-
-    def describe(self):
-        return {}
-
-
-@pytest.mark.parametrize("scheme", [_Plain(), Lossless()], ids=["exact", "lossless"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_tensors_that_grow_and_shrink_by_rows(scheme, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64], ids=str)
+def test_tensors_that_grow_and_shrink_by_rows(dtype):
     rows = (torch.randn(240, 64) * 100).to(dtype)
     files, reference, parent = [], None, None
     for step, count in enumerate((100, 120, 240, 90)):
         state = TrainingState.capture({"replay": rows[:count]})
-        coded = encode_state(state, scheme, step=step, reference=reference, parent=parent)
+        coded = encode_state(state, Lossless(), step=step, reference=reference, parent=parent)
         reference, parent = coded.reference, coded.checkpoint.state_digest
         (entry,) = coded.checkpoint.entries
         assert entry.encoded.uses_reference == (step > 0)
@@ -494,6 +490,17 @@ def test_tensors_that_grow_and_shrink_by_rows(scheme, dtype):
         assert torch.equal(restored["replay"], rows[:count])
         *_, read = read_chain(files)
         assert read["replay"] == rows[:count].view(torch.uint8).numpy().tobytes()
+
+
+def test_exact_numbers_that_decay():
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(5000, generator=generator) * torch.logspace(-44, 5, 5000)]
+    for step in range(3):
+        tensors.append(tensors[-1] * 0.951)
+        tensors[-1][step::3] = torch.randn(5000, generator=generator)[step::3]
+        tensors[-1][step::50] = torch.tensor([float("nan"), float("inf"), -0.0, 0.0]).repeat(25)
+    chain = check_chain([ExactCodec() for _ in tensors], tensors, [{}] * 4)
+    assert ["scale" in coded.encoded.params for coded in chain] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("case", golden.CASES)
