@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 from support.chains import check_malformed, spec_of
 from support.moments import KINDS, SCALES, SHAPES, moments
 
-from shrinkpoint.entropy.static.rans import encode_symbols
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.quantize import matrix_kernels
-from shrinkpoint.schemes.auto.factors import Factors
+from shrinkpoint.schemes.auto.factors import EMPTY, Factors
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, rank_one
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer
 from shrinkpoint.schemes.codec_io import matrix_shape
@@ -257,7 +256,7 @@ def test_what_would_grow_beyond_fp32_is_refused():
 def test_damaged_copies_are_refused():
     _, second = moments(30, 20)
     check_malformed(FactoredSecondMomentCodec(), second, second)
-    second[3] = 1e-37  # a factor that takes more than a byte
+    second[3] = 1e-37  # far from the others
     check_malformed(FactoredSecondMomentCodec(), second, second)
 
 
@@ -269,11 +268,28 @@ def test_stored_tensors_of_no_elements_or_other_dtypes_are_refused():
             FactoredSecondMomentCodec().reconstruct(encoded, {}, spec_of(strange), Context())
 
 
-def test_an_exponent_that_stands_for_none_is_no_lowest_one():
-    lowest, symbols = np.array([-(2**15), 0], "<i2"), np.ones(9, np.uint8)
-    contexts = np.repeat(np.array([0, 1], np.uint8), [4, 5])
-    section = bytes([0]) + lowest.tobytes() + encode_symbols(symbols, contexts, 256, 2)
-    with pytest.raises(FormatError, match="beyond the range"):
+def read(rows: list[int], columns: list[int]) -> Factors:
+    factors = Factors(rows=np.array(rows, np.int16), columns=np.array(columns, np.int16))
+    encoded = EncodedTensor("factored-second-moment", {}, {"factors": factors.encode()})
+    return Factors.read(encoded, spec_of(torch.rand(4, 5)))
+
+
+def test_exponents_come_back_in_all_of_their_range():
+    rows, columns = [-504, EMPTY, 0, 508], [508, -504, 1, EMPTY, -1]
+    found = read(rows, columns)
+    assert (found.rows.tolist(), found.columns.tolist()) == (rows, columns)
+
+
+@pytest.mark.parametrize("exponent", [-505, 509, EMPTY + 1, 2**15 - 1])
+def test_an_exponent_beyond_the_range_is_refused(exponent):
+    for rows, columns in (([0, exponent, 0, 0], [0] * 5), ([0] * 4, [0] * 4 + [exponent])):
+        with pytest.raises(FormatError, match="beyond the range"):
+            read(rows, columns)
+
+
+@pytest.mark.parametrize("section", [b"", b"\x05abc", b"\0\0", b"\xff" * 12])
+def test_malformed_factors_are_refused(section):
+    with pytest.raises(FormatError):
         Factors.read(
             EncodedTensor("factored-second-moment", {}, {"factors": section}), spec_of(torch.rand(4, 5))
         )
