@@ -16,7 +16,7 @@ _AUTO, _QUANTIZE = "schemes.auto", "quantize"
 _STAGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("choice of codecs", f"{_AUTO}.scheme", ("Auto.codecs",)),
     ("steps of rows and columns", f"{_AUTO}.weight_steps", ("curvature_exponents", "narrowed")),
-    ("second moment, its form", f"{_AUTO}.scheme", ("rank_one_misfit",)),
+    ("second moment, its form", f"{_AUTO}.scheme", ("rank_one",)),
     (
         "second moment",
         f"{_AUTO}.second_moments",
