@@ -15,7 +15,7 @@ from shrinkpoint.arrays import Unsigned
 from shrinkpoint.entropy.numbers import decode_numbers, delta_bits, encode_numbers, undelta_bits
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
-from shrinkpoint.schemes.codec_io import check_sections, number
+from shrinkpoint.schemes.codec_io import check_sections, normal, number
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
@@ -65,9 +65,9 @@ class ExactCodec:
         start = max(0, (known - _SAMPLE) // 2)
         part = slice(start, min(known, start + _SAMPLE))
         here, before = bits[part], previous[part]
-        ways: list[tuple[bool, float | None]] = [(True, None), (False, None)]
+        ways: list[tuple[bool, float | None]] = [(False, None), (True, None)]  # of equal ones the first
         if dtype is torch.float32 and (decay := _decay(here, before)) is not None:
-            ways.insert(0, (True, decay))
+            ways.append((True, decay))
         sizes = [
             len(encode_numbers(delta_bits(here, _scaled(before, scale), _floating(dtype)) if delta else here))
             for delta, scale in ways
@@ -79,6 +79,8 @@ class ExactCodec:
         item = _item_size(spec.dtype)
         check_sections(encoded, spec, "bits")
         bits = decode_numbers(encoded.sections["bits"], spec.nbytes // item, f"u{item}", context.threads)
+        if "scale" in encoded.params and not encoded.uses_reference:
+            raise FormatError(f"{spec.name}: it has a 'scale', and no predecessor to be scaled")
         if encoded.uses_reference:
             previous = fitted(context.reference, bits.size, item)
             if previous is None:
@@ -118,12 +120,12 @@ def _decay(here: Unsigned, before: Unsigned) -> float | None:
 
 
 def _scaled(previous: Unsigned | None, scale: float | None) -> Unsigned:
-    """The bit patterns of fp32 numbers times `scale`, rounded once."""
+    """The bit patterns of fp32 numbers times `scale`, rounded once; subnormals are zero, before and after."""
     assert previous is not None
     if scale is None:
         return previous
     with np.errstate(all="ignore"):
-        product = previous.view(np.float32) * np.float32(scale)
+        product = normal(normal(previous.view(np.float32)) * np.float32(scale))
     return np.where(np.isnan(product), previous, product.view(np.uint32))
 
 

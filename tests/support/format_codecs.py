@@ -375,7 +375,7 @@ def exact(t):
 def scaled(data, scale):
     values = np.frombuffer(data, "<f4")
     with np.errstate(all="ignore"):
-        product = values * scale
+        product = flushed(flushed(values) * scale)
     bits = np.where(np.isnan(product), values.view("<u4"), product.view("<u4"))
     return bits.astype("<u4").tobytes()
 
