@@ -175,7 +175,7 @@ def remember(points: Int16s, places: Int16s, gains: UInt16s, exponents: UInt8s, 
     for i in range(out.size):
         error = np.int32(points[i]) * np.int32(128) - np.int32(places[i])
         back = (np.int32(512) - error * np.int32(gains[exponents[i]])) >> 10
-        out[i] = np.int8(min(max(back, -127), 127))
+        out[i] = np.int8(min(max(int(back), -127), 127))
 
 
 class Known(NamedTuple):

@@ -28,12 +28,12 @@ def _bits(counts: Int64s) -> float:
     """Code length of symbols under their own frequencies, and of these frequencies."""
     total, inner, last = 0.0, 0.0, -1
     for symbol in range(ALPHABET):
-        n = np.float64(counts[symbol])
+        n = float(counts[symbol])
         if n > 0:
             total += n
             inner += n * np.log2(n)
             last = symbol
-    return total * np.log2(max(total, 1.0)) - inner + 8.0 * (last + 2)
+    return float(total * np.log2(max(total, 1.0)) - inner + 8.0 * (last + 2))
 
 
 @jit_part
@@ -173,7 +173,7 @@ def prepare(tables: UInt8s, codes: UInt8s, entries: UInt32s, lookup: UInt8s) -> 
         out[largest] = np.uint32(np.int64(out[largest]) + left)
         start = 0
         for symbol in range(ALPHABET):
-            frequency = np.int64(out[symbol])
+            frequency = int(out[symbol])
             out[symbol] = np.uint32(frequency << 16 | min(start, _SCALE - 1))
             start += frequency
         out[ALPHABET] = np.uint32(0)

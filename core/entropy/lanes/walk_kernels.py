@@ -203,7 +203,7 @@ def _put(some: int, at: int, bit: int, lanes: Int32s, stream: Stream) -> int:
         stream.bits[byte] |= np.uint8(rest & 255)
         stream.bits[byte + 1] |= np.uint8((rest >> 8) & 255)
         stream.bits[byte + 2] |= np.uint8((rest >> 16) & 255)
-        bit += width + 1
+        bit += int(width) + 1
     return bit
 
 
@@ -223,7 +223,7 @@ def _take(some: int, position: int, bit: int, lanes: Int32s, stream: Stream) -> 
         short = x < np.uint32(32768)
         x = ((x << np.uint32(16)) | np.uint32(stream.words[position])) if short else x
         stream.states[lane] = x
-        position += np.int64(short)
+        position += int(short)
         size, sign = np.int32((symbol + 1) >> 1), np.int32(symbol & 1)
         if symbol >= _BUCKETS:
             bucket = np.int32(symbol - _BUCKETS)
@@ -234,7 +234,7 @@ def _take(some: int, position: int, bit: int, lanes: Int32s, stream: Stream) -> 
             size = (np.int32(4) | (bucket & np.int32(3))) << width
             size |= (rest >> np.int32(1)) & ((np.int32(1) << width) - np.int32(1))
             sign = rest & np.int32(1)
-            bit += width + 1
+            bit += int(width) + 1
         distances[lane] = (size if sign else -size) * sides[lane]
     return position, bit
 

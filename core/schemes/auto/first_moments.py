@@ -337,7 +337,9 @@ def _lost(sizes: Float64s, weights: Float64s, total: float, step: float) -> floa
     """The share that is lost: levels' means explain a part of the moment's square, and are lengthened."""
     from shrinkpoint.schemes.auto import moment_kernels  # numba
 
-    explained = moment_kernels.explained(sizes, weights, step, _CLIP_STEPS, np.empty((2, _CLIP_STEPS + 1)))
+    explained = float(
+        moment_kernels.explained(sizes, weights, step, _CLIP_STEPS, np.empty((2, _CLIP_STEPS + 1)))
+    )
     if explained <= 0:
         return 1.0
     return 1 - min(_LONGEST, math.sqrt(total / explained)) * explained / total
