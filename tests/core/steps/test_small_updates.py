@@ -172,9 +172,11 @@ def test_a_column_in_another_s_place(column, other):
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_flipped_bytes_raise_format_errors_or_change_the_digest(data):
+def test_flipped_bytes_raise_format_errors_or_change_the_digest_unless_they_are_padding(data):
     record, table, layout, base = made()
     payload = bytearray(b"".join(table.parts))
+    right = ReadersWeights(layout, base)
+    right.apply(record, Tensors(table.specs, memoryview(bytes(payload))))
     place = data.draw(st.integers(0, len(payload) - 1))
     payload[place] ^= data.draw(st.integers(1, 255))
     reader = ReadersWeights(layout, base)
@@ -182,7 +184,8 @@ def test_flipped_bytes_raise_format_errors_or_change_the_digest(data):
         reader.apply(record, Tensors(table.specs, memoryview(bytes(payload))))
     except ShrinkpointError:
         return
-    assert reader.digest() != record["digest"]
+    same = all(torch.equal(tensor, right.tensors()[name]) for name, tensor in reader.tensors().items())
+    assert same == (reader.digest() == record["digest"])
 
 
 @pytest.mark.parametrize(
