@@ -9,13 +9,16 @@ training steps that restored moments lose.
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
+from shrinkpoint.arrays import Bools
 from shrinkpoint.coding.encode import restored_values
 from shrinkpoint.optimizers.updates import OptimizerKind, Updates, compare_updates
 from shrinkpoint.quantize.movement import sampled_elements, sampled_parameters
 from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import SaveContext, Scheme
+from shrinkpoint.schemes.codec_io import plane_of
 from shrinkpoint.state.training import Role, TrainingState
 
 __all__ = ["Guard"]
@@ -137,8 +140,11 @@ class Guard:
             true, restored = save_context.state.tensors[name], values[name]
             if restored is true or torch.equal(restored, true):
                 continue
-            moved = math.sqrt(float((rows**2).mean()))
-            noise = float((restored.float() - true.float()).square().mean().sqrt())
+            errors = (restored.float() - true.float()).reshape(len(rows), -1).square().mean(dim=1).numpy()
+            coded = ~_kept_rows(save_context, name, restored, len(rows))
+            moved, noise = (
+                math.sqrt(float(x[coded].mean())) if coded.any() else 0.0 for x in (rows**2, errors)
+            )
             if not noise <= _MOST_NOISE * moved:
                 times = f"{noise / moved:.1f} times as large as" if moved > 0 else "not zero, as is"
                 return f"the noise of {name} would be {times} what training has moved it by since the last checkpoint"
@@ -205,6 +211,16 @@ def _is_near(updates: Updates) -> bool:
 def _most_lost(save_context: SaveContext) -> float:
     """Training steps that a restore may lose."""
     return max(_MOST_LOST_STEPS * save_context.interval, _ALWAYS_LOST / save_context.budget_ratio)
+
+
+def _kept_rows(save_context: SaveContext, name: str, restored: torch.Tensor, rows: int) -> Bools:
+    """(rows,): those that the checkpoint before restores to the same values, whose noise was accepted then."""
+    reference = (save_context.reference or {}).get(name)
+    before = plane_of(reference, "value", save_context.state.specs[name])
+    if before is None:
+        return np.zeros(rows, np.bool_)
+    values = torch.from_numpy(np.asarray(before, np.float32)).reshape(rows, -1).to(restored.dtype)
+    return (values == restored.reshape(rows, -1)).all(dim=1).numpy()
 
 
 def _lost_share(save_context: SaveContext, values: dict[str, torch.Tensor]) -> float:

@@ -127,7 +127,9 @@ _kinds: weakref.WeakKeyDictionary[type, _Kind] = weakref.WeakKeyDictionary()
 class _Memory:
     def __init__(self, restored: Iterable[torch.Tensor]) -> None:
         self._empty: list[Any] = []
-        empty = self._empty  # not through `self`: a cycle would keep the copies in memory until garbage is searched for
+        empty = (
+            self._empty
+        )  # not through `self`: a cycle would keep the copies in memory until garbage is searched for
         self._undo: list[Undo] = [lambda: [value.clear() for value in empty if value]]
         self._seen: dict[int, object] = {}  # keeps the objects alive, so that no other gets their id
         self._kinds: dict[type, _Kind] = {}

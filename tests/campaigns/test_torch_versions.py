@@ -128,7 +128,8 @@ def test_every_scheme_is_decoded_alike_by_the_other_version(
     own, other = chains.read[writer, writer][case], chains.read[writer, reader][case]
     assert [reading.get("kind") for reading in own] == ["base"] + ["delta"] * (SAVES - 1), own
     assert other == own
-    assert {*own[-1]["codecs"].values()} > {"exact"}  # whatever is of the scheme's own making
+    if case != "lossless":
+        assert {*own[-1]["codecs"].values()} > {"exact"}  # whatever is of the scheme's own making
     if case == "lossless":
         assert [reading["tensors"] for reading in own] == chains.states[writer][case]
 

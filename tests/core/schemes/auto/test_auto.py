@@ -11,6 +11,7 @@ from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, capture,
 
 from shrinkpoint.coding.encode import decode_chain, encode_state, restored_values
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.trial import restored_model
 from shrinkpoint.quantize.movement import Movement
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
@@ -536,6 +537,24 @@ def test_rows_that_training_has_not_moved_are_kept():
     assert torch.equal(one[16:], two[16:])
     assert not torch.equal(one[:16], two[:16])
     assert bool((errors_of(checkpoints, states[1])[:16] <= 1.1 * 0.5 * 0.05).all())
+
+
+def test_the_noise_of_rows_that_are_kept_does_not_refuse_a_checkpoint():
+    """It was accepted when they had moved, which was farther than all rows together move now."""
+    weight, rows = torch.randn(256, 64), np.full(256, 0.05)
+    later = weight.clone()
+    later[:16] += 0.05 * torch.randn(16, 64)
+    options = AutoOptions(weight_scale=0.5)
+    first = params(a=adam(weight))
+    scheme = Auto(options=options, save_context=SaveContext(state=first, step=1, movement=moving(a=rows)))
+    reference = dict(encode_state(first, scheme, step=1, reference=None, parent=None).reference)
+    movement = moving(a=np.where(np.arange(256) < 16, 0.05, 0.0))
+    context = SaveContext(state=params(a=adam(later)), step=2, reference=reference, movement=movement)
+    assert Guard()(context, Auto(options=options, save_context=context)) is None
+    anew = replace(context, reference=None)
+    assert "times as large as" in str(
+        Guard()(anew, Auto(options=replace(options, movement_share=40.0), save_context=anew))
+    )
 
 
 def test_a_tensor_that_training_has_not_moved_is_exact():
