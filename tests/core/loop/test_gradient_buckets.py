@@ -1,11 +1,11 @@
 """A fresh DDP sums gradients in the order of the one whose buckets were stored, and nothing else of it has changed."""
 
-import multiprocessing
 from typing import Any
 
 import pytest
 import torch
 from support.bucket_program import CASES, PROCESSES, program
+from support.sharded import launch
 
 from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets, stateful_hook
 
@@ -16,16 +16,7 @@ REBUILT = ("plain", "sparse gradients", "PowerSGD", "gradients are views")
 
 @pytest.fixture(scope="module", name="seen")
 def _seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    context = multiprocessing.get_context("spawn")
-    answers, everybody = context.Queue(), context.Barrier(PROCESSES)
-    arguments = (str(tmp_path_factory.mktemp("buckets") / "meeting"), answers, everybody)
-    processes = [context.Process(target=program, args=(rank, *arguments)) for rank in range(PROCESSES)]
-    for process in processes:
-        process.start()
-    told = dict(answers.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join()
-    return [told[rank] for rank in range(PROCESSES)]
+    return launch(program, PROCESSES, tmp_path_factory.mktemp("buckets"))
 
 
 @pytest.mark.parametrize("name", REBUILT)
