@@ -1,11 +1,10 @@
 """Which tensors are coded together and in which order, and what each of them sees of the others: reader and writer agree."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from shrinkpoint.runtime.processors import usable_threads
+from shrinkpoint.runtime.team import map_in_order
 from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.schemes.catalogue import codec_class
 from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_reference
@@ -106,19 +105,5 @@ def sibling_planes_of(spec: TensorSpec, earlier: Iterable[tuple[TensorSpec, V]])
 def mapped(
     function: Callable[[Sequence[TensorSpec]], R], groups: Iterable[Sequence[TensorSpec]], threads: int
 ) -> Iterator[R]:
-    """``map(function, groups)``; threads begin with the largest groups, so that none is left alone with one at the end."""
-    work, threads = list(groups), usable_threads(threads)
-    if threads <= 1 or len(work) < 2:
-        yield from map(function, work)
-        return
-    sizes = [sum(spec.nbytes for spec in group) for group in work]
-    with ThreadPoolExecutor(threads, thread_name_prefix="shrinkpoint-code") as pool:
-        futures: dict[int, Future[R]] = {}
-        for index in sorted(range(len(work)), key=lambda index: -sizes[index]):
-            futures[index] = pool.submit(function, work[index])
-        try:
-            for index in range(len(work)):
-                yield futures.pop(index).result()
-        finally:
-            for future in futures.values():
-                future.cancel()
+    """``map(function, groups)`` by so many threads."""
+    return map_in_order(function, list(groups), threads, lambda group: sum(spec.nbytes for spec in group))

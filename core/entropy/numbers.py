@@ -18,9 +18,9 @@ import zstandard
 from pcodec import ChunkConfig, DeltaSpec, ModeSpec, standalone
 
 from shrinkpoint.arrays import Unsigned
-from shrinkpoint.entropy.static.rans import map_in_threads
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
+from shrinkpoint.runtime.team import map_in_threads
 from shrinkpoint.runtime.unlocked import to_bytes
 
 __all__ = ["decode_numbers", "delta_bits", "encode_numbers", "undelta_bits"]

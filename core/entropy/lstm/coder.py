@@ -41,10 +41,11 @@ import numpy as np
 
 from shrinkpoint.arrays import Int64s, UInt8s
 from shrinkpoint.entropy.lstm.initial import MOST_RARE, curves, new_learner, rarities
-from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, map_in_threads, predict_bytes
+from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
 from shrinkpoint.entropy.symbols import check_array, check_sizes, count_symbols, frozen
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import ConfigError, CorruptionError, FormatError
+from shrinkpoint.runtime.team import map_in_threads
 
 __all__ = ["LstmOptions", "decode_plane", "encode_plane", "uses_previous"]
 

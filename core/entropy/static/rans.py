@@ -18,10 +18,7 @@ chunk is four 6-byte states and 16-bit words. Chunks do not depend on each other
 Source: J. Duda, "Asymmetric numeral systems" (arXiv 1311.2540); interleaving: F. Giesen (arXiv 1402.3392).
 """
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -37,10 +34,10 @@ from shrinkpoint.entropy.tables import (
 )
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
-from shrinkpoint.runtime.processors import usable_threads
+from shrinkpoint.runtime.team import map_in_threads
 from shrinkpoint.runtime.unlocked import to_bytes
 
-__all__ = ["decode_symbols", "encode_symbols", "map_in_threads", "predict_bytes"]
+__all__ = ["decode_symbols", "encode_symbols", "predict_bytes"]
 
 
 _CONSTANT, _PACKED, _RANS = 0, 1, 2
@@ -51,20 +48,6 @@ _FOUR_STATES_FLAG = 0x80
 _HEADER_BYTES = 6  # mode, chunk byte, number of tables, and what one state adds
 _STATE_BYTES = 6
 _STATE_LIMIT = (1 << 8 * _STATE_BYTES) - 1
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
-
-
-def map_in_threads(
-    function: Callable[[_Item], _Result], items: Iterable[_Item], threads: int
-) -> list[_Result]:
-    """``[function(item) for item in items]``, shared among ``threads`` threads if there is more than one item."""
-    work, threads = list(items), usable_threads(threads)
-    if threads < 2 or len(work) < 2:
-        return [function(item) for item in work]
-    with ThreadPoolExecutor(min(threads, len(work)), thread_name_prefix="shrinkpoint-entropy") as pool:
-        return list(pool.map(function, work))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ Payload of a section ``factors``: the length of what follows for rows (varint), 
 16-bit numbers of `shrinkpoint.entropy.numbers`: 32768 more than the exponent, 0 for a factor that is zero.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,13 +111,12 @@ class Factors:
         rows, columns = (total / np.maximum(count, 1) for total, count in sums)
         return rows, columns
 
-    def lengthened(self, octaves: Mapping[int, float]) -> "Factors":
-        """With some rows' factors larger by so many octaves, to the nearest quarter."""
-        rows = self.rows.astype(np.int64)
-        for row, more in octaves.items():
-            if rows[row] != EMPTY:
-                rows[row] = min(max(rows[row] + round(more * _PER_OCTAVE), _LOW), _HIGH)
-        return Factors(rows=rows.astype(np.int16), columns=self.columns)
+    def lengthened(self, octaves: Float64s) -> "Factors":
+        """With each row's factor larger by so many octaves, to the nearest quarter."""
+        rows = np.clip(self.rows + np.rint(octaves * _PER_OCTAVE), _LOW, _HIGH)
+        return Factors(
+            rows=np.where(self.rows == EMPTY, EMPTY, rows).astype(np.int16), columns=self.columns
+        )
 
     @classmethod
     def _rounded(cls, rows: Float64s, columns: Float64s) -> "Factors":

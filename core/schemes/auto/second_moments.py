@@ -9,14 +9,13 @@ remembers. So rows are scaled half the way, in octaves. The next update hardly d
 true one (`shrinkpoint.schemes.auto.first_moments`).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from shrinkpoint.arrays import Float32s
+from shrinkpoint.arrays import Float32s, Float64s
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted
@@ -119,12 +118,14 @@ def _factors_of(matrix: Float32s) -> Factors | None:
     return None if matrix.min() < 0 else Factors.of_second_moment(matrix).balanced(matrix)
 
 
-def _longer(first: Float32s, second: Float32s, factors: Factors) -> Mapping[int, float]:
-    """By how many octaves the second moment of each row is to grow, where that can be said."""
+def _longer(first: Float32s, second: Float32s, factors: Factors) -> Float64s:
+    """By how many octaves the second moment of each row is to grow; 0 where that cannot be said."""
     from shrinkpoint.quantize import matrix_kernels  # numba
 
     wanted, found = np.empty(first.shape[0]), np.empty(first.shape[0])
     matrix_kernels.square_lengths(first, second, wanted)
     matrix_kernels.square_lengths(first, factors.product().reshape(first.shape), found)
-    sound = np.flatnonzero((wanted > 0) & (found > 0) & np.isfinite(wanted) & np.isfinite(found))
-    return {int(row): _SHARE * float(np.log2(found[row]) - np.log2(wanted[row])) for row in sound}
+    sound = (wanted > 0) & (found > 0) & np.isfinite(wanted) & np.isfinite(found)
+    octaves = np.zeros(sound.size)
+    octaves[sound] = _SHARE * (np.log2(found[sound]) - np.log2(wanted[sound]))
+    return octaves

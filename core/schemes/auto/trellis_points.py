@@ -6,8 +6,8 @@ import numpy as np
 
 from shrinkpoint.arrays import Float32s, Int16s, UInt8s
 from shrinkpoint.entropy.lanes.trellis import NOISE
-from shrinkpoint.entropy.static.rans import map_in_threads
 from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.runtime.team import map_in_threads
 from shrinkpoint.schemes.auto.row_and_column_steps import QUARTERS
 from shrinkpoint.state.training import TensorSpec
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8s
 from shrinkpoint.entropy.lanes.trellis import row_width
-from shrinkpoint.entropy.static.rans import map_in_threads
+from shrinkpoint.runtime.team import map_in_threads
 from shrinkpoint.schemes.auto.random_walk import EXPONENTS, LAST_WALK, NO_WALK
 from shrinkpoint.schemes.auto.row_and_column_steps import QUARTERS
 from shrinkpoint.schemes.auto.trellis_points import Grid, zero_places

@@ -190,12 +190,12 @@ def test_rows_that_have_not_been_seen_for_long_keep_their_factor():
 def test_factors_are_lengthened_to_the_nearest_quarter_within_the_range(octaves, more):
     rows = np.exp2(np.clip(octaves, -120, 120)).astype(np.float32)
     before = Factors.of_second_moment(np.append(rows, np.float32(0)).reshape(-1, 1))
-    wanted = dict(zip(range(rows.size), more, strict=False))
-    after = before.lengthened({**wanted, rows.size: 5.0})
+    wanted = np.append(np.array([*more, *[0.0] * rows.size])[: rows.size], 5.0)
+    after = before.lengthened(wanted)
     assert np.array_equal(after.columns, before.columns)
     assert after.rows[-1] == before.rows[-1]  # a row without any has no factor
     for row in range(rows.size):
-        quarters = 4 * wanted.get(row, 0.0)
+        quarters = 4 * wanted[row]
         expected = min(max(float(before.rows[row]) + quarters, -504), 508)
         assert abs(float(after.rows[row]) - expected) <= 0.5
 
