@@ -114,9 +114,7 @@ class Factors:
     def lengthened(self, octaves: Float64s) -> "Factors":
         """With each row's factor larger by so many octaves, to the nearest quarter."""
         rows = np.clip(self.rows + np.rint(octaves * _PER_OCTAVE), _LOW, _HIGH)
-        return Factors(
-            rows=np.where(self.rows == EMPTY, EMPTY, rows).astype(np.int16), columns=self.columns
-        )
+        return Factors(rows=np.where(self.rows == EMPTY, EMPTY, rows).astype(np.int16), columns=self.columns)
 
     @classmethod
     def _rounded(cls, rows: Float64s, columns: Float64s) -> "Factors":
