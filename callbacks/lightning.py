@@ -101,8 +101,8 @@ class CompressedCheckpoint(Checkpoint):
         search_overhead: share of the training time for measuring what restores cost beyond the evaluations of every save.
         guards: store exactly what would be noisier than training itself, or change the next updates by more than leaving them
             out, whatever a loss says.
-        key_every: every so many checkpoints one is a base, readable alone; later where a base is expensive.
-        longest_chain: checkpoints that a restore reads at most; None takes four times `key_every`.
+        key_every: every so many checkpoints one builds on the one as many before, and every four times as many one is readable alone;
+            the others build on the one before.
         keep_every: keep the first checkpoint of every so many training steps, too.
         keep_optimizer: how many of the newest checkpoints keep the optimizer's state; older ones become weights alone. None:
             all keep it.
@@ -162,7 +162,6 @@ class CompressedCheckpoint(Checkpoint):
         search_overhead: float = 0.01,
         guards: bool = True,
         key_every: int = 8,
-        longest_chain: int | None = None,
         keep_every: int | None = None,
         keep_optimizer: int | None = None,
         weights_only: bool = False,

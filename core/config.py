@@ -24,9 +24,7 @@ _POSITIVE_OR_NONE = (
     "save_total_limit",
     "keep_optimizer",
     "threads",
-    "longest_chain",
 )
-_LONGER = 4
 _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "busy": ("skip", "wait"),
     "mode": ("min", "max"),
@@ -74,10 +72,8 @@ class SaverConfig:
     between two checkpoints, independently of the measured loss (`shrinkpoint.quality.guards`). This applies to most published
     schemes, which were designed for weights that are not trained further; False relies on the measurements alone."""
     key_every: int = 8
-    """Interval of bases (readable alone), in checkpoints; a chain grows beyond it, up to `longest_chain`, while its
-    base takes more than half as many bytes as its deltas together."""
-    longest_chain: int | None = None
-    """Checkpoints that a restore reads at most; None takes four times `key_every`, or 1 where that is 1."""
+    """Every so many checkpoints one builds on the one as many before, and every four times as many one is readable alone; the others
+    build on the one before. A restore reads `key_every` + 3 checkpoints at most. With 1 each is readable alone."""
     busy: Literal["skip", "wait"] = "skip"
     """Action if a save is due while another is being written. With `adopt`, planned saves always wait."""
     adopt: bool = False
@@ -161,13 +157,9 @@ class SaverConfig:
                 continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, not {value!r}")
-        if self.key_every > MAX_CHAIN:
+        if self.key_every > MAX_CHAIN // 2:
             raise ConfigError(
-                f"key_every must be {MAX_CHAIN} at most, the longest chain, not {self.key_every}"
-            )
-        if self.longest_chain is not None and not self.key_every <= self.longest_chain <= MAX_CHAIN:
-            raise ConfigError(
-                f"longest_chain must be from key_every={self.key_every} to {MAX_CHAIN}, not {self.longest_chain}"
+                f"key_every must be {MAX_CHAIN // 2} at most, so that no chain is too long, not {self.key_every}"
             )
         if not (self.near is None or (isinstance(self.near, str | os.PathLike) and str(self.near))):
             raise ConfigError(f"near must be a folder on this node, or None, not {self.near!r}")
@@ -244,11 +236,9 @@ class SaverConfig:
         return options_of(self.scheme) if self.options is None else self.options
 
     @property
-    def chain_limit(self) -> int:
-        """Checkpoints that a chain may have."""
-        if self.longest_chain is not None:
-            return self.longest_chain
-        return 1 if self.key_every == 1 else min(_LONGER * self.key_every, MAX_CHAIN)
+    def period(self) -> int:
+        """Checkpoints from base to base where chains have no anchors: those of several ranks, and those that training adopts."""
+        return 1 if self.key_every == 1 else 2 * self.key_every
 
     @property
     def encoder_threads(self) -> int:

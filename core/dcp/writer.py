@@ -35,9 +35,8 @@ class StorageWriter(TorchStorageWriter):
     Args:
         url: the run's folder or URL, the same for all ranks and all saves; ``checkpoint_id`` is the step.
         scheme: ``"lossless"``: a storage does not learn how good a model is, which the others need.
-        key_every: as of `SaverConfig`, like the following ones.
-        longest_chain: see there.
-        keep_last: see there.
+        key_every: every twice as many checkpoints one is readable alone; the others build on the one before.
+        keep_last: as of `SaverConfig`, like the following one.
         keep_every: see there.
         grace_s: see there.
         threads: see there.
@@ -65,7 +64,6 @@ class StorageWriter(TorchStorageWriter):
         *,
         scheme: str = "lossless",
         key_every: int = 8,
-        longest_chain: int | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         grace_s: float = 24 * 3600.0,
@@ -83,7 +81,6 @@ class StorageWriter(TorchStorageWriter):
         config = SaverConfig(
             scheme="lossless",
             key_every=key_every,
-            longest_chain=longest_chain,
             keep_last=keep_last,
             keep_every=keep_every,
             grace_s=grace_s,

@@ -65,7 +65,7 @@ class ScaleStrategy:
         choice = self._search.choose(
             lambda scale: self._rise(save_context, comparison, scale),
             allowed,
-            base=save_context.reference is None,
+            base=save_context.reference is None or save_context.is_anchor,
             fixed=self._options.weight_scale,
             again=again,
         )

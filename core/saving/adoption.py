@@ -41,7 +41,6 @@ from shrinkpoint.saving.planned import (
     Staging,
     changed_settings,
     changed_tensors,
-    period_of,
     settings_of,
     unstored,
 )
@@ -196,7 +195,7 @@ class AdoptingCommitter(Committer):
 
     def _store_planned(self, job: Job, takeover: Takeover, state: TrainingState, spent: float) -> SaveReport:
         try:
-            reference = self._chain.reference(self._movement.noted, period_of(self._config))
+            reference = self._chain.reference(self._movement.noted, self._config.period)
             staging = Staging(state, reference, takeover.exactly, threads=self._config.waiting_threads)
             plan, guard = self._plan_here(job, state, reference, staging)
             staged = staging.by(plan.scheme)

@@ -1,14 +1,14 @@
 """Turns snapshots into committed checkpoints, each a base or a delta against the one before: the background half."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from shrinkpoint.coding.encode import EncodedState, encode_state
-from shrinkpoint.coding.selective import header_of
+from shrinkpoint.coding.selective import decode_batches, header_of, sources_of_run
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.errors import ChainError, FencedError, ScratchError, ShrinkpointError
+from shrinkpoint.errors import ChainError, FencedError, FormatError, ScratchError, ShrinkpointError
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
@@ -19,7 +19,7 @@ from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.memory import give_back
 from shrinkpoint.runtime.scratch import Scratch
 from shrinkpoint.saving.finite import LOSS_ALONE, not_finite
-from shrinkpoint.saving.meta import WEIGHTS_ONLY, lineage_of
+from shrinkpoint.saving.meta import ANCHORS, WEIGHTS_ONLY, anchors_of, lineage_of
 from shrinkpoint.saving.reporting import Job, Link, provenance, report_of, with_updates
 from shrinkpoint.saving.retention import policy_of, record_of
 from shrinkpoint.saving.slimming import Slimmer
@@ -32,7 +32,7 @@ from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.keys import new_nonce
-from shrinkpoint.store.manifest import BlobRef, Manifest
+from shrinkpoint.store.manifest import Anchor, Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
 from shrinkpoint.warn import warn
 
@@ -40,7 +40,7 @@ __all__ = ["Committer", "RunCommits"]
 
 _OF_VALUES = (ExactCodec.id,)  # which leave the values alone as the reference of the next delta
 _UNCHANGED = 0.25  # least share of a base's bytes that has not changed, for a later base to do without it
-_PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
+_ANCHORS = 4  # of a chain, its base among them
 
 
 class RunCommits:
@@ -77,13 +77,6 @@ class RunCommits:
     def follow(self, manifest: Manifest) -> None:
         """Belong to the training of this checkpoint, whatever is built on."""
         self.lineage = lineage_of(manifest.meta) or new_nonce()
-
-    def _is_complete(self, chain: Sequence[BlobRef]) -> bool:
-        """Whether a base is due: every `key_every` checkpoints, but an expensive one is used for longer before another is made."""
-        if len(chain) < self._config.key_every:
-            return False
-        deltas = sum(ref.total for ref in chain[1:])
-        return len(chain) >= self._config.chain_limit or deltas >= _PAID_OFF * chain[0].total
 
     def _lineage_of_this(self) -> str:
         if self.lineage is None:
@@ -130,6 +123,7 @@ class Committer(RunCommits):
         super().__init__(store, config)
         self._spent_s = spent_s
         self._link: Link | None = None
+        self._restored = False  # whether the training was, since the chain's last anchor
         self._movement = MovementTracker()
         self._warned_of_loss = False
         self._warned_exact: set[str] = set()
@@ -182,7 +176,7 @@ class Committer(RunCommits):
         self.follow(parent)
         move = self._keeper()
         moved = {name: known if move is None else move(known) for name, known in reference.items()}
-        self._link = Link(parent, moved, restored=True)
+        self._link, self._restored = Link(parent, moved, restored=True), True
         self._note(state, parent.step)
 
     def _keeper(self) -> Callable[[ReferenceState], ReferenceState] | None:
@@ -288,9 +282,10 @@ class Committer(RunCommits):
             noted[WEIGHTS_ONLY] = True
         if self._config.monitor is not None:
             noted["monitor"] = [self._config.monitor, self._config.mode]
-        parent, on_base = link.parent if link else None, link is not None and link.base is not None
-        manifest = self._commit(job, parent, encoded, container, report, noted, on_base=on_base)
+        parent, anchor = (link.parent, link.anchor) if link else (None, None)
+        manifest = self._commit(job, parent, encoded, container, report, noted, anchor)
         self._link = Link(manifest, dict(encoded.reference), exact=plan.is_exact)
+        self._restored = self._restored and link is not None and anchor is None
         if not plan.is_explained:
             self._warn_exact(report)
         return self._stored(report, manifest, container, encoded_at)
@@ -313,13 +308,13 @@ class Committer(RunCommits):
         self, job: Job, state: TrainingState, link: Link | None, movement: Movement | None
     ) -> tuple[Plan, Guard]:
         """What to store the snapshot with; and the guard, which has seen the next updates of what was chosen."""
-        before = link if link is not None and link.base is None else None
         save_context = SaveContext(
             restore_budget=self._config.restore_budget,
             state=state,
             step=job.step,
-            reference=before.reference if before else None,
-            restored=before is not None and (before.restored or before.exact),
+            reference=link.reference if link else None,
+            is_anchor=link is None or link.anchor is not None,
+            restored=link is not None and (link.restored or link.exact),
             movement=movement,
             directions=moments_of_direction(state, job.optimizers),
             gradients=job.gradients,
@@ -334,7 +329,7 @@ class Committer(RunCommits):
             plan.scheme,
             step=job.step,
             reference=link.reference if link else None,
-            parent=(link.base or link.parent.state_digest) if link else None,
+            parent=(link.state_digest or link.parent.state_digest) if link else None,
             release=link.reference.pop if link else None,
             keep=self._keeper(),
             provenance=provenance(),
@@ -351,28 +346,61 @@ class Committer(RunCommits):
         container: bytes,
         report: SaveReport,
         meta: Mapping[str, JSON],
-        *,
-        on_base: bool = False,
+        anchor: Anchor | None = None,
     ) -> Manifest:
+        anchors: list[JSON] = []
+        if parent is not None:
+            anchors += anchors_of(parent)
+        if anchor is not None:
+            anchors[anchor.containers :] = [None]
         return self.open().commit(
             container,
             step=job.step,
             kind=encoded.checkpoint.kind,
             parent=parent,
-            on_base=on_base,
+            anchor=anchor,
             state_digest=encoded.checkpoint.state_digest,
-            meta={"save": report.to_json(), "lineage": self._lineage_of_this(), **meta},
+            meta={"save": report.to_json(), "lineage": self._lineage_of_this(), ANCHORS: anchors, **meta},
         )
 
     def _take_link(self) -> Link | None:
-        """The chain to extend, if any. It is forgotten here: coding uses up the reference, so that only one is in memory."""
-        link, self._link = self._link, None
-        return self._on_base(link) if link is not None and self._is_complete(link.parent.chain) else link
+        """The chain to extend, if any. It is forgotten here: coding uses up the reference, so that only one is in memory.
 
-    def _on_base(self, link: Link) -> Link | None:
-        """A link to the chain's base alone, where much of that has not changed since, as frozen weights: a later base does without it."""
-        if self._config.chain_limit < 2:
+        Every so many checkpoints one builds on the last anchor instead, and is the next one, so that a restore reads few of those
+        in between.
+        """
+        link, self._link = self._link, None
+        if link is None or self._config.key_every == 1:
             return None
+        anchors = anchors_of(link.parent)
+        if len(link.parent.chain) - len(anchors) + 1 < self._config.key_every:
+            return link
+        if not anchors:
+            return None
+        last = Anchor(len(anchors), anchors[-1])
+        return self._on_anchor(link, last) if len(anchors) < _ANCHORS else self._on_base(link, anchors[0])
+
+    def _on_anchor(self, link: Link, anchor: Anchor) -> Link:
+        """A link to an anchor, which is read from the run."""
+        names = {name for name, known in link.reference.items() if known.sizes}
+        link.reference.clear()
+        move = self._keeper() or (lambda known: known)
+        try:
+            header, _, batches = decode_batches(
+                sources_of_run(self._store, link.parent)[: anchor.containers],
+                lambda header: names & header.tensors.keys(),
+                threads=self._config.encoder_threads,
+                lasting=True,
+            )
+            reference = {entry.spec.name: move(known) for rows in batches for entry, known, _ in rows}
+        except FormatError as error:
+            raise ChainError(str(error)) from error
+        return Link(
+            link.parent, reference, restored=self._restored, anchor=anchor, state_digest=header.state_digest
+        )
+
+    def _on_base(self, link: Link, digest: str) -> Link | None:
+        """A link to the chain's base, where much of that has not changed since, as frozen weights: a later base does without it."""
         try:
             base, last = (header_of(self._store, link.parent.chain[at]) for at in (0, -1))
         except ShrinkpointError:
@@ -387,7 +415,8 @@ class Committer(RunCommits):
         }
         if sum(base.tensors[name].nbytes for name in same) < _UNCHANGED * link.parent.chain[0].size:
             return None
-        return Link(link.parent, {name: link.reference[name] for name in same}, base=base.state_digest)
+        reference = {name: link.reference[name] for name in same}
+        return Link(link.parent, reference, anchor=Anchor(1, digest), state_digest=base.state_digest)
 
     def _slim(self) -> None:
         """Turn older checkpoints into weights, where `keep_optimizer` says so."""

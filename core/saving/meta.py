@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from shrinkpoint.store.manifest import Manifest
 
-if TYPE_CHECKING:
-    from shrinkpoint.store.manifest import Manifest
 __all__ = [
+    "ANCHORS",
     "KEY",
     "WEIGHTS_ONLY",
     "Adopted",
     "adopted_of",
+    "anchors_of",
     "is_finite",
     "is_weights_only",
     "lineage_of",
@@ -20,6 +20,8 @@ __all__ = [
     "not_finite_text",
 ]
 
+ANCHORS = "anchors"
+"""Under which name a manifest's meta has the digests of the anchors that its chain begins with; None stands for its own."""
 WEIGHTS_ONLY = "weights_only"
 """Under which name a manifest's meta says that the optimizer's state is not in the checkpoint."""
 
@@ -40,6 +42,19 @@ def monitor_of(meta: Mapping[str, object]) -> tuple[str, Literal["min", "max"]] 
         case [str(name), ("min" | "max") as mode]:
             return name, mode
     return None
+
+
+def anchors_of(manifest: Manifest) -> list[str]:
+    """The digests of the anchors that a chain begins with, itself among them if it is one; empty where its writer did not note them.
+
+    Between two anchors each checkpoint builds on the one before; an anchor builds on the anchor before, and a base is one.
+    """
+    if len(manifest.chain) == 1:
+        return [manifest.digest]
+    noted = manifest.meta.get(ANCHORS)
+    if not isinstance(noted, list) or len(noted) > len(manifest.chain):
+        return []
+    return [manifest.digest if digest is None else str(digest) for digest in noted]
 
 
 def is_weights_only(meta: Mapping[str, object]) -> bool:

@@ -23,18 +23,12 @@ __all__ = [
     "Staging",
     "changed_settings",
     "changed_tensors",
-    "period_of",
     "settings_of",
     "unstored",
 ]
 
 UNPLANNED = "not planned, so that the undisturbed run would not have adopted it: stored exactly"
 """The reason of an exact checkpoint of a training that adopts."""
-
-
-def period_of(config: SaverConfig) -> int:
-    """Planned saves from base to base; fixed, since a chain that ends by the sizes of its files would depend on failed saves."""
-    return min(config.chain_limit, 2 * config.key_every)
 
 
 class Staging:
@@ -87,7 +81,7 @@ class PlannedChain:
 
         Args:
             noted: the weights that were adopted last, by name.
-            period: see `period_of`.
+            period: planned saves from base to base.
 
         Returns:
             None where a base is due.
@@ -136,7 +130,6 @@ _OPTIONS = (
     "probe_steps",
     "guards",
     "key_every",
-    "longest_chain",
     "search_overhead",
 )
 

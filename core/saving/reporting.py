@@ -19,7 +19,7 @@ from shrinkpoint.schemes.exactness import exact_parts
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.manifest import Anchor, Manifest
 from shrinkpoint.version import __version__
 
 __all__ = ["Job", "Link", "measured_of", "provenance", "report_of", "with_updates"]
@@ -53,8 +53,10 @@ class Link:
     """Whether the training went on from a restore of it."""
     exact: bool = False
     """Whether nothing of it was quantized, so that its weights stand for themselves, as after a restore."""
-    base: str | None = None
-    """Of a link to the base of the parent's chain alone, with what has not changed since: the base's digest."""
+    anchor: Anchor | None = None
+    """Of the parent's chain, where that is built on instead of `parent`."""
+    state_digest: str | None = None
+    """Of the anchor."""
 
 
 def with_updates(report: SaveReport, job: Job, plan: Plan, guard: Guard) -> SaveReport:

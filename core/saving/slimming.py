@@ -16,7 +16,7 @@ from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Header
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError
-from shrinkpoint.saving.meta import WEIGHTS_ONLY, is_weights_only, lineage_of
+from shrinkpoint.saving.meta import ANCHORS, WEIGHTS_ONLY, is_weights_only, lineage_of
 from shrinkpoint.schemes.exactness import pack_reasons, unpack_reasons
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, tensor_names
@@ -291,5 +291,6 @@ def _meta(slimmed: Slimmed) -> dict[str, Any]:
             changed["raw_sections"] = {role: size for role, size in raw_sections.items() if role in sections}
         meta["save"] = {**save, **changed, "sections": sections}
     meta[WEIGHTS_ONLY] = True
+    meta.pop(ANCHORS, None)  # it may have a shorter chain
     meta["slimmed"] = {"seq": source.seq, "epoch": source.epoch, "digest": source.digest}
     return meta

@@ -272,6 +272,8 @@ class SaveContext:
     reference: Mapping[str, ReferenceState] | None = None
     """The reference by tensor name (the decoder's state of the previous checkpoint), as for `encode_state`; None in a
     base."""
+    is_anchor: bool = False
+    """Whether it builds on no checkpoint, or on an earlier one than the newest, since which `movement` counts."""
     restored: bool = False
     """Whether the training continued from a restore of `reference`, so that its weights started from its values."""
     adopts: bool = False

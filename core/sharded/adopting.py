@@ -24,7 +24,6 @@ from shrinkpoint.saving.planned import (
     Staging,
     changed_settings,
     changed_tensors,
-    period_of,
     settings_of,
     unstored,
 )
@@ -257,7 +256,7 @@ class AdoptingBackground(Background):
     def base_is_due(self, *, planned: bool) -> bool:
         """See `Background.base_is_due`; every rank decides it alike, by the number of adoptions."""
         last = self._chain.last
-        return planned and (last is None or last.count % period_of(self._config) == 0)
+        return planned and (last is None or last.count % self._config.period == 0)
 
     def run(self, handed_over: list[Save]) -> None:
         """See `Background.run`."""
@@ -291,7 +290,7 @@ class AdoptingBackground(Background):
         job = save.job
         try:
             state = self._recognised(save)
-            reference = self._chain.reference(self.movement.noted, period_of(self._config))
+            reference = self._chain.reference(self.movement.noted, self._config.period)
             staging = Staging(state, reference, takeover.exactly, threads=self._config.waiting_threads)
             plan = self._plan_here(save, state, reference, staging)
             staged = staging.by(plan.scheme)

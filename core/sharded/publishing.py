@@ -57,8 +57,7 @@ class Publisher(RunCommits):
     @property
     def base_is_due(self) -> bool:
         """Whether the next checkpoint is to be a base."""
-        chain = self.parent.chain if self.parent is not None else ()
-        return not chain or self._is_complete(chain)
+        return self.parent is None or len(self.parent.chain) >= self._config.period
 
     def adopt(self, manifest: Manifest) -> None:
         """Continue the training of a restored checkpoint, and its chain."""

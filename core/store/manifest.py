@@ -16,6 +16,7 @@ __all__ = [
     "MAX_MANIFEST_BYTES",
     "PARTS",
     "READER_FEATURES",
+    "Anchor",
     "BlobRef",
     "Manifest",
     "is_sealed",
@@ -326,6 +327,19 @@ class Manifest:
             raise type(error)(f"{what}: {error}") from error
         object.__setattr__(manifest, "_raw", bytes(data))
         return manifest
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A checkpoint that later ones can build on without those in between.
+
+    Attributes:
+        containers: How many containers of a chain it needs, from the base to its own.
+        digest: `Manifest.digest` of its manifest, which may have been removed since.
+    """
+
+    containers: int
+    digest: str
 
 
 _REF_FIELDS = ("key", "size", "sha256")

@@ -21,7 +21,7 @@ from shrinkpoint.store.catalog import Catalog
 from shrinkpoint.store.commit_point import CommitPoint
 from shrinkpoint.store.gc import publish_again
 from shrinkpoint.store.keys import COMMITTED_KEY, MAX_STEP, commit_key, data_key, new_nonce, pin_key
-from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, PARTS, BlobRef, Manifest, seal
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, PARTS, Anchor, BlobRef, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.parts import Head, Part
 from shrinkpoint.warn import warn
@@ -101,7 +101,7 @@ class RunWriter:
         state_digest: str,
         meta: Mapping[str, Any],
         replaces: Manifest | None = None,
-        on_base: bool = False,
+        anchor: Anchor | None = None,
     ) -> Manifest:
         """Store a checkpoint. When this returns, it survives a crash; when it raises, it may or may not be there.
 
@@ -114,7 +114,7 @@ class RunWriter:
             meta: Finite JSON to keep with it.
             replaces: The checkpoint of the same state, or of the same weights, whose place in the order this one takes; None: it is
                 the newest.
-            on_base: The delta needs the base of ``parent``'s chain alone.
+            anchor: An earlier checkpoint of ``parent``'s chain, which the delta builds on instead; its manifest may be gone.
 
         Raises:
             ConfigError: An argument has a value that cannot be stored.
@@ -133,7 +133,7 @@ class RunWriter:
                 meta,
                 replaces,
                 self._clock(),
-                on_base,
+                anchor,
             )
 
     def commit_parts(
@@ -180,7 +180,7 @@ class RunWriter:
         meta: Mapping[str, Any],
         replaces: Manifest | None,
         began: float,
-        on_base: bool = False,
+        anchor: Anchor | None = None,
     ) -> Manifest:
         """Put one container, or the head of several, and publish it."""
         self._check_usable()
@@ -196,9 +196,12 @@ class RunWriter:
             parts_bytes=head.parts_bytes if head else 0,
         )
         before = parent.chain if parent else ()
-        chain = (*(before[:1] if on_base else before), ref)
+        chain = (*(before if anchor is None else before[: anchor.containers]), ref)
         place = replaces.position if replaces else None
-        draft = self._draft(step, kind, chain, parent, state_digest, meta, place)
+        builds_on = anchor or parent
+        draft = self._draft(
+            step, kind, chain, builds_on.digest if builds_on else None, state_digest, meta, place
+        )
         first = draft(self._point.next_seq).to_bytes()  # refuse what cannot be written before anything is
         if self._make_ready is not None and self.mode == "conditional":
             self._make_ready(commit_key(self._point.next_seq), first)
@@ -379,7 +382,7 @@ class RunWriter:
         step: int,
         kind: Literal["base", "delta"],
         chain: tuple[BlobRef, ...],
-        parent: Manifest | None,
+        parent_digest: str | None,
         state_digest: str,
         meta: Mapping[str, Any],
         replaces: tuple[int, int] | None,
@@ -396,7 +399,7 @@ class RunWriter:
                     step=step,
                     kind=kind,
                     chain=chain,
-                    parent_digest=parent.digest if parent else None,
+                    parent_digest=parent_digest,
                     state_digest=state_digest,
                     wall_time=wall_time,
                     library=self._library,

@@ -25,11 +25,7 @@ NAN = float("nan")
         ("key_every", None, "positive"),
         ("key_every", 2.0, "positive"),
         ("key_every", True, "positive"),
-        ("key_every", 5000, "1024 at most"),
-        ("longest_chain", 0, "positive"),
-        ("longest_chain", 2.0, "positive"),
-        ("longest_chain", 7, "key_every=8"),
-        ("longest_chain", 5000, "to 1024"),
+        ("key_every", 5000, "512 at most"),
         ("guards", 1, "True or False"),
         ("guards", None, "True or False"),
         ("max_failures", None, "positive"),
@@ -110,22 +106,6 @@ def test_the_limits_of_each_field_are_allowed():
 
 def test_names_are_the_fields():
     assert SaverConfig.names() == {field.name for field in dataclasses.fields(SaverConfig)}
-
-
-@pytest.mark.parametrize(
-    ("options", "limit"),
-    [
-        ({}, 32),
-        ({"key_every": 1}, 1),
-        ({"key_every": 3}, 12),
-        ({"key_every": 300}, 1024),
-        ({"key_every": 1, "longest_chain": 5}, 5),
-        ({"key_every": 3, "longest_chain": 3}, 3),
-        ({"key_every": 1024, "longest_chain": 1024}, 1024),
-    ],
-)
-def test_a_chain_has_four_times_key_every_checkpoints_at_most_unless_told_otherwise(options, limit):
-    assert SaverConfig(**options).chain_limit == limit
 
 
 def test_threads_default_to_half_of_the_processors(monkeypatch):

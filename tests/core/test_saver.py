@@ -128,7 +128,7 @@ def test_a_chain_of_saves_and_every_step_restored(loop):
 
 
 def test_a_base_every_key_every(objects):
-    loop = Loop(key_every=3, longest_chain=3)
+    loop = Loop(key_every=3)
     for _ in range(7):
         loop.train()
         loop.save(wait=True)
@@ -611,7 +611,7 @@ def test_a_state_that_needs_pickle_is_refused_at_once(loop):
 
 
 def test_old_checkpoints_are_removed_but_not_what_a_kept_delta_needs(objects):
-    loop = Loop(key_every=3, longest_chain=3, keep_last=2, grace_s=0)
+    loop = Loop(key_every=3, keep_last=2, grace_s=0)
     for _ in range(5):
         loop.train()
         loop.save(wait=True)

@@ -209,7 +209,7 @@ def test_a_stored_base_is_stored_once(scheme: str, tmp_path: Path) -> None:
         net.second.requires_grad_(False)
         return net
 
-    options = {"scheme": scheme, "key_every": 2, "longest_chain": 3, "keep_last": 3, "grace_s": 0.0}
+    options = {"scheme": scheme, "key_every": 2, "keep_last": 3, "grace_s": 0.0}
     train, run = TRAININGS["own loop"], tmp_path / "run"
     train(run, build(), 12, **options)
     model = build()
@@ -237,7 +237,7 @@ def test_what_changes_in_a_base_that_is_stored_once_is_stored_again(tmp_path: Pa
         net = Net(width=128)
         net.second.requires_grad_(False)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        options = {"scheme": "lossless", "key_every": 2, "longest_chain": 2}
+        options = {"scheme": "lossless", "key_every": 2}
         return net, optimizer, shrinkpoint.Checkpointer(str(tmp_path / "run"), net, optimizer, **options)
 
     net, optimizer, checkpointer = begun()

@@ -30,7 +30,7 @@ def make_run(url: str, *, scheme: str = "inshrinkerator", more: Any = None, **op
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    config = SaverConfig(scheme=scheme, key_every=3, longest_chain=3, threads=1)  # type: ignore[arg-type]
+    config = SaverConfig(scheme=scheme, key_every=3, threads=1)  # type: ignore[arg-type]
     saver = Saver(url, config, **options)
     for count, step in enumerate(STEPS):
         loss = nn.functional.cross_entropy(model(torch.randint(96, (16,))), torch.randint(96, (16,)))

@@ -81,7 +81,6 @@ def train(config: TrainingConfig) -> None:
         grace_s=config.grace_s,
         threads=1,
         key_every=4,
-        longest_chain=4,
         guards=False,  # its noise is far wider than what a step moves the weights by: all would be exact
     )
     checkpointer = Checkpointer(

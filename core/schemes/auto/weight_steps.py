@@ -180,11 +180,13 @@ class WeightSteps:
     def _kept(self, spec: TensorSpec) -> Bools | None:
         """(rows,): those that keep the values of the previous checkpoint, since training has not moved them.
 
-        Through a chain of 32 checkpoints they move by half of what the tensor moves between two of them at most.
+        Even through 32 checkpoints they move by half of what the tensor moves between two of them at most.
         """
         moved = known_movement(self._save_context, spec)
         reference = (self._save_context.reference or {}).get(spec.name)
         if moved is None or reference is None or reference.codec != TrellisWeightCodec.id:
+            return None
+        if self._save_context.is_anchor:  # they may have moved before the previous checkpoint
             return None
         return np.asarray(moved <= _least_movement(moved))
 

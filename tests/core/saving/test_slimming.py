@@ -269,7 +269,7 @@ def loop(url: Path, steps: range, **options: Any) -> tuple[TinyMLP, torch.optim.
     torch.manual_seed(0)
     model = TinyMLP()
     optimizer = OPTIMIZERS["AdamW"](model)
-    options = {"scheme": "lossless", "threads": 1, "every": 1, "key_every": 2, "longest_chain": 2} | options
+    options = {"scheme": "lossless", "threads": 1, "every": 1, "key_every": 2} | options
     with shrinkpoint.Checkpointer(str(url), model, optimizer, **options) as checkpointer:
         first = checkpointer.resume()
         for step in range(first, steps.stop):
