@@ -1,4 +1,4 @@
-"""Turns snapshots into committed checkpoints, each a base or a delta against the one before: the background half."""
+"""Turns snapshots into committed checkpoints, each a base or a delta against an earlier one: the background half."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -8,7 +8,14 @@ from shrinkpoint.coding.encode import EncodedState, encode_state
 from shrinkpoint.coding.selective import decode_batches, header_of, sources_of_run
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.errors import ChainError, FencedError, FormatError, ScratchError, ShrinkpointError
+from shrinkpoint.errors import (
+    ChainError,
+    FencedError,
+    FormatError,
+    ScratchError,
+    ShrinkpointError,
+    StoreError,
+)
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
@@ -129,10 +136,15 @@ class Committer(RunCommits):
         self._warned_exact: set[str] = set()
         self._diverged = False
         self._scratch = SaveScratch.of(config)
-        keep = config.keep_optimizer
         self._slimmer = (
-            Slimmer(store, keep=keep, grace_s=config.grace_s, threads=config.encoder_threads)
-            if keep is not None
+            Slimmer(
+                store,
+                keep=config.keep_optimizer,
+                span=_ANCHORS * config.key_every,
+                grace_s=config.grace_s,
+                threads=config.encoder_threads,
+            )
+            if config.keep_optimizer is not None
             else None
         )
         self.planner = Planner(config, spent_s)
@@ -380,8 +392,8 @@ class Committer(RunCommits):
         last = Anchor(len(anchors), anchors[-1])
         return self._on_anchor(link, last) if len(anchors) < _ANCHORS else self._on_base(link, anchors[0])
 
-    def _on_anchor(self, link: Link, anchor: Anchor) -> Link:
-        """A link to an anchor, which is read from the run."""
+    def _on_anchor(self, link: Link, anchor: Anchor) -> Link | None:
+        """A link to an anchor, which is read from the run; None where the store does not give it."""
         names = {name for name, known in link.reference.items() if known.sizes}
         link.reference.clear()
         move = self._keeper() or (lambda known: known)
@@ -395,6 +407,8 @@ class Committer(RunCommits):
             reference = {entry.spec.name: move(known) for rows in batches for entry, known, _ in rows}
         except FormatError as error:
             raise ChainError(str(error)) from error
+        except StoreError:  # as where it cannot be reached; whether it can be written is seen next
+            return None
         return Link(
             link.parent, reference, restored=self._restored, anchor=anchor, state_digest=header.state_digest
         )

@@ -174,21 +174,30 @@ class Slimmer:
     Args:
         store: the run.
         keep: how many of the newest keep the optimizer's state.
+        span: checkpoints that build on one base at most.
         grace_s: seconds for which the old containers outlive their last name.
         threads: threads that decode.
     """
 
     def __init__(
-        self, store: RunStore, *, keep: int, grace_s: float = DEFAULT_GRACE_S, threads: int = 1
+        self,
+        store: RunStore,
+        *,
+        keep: int,
+        span: int = 0,
+        grace_s: float = DEFAULT_GRACE_S,
+        threads: int = 1,
     ) -> None:
-        self._store, self._keep, self._grace_s, self._threads = store, keep, grace_s, threads
+        self._store, self._keep, self._span = store, keep, span
+        self._grace_s, self._threads = grace_s, threads
         self._without: set[str] = set()
 
     def run(self, writer: RunWriter, lineage: str | None) -> list[Manifest]:
         """Turn the oldest of those into weights that nothing else needs.
 
-        One that a newer checkpoint's chain needs waits: its containers stay in any case until that is over. Pinned ones and
-        those of other trainings are left alone, and so is, with a warning, what cannot be read.
+        One that a newer checkpoint's chain needs waits: its containers stay in any case until that is over. So do those that build
+        on it, which would become bases, larger than they are. A base that is stored once holds up no more than `span`. Pinned ones
+        and those of other trainings are left alone, and so is, with a warning, what cannot be read.
 
         Args:
             writer: the run's.
@@ -203,7 +212,8 @@ class Slimmer:
         """
         everything = self._store.manifests()
         own = [manifest for manifest in everything if lineage_of(manifest.meta) == lineage]
-        newest = sorted({manifest.position for manifest in own}, reverse=True)[: self._keep]
+        order = sorted({manifest.position for manifest in own}, reverse=True)
+        newest, young = order[: self._keep], set(order[: self._keep + self._span])
         pinned = set(self._store.pins().values())
 
         def stays(manifest: Manifest) -> bool:
@@ -211,6 +221,12 @@ class Slimmer:
             return not own_one or manifest.position in newest or manifest.seq in pinned
 
         needed = {ref.key for manifest in everything if stays(manifest) for ref in manifest.chain}
+        growing = {ref.key for manifest in own if manifest.position in newest for ref in manifest.chain}
+
+        def waits(manifest: Manifest) -> bool:
+            chain = manifest.chain if manifest.position in young else ()
+            return manifest.chain[-1].key in needed or any(ref.key in growing for ref in chain)
+
         weights = {manifest.position: manifest for manifest in own if is_weights_only(manifest.meta)}
         made: list[Manifest] = []
         for manifest in reversed(own):
@@ -227,7 +243,7 @@ class Slimmer:
                 continue
             if len(made) == _PER_SAVE:
                 break
-            if manifest.chain[-1].key in needed:
+            if waits(manifest):
                 continue
             try:
                 done = self._turn(writer, manifest, list(weights.values()))

@@ -270,7 +270,7 @@ class SaveContext:
     state: TrainingState
     step: int = 0
     reference: Mapping[str, ReferenceState] | None = None
-    """The reference by tensor name (the decoder's state of the previous checkpoint), as for `encode_state`; None in a
+    """The reference by tensor name (the decoder's state of what it builds on), as for `encode_state`; None in a
     base."""
     is_anchor: bool = False
     """Whether it builds on no checkpoint, or on an earlier one than the newest, since which `movement` counts."""

@@ -25,7 +25,7 @@ NAN = float("nan")
         ("key_every", None, "positive"),
         ("key_every", 2.0, "positive"),
         ("key_every", True, "positive"),
-        ("key_every", 5000, "512 at most"),
+        ("key_every", 513, "512 at most"),
         ("guards", 1, "True or False"),
         ("guards", None, "True or False"),
         ("max_failures", None, "positive"),
@@ -97,7 +97,7 @@ def test_several_best_need_their_metric():
 
 
 def test_the_limits_of_each_field_are_allowed():
-    SaverConfig(max_degradation=0, search_overhead=float("inf"), grace_s=0, key_every=1024, max_failures=1)
+    SaverConfig(max_degradation=0, search_overhead=float("inf"), grace_s=0, key_every=512, max_failures=1)
     SaverConfig(max_degradation=1, threads=3, keep_last=1, keep_every=1)
     InshrinkeratorOptions(
         alpha=0.5, magnitude_weight=0, second_moment_step=2, first_moment_step=4, min_elements=1
@@ -106,6 +106,11 @@ def test_the_limits_of_each_field_are_allowed():
 
 def test_names_are_the_fields():
     assert SaverConfig.names() == {field.name for field in dataclasses.fields(SaverConfig)}
+
+
+@pytest.mark.parametrize(("key_every", "period"), [(1, 1), (2, 4), (8, 16), (512, 1024)])
+def test_bases_come_every_twice_key_every_where_chains_have_one_level(key_every, period):
+    assert SaverConfig(key_every=key_every).period == period
 
 
 def test_threads_default_to_half_of_the_processors(monkeypatch):

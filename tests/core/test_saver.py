@@ -127,12 +127,12 @@ def test_a_chain_of_saves_and_every_step_restored(loop):
     assert restored().manifest.step == 4
 
 
-def test_a_base_every_key_every(objects):
-    loop = Loop(key_every=3)
-    for _ in range(7):
+def test_a_base_every_four_times_key_every(objects):
+    loop = Loop(key_every=2)
+    for _ in range(17):
         loop.train()
         loop.save(wait=True)
-    assert [r.kind for r in loop.saver.reports()] == ["base", "delta", "delta"] * 2 + ["base"]
+    assert [r.kind for r in loop.saver.reports()] == (["base"] + ["delta"] * 7) * 2 + ["base"]
 
 
 def test_an_empty_run(objects):
@@ -613,9 +613,12 @@ def test_a_state_that_needs_pickle_is_refused_at_once(loop):
 def test_old_checkpoints_are_removed_but_not_what_a_kept_delta_needs(objects):
     loop = Loop(key_every=3, keep_last=2, grace_s=0)
     for _ in range(5):
+        objects.now += 10
         loop.train()
         loop.save(wait=True)
     assert [m.step for m in loop.saver.store.manifests()] == [5, 4]
+    assert [len(m.chain) for m in loop.saver.store.manifests()] == [3, 2]
+    assert len([key for key in objects.blobs if key.startswith("data/")]) == 3  # 1, 4 and 5
     assert identical(restored().state.to_object(), loop.copy())
     assert restored(4).manifest.step == 4
 

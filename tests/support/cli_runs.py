@@ -10,7 +10,7 @@ from shrinkpoint.saver import Saver
 from shrinkpoint.state.roles import describe_training
 
 STEPS = (10, 20, 30, 40, 50)
-"""With chains of three: base, delta, delta, base, delta."""
+"""In two chains, each delta against the one before: base, delta, delta, base, delta."""
 
 
 class Model(nn.Module):
@@ -30,9 +30,14 @@ def make_run(url: str, *, scheme: str = "inshrinkerator", more: Any = None, **op
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    config = SaverConfig(scheme=scheme, key_every=3, threads=1)  # type: ignore[arg-type]
-    saver = Saver(url, config, **options)
+    describe = describe_training(
+        model, [optimizer], model_path=("state_dict",), optimizers_path=("optimizer_states",)
+    )
+    saver = Saver(url, SaverConfig(scheme=scheme, threads=1), **options)  # type: ignore[arg-type]
     for count, step in enumerate(STEPS):
+        if step == 40:
+            saver.forget(follows=saver.newest())
+            saver.begin({"state_dict": model.state_dict()}, step=30, describe=describe)
         loss = nn.functional.cross_entropy(model(torch.randint(96, (16,))), torch.randint(96, (16,)))
         optimizer.zero_grad()
         loss.backward()
@@ -43,9 +48,6 @@ def make_run(url: str, *, scheme: str = "inshrinkerator", more: Any = None, **op
             "global_step": step,
             "callbacks": more or {},
         }
-        describe = describe_training(
-            model, [optimizer], model_path=("state_dict",), optimizers_path=("optimizer_states",)
-        )
         saver.save(
             state, step=step, describe=describe, metrics={"val_loss": float(5 - count), "lr": 0.01}, wait=True
         )

@@ -31,7 +31,7 @@ from shrinkpoint.store.writer import RunWriter
 
 @pytest.fixture(scope="module", params=["lossless", "auto"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Chains of three: base, delta, delta, base, delta."""
+    """Two chains: base, delta, delta, base, delta."""
     folder = tmp_path_factory.mktemp("made") / "run"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShrinkpointWarning)
@@ -265,10 +265,13 @@ def test_ls_marks_them(folder: Path) -> None:
     assert '"weights_only": true' in CliRunner().invoke(app, ["ls", str(folder), "--json"]).output
 
 
-def loop(url: Path, steps: range, **options: Any) -> tuple[TinyMLP, torch.optim.Optimizer, int]:
+def loop(
+    url: Path, steps: range, *, width: int = 64, frozen: bool = False, **options: Any
+) -> tuple[TinyMLP, torch.optim.Optimizer, int]:
     torch.manual_seed(0)
-    model = TinyMLP()
+    model = TinyMLP(width)
     optimizer = OPTIMIZERS["AdamW"](model)
+    model.inner.weight.requires_grad_(not frozen)
     options = {"scheme": "lossless", "threads": 1, "every": 1, "key_every": 2} | options
     with shrinkpoint.Checkpointer(str(url), model, optimizer, **options) as checkpointer:
         first = checkpointer.resume()
@@ -279,13 +282,39 @@ def loop(url: Path, steps: range, **options: Any) -> tuple[TinyMLP, torch.optim.
     return model, optimizer, first
 
 
+def weights_of(folder: Path) -> set[int]:
+    return {m.step for m in RunStore(folder).manifests() if is_weights_only(m.meta)}
+
+
 def test_a_checkpointer_keeps_the_newest_optimizers(tmp_path: Path) -> None:
-    loop(tmp_path / "run", range(7), keep_optimizer=2)
-    listed = RunStore(tmp_path / "run").manifests()
-    assert [m.step for m in listed] == [7, 6, 5, 4, 3, 2, 1]
-    assert [is_weights_only(m.meta) for m in listed][:2] == [False, False]
-    assert all(is_weights_only(m.meta) for m in listed[4:])
-    assert loop(tmp_path / "run", range(8), keep_optimizer=2)[2] == 7
+    run = tmp_path / "run"
+    loop(run, range(9), keep_optimizer=2)
+    assert weights_of(run) == set()  # the base is needed by step 8, and the others build on it
+    for steps, weights in ((10, 2), (12, 6), (13, 8), (14, 8)):
+        assert loop(run, range(steps), keep_optimizer=2)[2] < steps
+        assert [m.step for m in RunStore(run).manifests()] == list(range(steps, 0, -1))
+        assert weights_of(run) == set(range(1, weights + 1))
+
+
+@pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
+def test_weights_are_in_chains_as_the_checkpoints_were(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options: dict[str, Any] = {"scheme": "auto", "width": 128, "keep_optimizer": 1}
+    loop(run, range(8), **options)
+    before = {manifest.step: manifest for manifest in RunStore(run).manifests()}
+    loop(run, range(12), **options)
+    weights = {m.step: m for m in RunStore(run).manifests() if is_weights_only(m.meta)}
+    assert [len(weights[step].chain) for step in range(1, 9)] == [1, 2, 2, 3, 3, 4, 4, 5]
+    for step, manifest in weights.items():
+        assert len(manifest.chain) == len(before[step].chain)
+        assert manifest.chain[-1].size < before[step].chain[-1].size
+
+
+def test_a_base_that_is_stored_once_does_not_hold_them_up_for_ever(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    loop(run, range(16), frozen=True, keep_optimizer=1)
+    assert [m.kind for m in RunStore(run).manifests()[:8]] == ["delta"] * 8
+    assert weights_of(run) == {2, 3, 4, 5, 6, 7}
 
 
 def test_a_checkpointer_of_weights_alone(tmp_path: Path) -> None:
