@@ -2,8 +2,9 @@
 
 The rise of the loss grows with the square of the step size where it is more than noise, so that one measurement
 predicts the next, and those of all saves are pooled (`shrinkpoint.quality.measurement`). A scale is accepted if the upper
-end of its measured rise is within the bound. Step sizes shrink whenever the bound requires it, and grow at the start of
-a chain, where that costs no bytes; within a chain by an octave at least, if the pooled measurements allow it.
+end of its measured rise is within the bound. Step sizes shrink whenever the bound requires it, and grow in a base
+and in a delta to an earlier checkpoint than the last, where that costs few bytes; else by an octave at least, if the pooled
+measurements allow it.
 """
 
 import math
@@ -27,7 +28,7 @@ _AIM = (
 _FARTHEST = 2 * _PER_OCTAVE
 _TRIES = 3
 _SAME = 1.1
-_FEWEST = 3  # rungs: in a chain, rows whose steps are less than half an octave too wide keep them
+_FEWEST = 3  # rungs: in a delta, rows whose steps are less than half an octave too wide keep them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,8 @@ class ScaleSearch:
         self._rung = _START
         self._history: History | None = None
         self._out_of_reach = False  # whether the narrowest steps broke the bound at the last save
-        self._limit = _START + _PER_OCTAVE  # widest rung of this chain while all rises are within noise
-        self._may_widen = True  # within this chain
+        self._limit = _START + _PER_OCTAVE  # widest rung until the next base while all rises are within noise
+        self._may_widen = True  # until the next base
         self._save = _Save(None)
 
     def choose(
@@ -73,7 +74,7 @@ class ScaleSearch:
         Args:
             measure: the rise of the loss after a restore at a scale; expensive.
             allowed: the most that the loss may rise at the upper end of the interval, relative.
-            base: whether the save starts a chain.
+            base: whether the save is a base, or builds on an earlier checkpoint than the last.
             fixed: the only scale to be considered, if the user gave one.
             again: whether this is the save of the last call, with another `allowed`.
         """
@@ -124,14 +125,14 @@ class ScaleSearch:
         if wider == self._rung or rise(wider).within(allowed):
             return wider
         if not base:
-            self._may_widen = False  # one try a chain: it costs two evaluations
+            self._may_widen = False  # one try a base: it costs two evaluations
         return self._rung
 
     def _wider(self, allowed: float, *, base: bool) -> int:
         """The rung that all measurements together allow.
 
-        Any rung at the start of a chain; within a chain only one an octave wider at least, since smaller changes do not
-        pay for new step sizes. Where the measurements are within noise, an octave above the chain's first rung at most.
+        Any rung where `base` of `choose` says so; else only one an octave wider at least, since smaller changes do not
+        pay for new step sizes. Where the measurements are within noise, an octave above the rung of then at most.
         """
         past = self._save.past
         if past is None:

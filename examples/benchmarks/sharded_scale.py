@@ -42,7 +42,7 @@ MODELS = {
     "7 B": {"width": 4096, "hidden": 11008, "layers": 32, "vocab": 32000, "keys": 4096},
     "405 B": {"width": 16384, "hidden": 53248, "layers": 126, "vocab": 128256, "keys": 1024},
 }
-CHAIN = 32  # checkpoints in the longest chain, by default
+CHAIN = 32  # checkpoints, twice those of the longest chain by default
 AGREEMENT = 8 * 11  # bytes of each rank: eleven integers
 POST = 700  # bytes of a rank's report, about
 
