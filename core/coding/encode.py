@@ -90,7 +90,7 @@ def encode_state(
                 sibling_planes_of(spec, ((entry.spec, state) for entry, state, _ in coded)),
                 lasting=lasting,
             )
-            done = None if staged is None else staged.coded(spec, context, threads=1)
+            done = None if staged is None else staged.coded(spec, context)
             result, why = done or _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
             values[spec.name] = result.value
             entry = Entry(spec, result.encoded, tensor_digest(result.value))

@@ -47,19 +47,18 @@ class StagedState:
     stood_in: set[str] = field(default_factory=set)
     """Tensors that are quantized and were stored exactly all the same; known when all is coded."""
 
-    def coded(self, spec: TensorSpec, context: Context, *, threads: int) -> tuple[Coded, str | None] | None:
+    def coded(self, spec: TensorSpec, context: Context) -> tuple[Coded, str | None] | None:
         """One tensor as it is stored, and why it is stored exactly where it was to be quantized; None where it was not staged.
 
         Args:
             spec: the tensor.
             context: with the reference that a reader will have. A tensor that was quantized with another one is stored without
                 any.
-            threads: that code it.
         """
         why = self.refused.get(spec.name)
         row = self.rows.get(spec.name)
         if row is not None:
-            coded = row.staged.coded(threads)
+            coded = row.staged.coded()
             known = for_codec(context, row.codec.id, spec).reference
             if coded.encoded.uses_reference and known is not row.reference:
                 alone = _alone(row.codec, coded, spec)

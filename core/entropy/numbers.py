@@ -35,12 +35,11 @@ _MAX_WINDOW_BYTES = 16 << 20  # of any zstd frame that we accept; a chunk needs 
 _ITEM_SIZES = (1, 2, 4, 8)
 
 
-def encode_numbers(numbers: Unsigned, threads: int = 1) -> bytes:
+def encode_numbers(numbers: Unsigned) -> bytes:
     """Code numbers exactly.
 
     Args:
         numbers: of any shape, unsigned and of 1, 2, 4 or 8 bytes: bit patterns.
-        threads: how many threads share the chunks; the bytes do not depend on it.
 
     Returns:
         The payload; its length, the dtype and how many numbers there are is the caller's to store.
@@ -50,7 +49,7 @@ def encode_numbers(numbers: Unsigned, threads: int = 1) -> bytes:
     """
     flat = np.ascontiguousarray(numbers).reshape(-1)
     _check(flat.dtype)
-    coded = map_in_threads(_encode, [flat[part] for part in _parts(flat.size)], threads)
+    coded = map_in_threads(_encode, [flat[part] for part in _parts(flat.size)])
     head = bytearray()
     for method, chunk in coded:
         head.append(method)
@@ -58,14 +57,13 @@ def encode_numbers(numbers: Unsigned, threads: int = 1) -> bytes:
     return b"".join((bytes(head), *(chunk for _, chunk in coded)))
 
 
-def decode_numbers(payload: Payload, size: int, dtype: npt.DTypeLike, threads: int = 1) -> Unsigned:
+def decode_numbers(payload: Payload, size: int, dtype: npt.DTypeLike) -> Unsigned:
     """Inverse of `encode_numbers`.
 
     Args:
         payload: the bytes, all of them and nothing else.
         size: how many numbers there are; no more memory than for these, and one chunk per thread, is ever taken.
         dtype: as given to the encoder.
-        threads: how many threads share the chunks.
 
     Returns:
         (size,).
@@ -90,7 +88,7 @@ def decode_numbers(payload: Payload, size: int, dtype: npt.DTypeLike, threads: i
         part, method, chunk = item
         _decode(method, chunk, out[part])
 
-    map_in_threads(decode, work, threads)
+    map_in_threads(decode, work)
     return out
 
 

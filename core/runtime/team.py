@@ -106,23 +106,18 @@ class _Team:
                 self._changed.wait()
 
 
-def map_in_threads(
-    function: Callable[[Item], Result], items: Iterable[Item], threads: int = 1
-) -> list[Result]:
-    """``[function(item) for item in items]``, shared with the team that the calling thread belongs to, or with new threads.
+def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """``[function(item) for item in items]``, shared with the team that the calling thread belongs to.
 
     Args:
         function: done for each item; it should leave the interpreter's lock alone for most of its time.
         items: all of them.
-        threads: how many threads share them where the caller belongs to no team.
     """
     work = list(items)
     team: _Team | None = getattr(_local, "team", None)
-    if len(work) < 2:
+    if team is None or len(work) < 2:
         return [function(item) for item in work]
-    if team is not None:
-        return team.share(_Parts(function, work))
-    return list(map_in_order(function, work, min(threads, len(work))))
+    return team.share(_Parts(function, work))
 
 
 def map_in_order(

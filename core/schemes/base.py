@@ -138,8 +138,8 @@ class Staged:
 
     value: torch.Tensor
     """What a reader will get."""
-    coded: Callable[[int], Coded]
-    """Codes it in so many threads; its `Coded.value` is `value`, bit for bit."""
+    coded: Callable[[], Coded]
+    """Codes it; its `Coded.value` is `value`, bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,6 @@ class Context:
     sibling_planes: Mapping[str, ReferenceState] = field(default_factory=dict)
     """Planes, by role, of the siblings of the same shape stored earlier in this checkpoint, for contexts and
     predictions."""
-    threads: int = 1
     lasting: bool = False
     """Whether nobody will write to the tensors that are given to ``encode`` and returned by ``reconstruct``, so that planes
     may share their memory."""
@@ -216,7 +215,7 @@ class Quantizer(Protocol):
 
 @runtime_checkable
 class Stages(Protocol):
-    """A codec that quantizes first and codes later: ``encode`` is ``stage(...).coded(context.threads)``."""
+    """A codec that quantizes first and codes later: ``encode`` is ``stage(...).coded()``."""
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """Quantize a host tensor, which nobody changes until it is coded.

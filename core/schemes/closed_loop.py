@@ -127,7 +127,7 @@ class ClosedLoopCodec(ABC):
         previous = previous_value(context.reference, spec)
         if previous is None:
             bits = tensor_to_bytes(tensor).view(f"u{spec.dtype.itemsize}")
-            payload = encode_numbers(bits, context.threads)
+            payload = encode_numbers(bits)
             planes: Planes = {VALUE: target.copy()}
             return Coded(EncodedTensor(self.id, {}, {"base": payload}), planes, tensor.detach().clone())
         delta = self.encode_delta(target, previous, spec, context)
@@ -144,7 +144,7 @@ class ClosedLoopCodec(ABC):
         if not encoded.uses_reference:
             check_sections(encoded, spec, "base")
             payload = section(encoded, spec, "base")
-            bits = decode_numbers(payload, spec.numel, f"u{spec.dtype.itemsize}", context.threads)
+            bits = decode_numbers(payload, spec.numel, f"u{spec.dtype.itemsize}")
             return {VALUE: widened(tensor_from_bytes(bits.view(np.uint8), spec.dtype, spec.shape))}
         previous = previous_value(context.reference, spec)
         if previous is None:

@@ -49,7 +49,7 @@ class ExactCodec:
         delta, scale = self._choose(bits, previous, spec.dtype, _known(context.reference, bits.size))
         stored = delta_bits(bits, _scaled(previous, scale), _floating(spec.dtype)) if delta else bits
         params: dict[str, JSON] = {} if scale is None else {"scale": scale}
-        encoded = EncodedTensor(self.id, params, {"bits": encode_numbers(stored, context.threads)}, delta)
+        encoded = EncodedTensor(self.id, params, {"bits": encode_numbers(stored)}, delta)
         planes = {"bits": bits.reshape(-1)}
         return Coded(encoded, planes, self.reconstruct(encoded, planes, spec, context))
 
@@ -78,7 +78,7 @@ class ExactCodec:
         """See `TensorCodec.decode`."""
         item = _item_size(spec.dtype)
         check_sections(encoded, spec, "bits")
-        bits = decode_numbers(encoded.sections["bits"], spec.nbytes // item, f"u{item}", context.threads)
+        bits = decode_numbers(encoded.sections["bits"], spec.nbytes // item, f"u{item}")
         if "scale" in encoded.params and not encoded.uses_reference:
             raise FormatError(f"{spec.name}: it has a 'scale', and no predecessor to be scaled")
         if encoded.uses_reference:

@@ -41,8 +41,8 @@ def _code_plane(
     if previous is not None:
         counts = count_symbols(plane, previous, alphabet, alphabet)
         if predict_bytes(counts) < predict_bytes(counts.sum(axis=0, keepdims=True)):
-            return encode_symbols(plane, previous, alphabet, alphabet, threads=context.threads), True
-    return encode_symbols(plane, None, alphabet, 1, threads=context.threads), False
+            return encode_symbols(plane, previous, alphabet, alphabet), True
+    return encode_symbols(plane, None, alphabet, 1), False
 
 
 def _read_plane(
@@ -52,9 +52,7 @@ def _read_plane(
     if encoded.uses_reference and previous is None:
         raise FormatError(f"{spec.name}: its reference plane {name!r} is missing")
     contexts = alphabet if previous is not None else 1
-    return decode_symbols(
-        section(encoded, spec, name), previous, spec.numel, alphabet, contexts, threads=context.threads
-    )
+    return decode_symbols(section(encoded, spec, name), previous, spec.numel, alphabet, contexts)
 
 
 def _previous(name: str, spec: TensorSpec, context: Context) -> UInt8s | None:

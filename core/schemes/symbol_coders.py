@@ -51,7 +51,6 @@ def encode_plane(
     alphabet: int,
     coder: PlaneCoder,
     previous: UInt8s | None = None,
-    threads: int = 1,
     *,
     columns: int | None = None,
 ) -> bytes:
@@ -62,7 +61,6 @@ def encode_plane(
         alphabet: 1..256.
         coder: how to code.
         previous: uint8 (n,), the same plane of the previous checkpoint, of the same alphabet; None without one.
-        threads: threads for rANS; the bytes do not depend on it.
         columns: of the plane, for the LSTM; None for a plane of one row.
 
     Returns:
@@ -71,10 +69,10 @@ def encode_plane(
     wide = _columns(plane.size, columns)
     if isinstance(coder, lstm.LstmOptions):
         return bytes([_LSTM]) + lstm.encode_plane(
-            plane, alphabet, columns=wide, previous=previous, options=coder, threads=threads
+            plane, alphabet, columns=wide, previous=previous, options=coder
         )
     if coder == "rans":
-        return _encode_rans(plane, alphabet, previous, threads)
+        return _encode_rans(plane, alphabet, previous)
     if coder == "cyclic" and previous is not None:
         delta = (plane.astype(np.int64) - previous) % alphabet
         return bytes([_CYCLIC]) + encode_huffman(delta)
@@ -91,7 +89,6 @@ def decode_plane(
     count: int,
     alphabet: int,
     previous: UInt8s | None = None,
-    threads: int = 1,
     *,
     columns: int | None = None,
 ) -> UInt8s:
@@ -102,7 +99,6 @@ def decode_plane(
         count: how many symbols there are.
         alphabet: as given to the encoder.
         previous: as given to the encoder, where `uses_previous`.
-        threads: threads that share a large plane's chunks.
         columns: as given to the encoder; None for a plane of one row.
 
     Returns:
@@ -118,11 +114,11 @@ def decode_plane(
         raise FormatError("symbol plane: it is coded given a previous plane, and there is none")
     wide = _columns(count, columns)
     if method == _LSTM:
-        return lstm.decode_plane(body, count, alphabet, columns=wide, previous=previous, threads=threads)
+        return lstm.decode_plane(body, count, alphabet, columns=wide, previous=previous)
     if method == _RANS:
-        return decode_symbols(body, None, count, alphabet, 1, threads=threads)
+        return decode_symbols(body, None, count, alphabet, 1)
     if method == _GIVEN:
-        return decode_symbols(body, previous, count, alphabet, alphabet, threads=threads)
+        return decode_symbols(body, previous, count, alphabet, alphabet)
     if method in (_HUFFMAN, _CYCLIC):
         return _decode_huffman(body, count, alphabet, previous if method == _CYCLIC else None)
     width = _width(alphabet)
@@ -173,12 +169,12 @@ def _columns(count: int, columns: int | None) -> int:
     return columns or max(count, 1)
 
 
-def _encode_rans(plane: UInt8s, alphabet: int, previous: UInt8s | None, threads: int) -> bytes:
+def _encode_rans(plane: UInt8s, alphabet: int, previous: UInt8s | None) -> bytes:
     if previous is not None:
         counts = count_symbols(plane, previous, alphabet, alphabet)
         if predict_bytes(counts) < predict_bytes(counts.sum(axis=0, keepdims=True)):
-            return bytes([_GIVEN]) + encode_symbols(plane, previous, alphabet, alphabet, threads=threads)
-    return bytes([_RANS]) + encode_symbols(plane, None, alphabet, 1, threads=threads)
+            return bytes([_GIVEN]) + encode_symbols(plane, previous, alphabet, alphabet)
+    return bytes([_RANS]) + encode_symbols(plane, None, alphabet, 1)
 
 
 def _decode_huffman(body: bytes, count: int, alphabet: int, previous: UInt8s | None) -> UInt8s:

@@ -11,7 +11,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import zstandard
@@ -19,6 +19,7 @@ import zstandard
 from shrinkpoint.arrays import UInt8s
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.entropy.tables import data_bits
+from shrinkpoint.runtime.team import map_in_order
 from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder, decode_levels, encode_levels
 
 Result = TypeVar("Result")
@@ -71,13 +72,16 @@ def level_row(
 ) -> Row:
     current, previous = planes
     before = levels if previous is not None else None
-    encode_s, payload = best_of(
-        options.repeats, lambda: encode_levels(current, levels, previous, before, coder, options.threads)
-    )
-    decode_s, decoded = best_of(
-        options.repeats,
-        lambda: decode_levels(payload, current.size, levels, previous, before, options.threads),
-    )
+
+    def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+        def in_threads() -> Any:
+            (result,) = map_in_order(lambda given: given(), [work], options.threads)
+            return result
+
+        return best_of(options.repeats, in_threads)
+
+    encode_s, payload = timed(lambda: encode_levels(current, levels, previous, before, coder))
+    decode_s, decoded = timed(lambda: decode_levels(payload, current.size, levels, previous, before))
     if not np.array_equal(decoded, current):
         raise SystemExit(f"{name}: decoding does not give the plane back")
     entropy = data_bits(count_symbols(current, previous, levels, levels)).sum()

@@ -45,9 +45,7 @@ _LEAST_MEAN, _MOST_MEAN = 1e-9, 1e10
 _NO_PLACES = np.zeros(0, np.int16)
 
 
-def encode_matrix(
-    points: Int16s, places: Int16s | None, *, width: int, predictable: bool, threads: int = 1
-) -> bytes:
+def encode_matrix(points: Int16s, places: Int16s | None, *, width: int, predictable: bool) -> bytes:
     """Code a matrix.
 
     Args:
@@ -56,7 +54,6 @@ def encode_matrix(
         places: int16 (n,) in 1/256 of a step: where points are expected; None for 0.
         width: elements of a row, as of `shrinkpoint.entropy.lanes.trellis.row_width`.
         predictable: whether rows may be predictable from those before.
-        threads: how many threads share the chunks.
 
     Returns:
         The payload; empty without elements.
@@ -68,7 +65,6 @@ def encode_matrix(
     chunks = map_in_threads(
         lambda part: _encode(points[part], _part(places, part), width, predictable),
         _spans(points.size, width),
-        threads,
     )
     out = bytearray()
     for chunk in chunks[:-1]:
@@ -76,9 +72,7 @@ def encode_matrix(
     return b"".join((bytes(out), *chunks))
 
 
-def decode_matrix(
-    payload: Payload, size: int, places: Int16s | None, *, width: int, threads: int = 1
-) -> Int16s:
+def decode_matrix(payload: Payload, size: int, places: Int16s | None, *, width: int) -> Int16s:
     """Inverse of `encode_matrix`; int16 (size,).
 
     Raises:
@@ -100,7 +94,7 @@ def decode_matrix(
         part, chunk = work
         _decode(chunk, points[part], _part(places, part), width)
 
-    map_in_threads(decode, zip(spans, chunks, strict=True), threads)
+    map_in_threads(decode, zip(spans, chunks, strict=True))
     return points
 
 

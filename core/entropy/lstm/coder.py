@@ -119,7 +119,6 @@ def encode_plane(
     columns: int,
     previous: UInt8s | None = None,
     options: LstmOptions | None = None,
-    threads: int = 1,
 ) -> bytes:
     """Code a plane and decode it again.
 
@@ -129,7 +128,6 @@ def encode_plane(
         columns: the plane's columns, which divide n.
         previous: uint8 (n,), the same plane of the previous checkpoint, each below ``alphabet``; None without one.
         options: settings of the network.
-        threads: how many threads share the chunks; the bytes do not depend on it.
 
     Returns:
         The payload; :func:`uses_previous` says whether decoding it needs the previous plane.
@@ -143,7 +141,7 @@ def encode_plane(
     if symbols.size == 0:
         return b""
     counts = count_symbols(symbols, previous, alphabet, alphabet if previous is not None else 1)
-    ordinary = _encode_ordinary(symbols, alphabet, previous, counts, threads)
+    ordinary = _encode_ordinary(symbols, alphabet, previous, counts)
     total = counts.sum(axis=0)
     if symbols.size < _MIN_SYMBOLS or np.count_nonzero(total) < 2:
         return ordinary
@@ -152,9 +150,7 @@ def encode_plane(
         rarity=rarities(total),
         previous=_matrix(previous, columns),
     )
-    chunks = map_in_threads(
-        lambda span: _encode_chunk(plan, symbols, span), plan.spans(symbols.size), threads
-    )
+    chunks = map_in_threads(lambda span: _encode_chunk(plan, symbols, span), plan.spans(symbols.size))
     head = bytearray([_LSTM if previous is None else _LSTM_GIVEN])
     head += bytes([options.width // 4, options.rate, options.chunk]) + plan.rarity
     parts: list[bytes] = []
@@ -174,7 +170,6 @@ def decode_plane(
     *,
     columns: int,
     previous: UInt8s | None = None,
-    threads: int = 1,
 ) -> UInt8s:
     """Inverse of :func:`encode_plane`.
 
@@ -184,7 +179,6 @@ def decode_plane(
         alphabet: as given to the encoder.
         columns: as given to the encoder.
         previous: as given to the encoder; not looked at where the payload does not need it.
-        threads: how many threads share the chunks.
 
     Returns:
         uint8 (size,), each below ``alphabet``.
@@ -205,7 +199,7 @@ def decode_plane(
     mode = reader.byte()
     if mode in (_ALONE, _GIVEN):
         contexts = (previous, alphabet) if given else (None, 1)
-        return decode_symbols(reader.rest(), contexts[0], size, alphabet, contexts[1], threads)
+        return decode_symbols(reader.rest(), contexts[0], size, alphabet, contexts[1])
     if mode not in (_LSTM, _LSTM_GIVEN):
         raise FormatError(f"LSTM payload: unknown mode {mode}")
     plan = _read_plan(reader, alphabet, _matrix(previous if given else None, columns))
@@ -221,7 +215,7 @@ def decode_plane(
         (start, stop), chunk = work
         _decode_chunk(plan, chunk, start, out[start:stop])
 
-    map_in_threads(decode, zip(spans, chunks, strict=True), threads)
+    map_in_threads(decode, zip(spans, chunks, strict=True))
     return out
 
 
@@ -247,12 +241,10 @@ def _matrix(previous: UInt8s | None, columns: int) -> UInt8s:
     return frozen(plane.reshape(-1, columns))
 
 
-def _encode_ordinary(
-    symbols: UInt8s, alphabet: int, previous: UInt8s | None, counts: Int64s, threads: int
-) -> bytes:
+def _encode_ordinary(symbols: UInt8s, alphabet: int, previous: UInt8s | None, counts: Int64s) -> bytes:
     if previous is not None and predict_bytes(counts) < predict_bytes(counts.sum(axis=0, keepdims=True)):
-        return bytes([_GIVEN]) + encode_symbols(symbols, previous, alphabet, alphabet, threads)
-    return bytes([_ALONE]) + encode_symbols(symbols, None, alphabet, 1, threads)
+        return bytes([_GIVEN]) + encode_symbols(symbols, previous, alphabet, alphabet)
+    return bytes([_ALONE]) + encode_symbols(symbols, None, alphabet, 1)
 
 
 def _encode_chunk(plan: _Plan, symbols: UInt8s, span: Span) -> bytes | None:

@@ -87,9 +87,7 @@ def predict_bytes(counts: Int64s) -> float:
     )
 
 
-def encode_symbols(
-    symbols: UInt8s, contexts: UInt8s | None, alphabet: int, n_contexts: int, threads: int = 1
-) -> bytes:
+def encode_symbols(symbols: UInt8s, contexts: UInt8s | None, alphabet: int, n_contexts: int) -> bytes:
     """Code symbols, each under the frequencies of its context.
 
     Args:
@@ -97,7 +95,6 @@ def encode_symbols(
         contexts: uint8 (n,), each below ``n_contexts``, to be passed to the decoder again; None for no context.
         alphabet: how many symbols there are, 1..256.
         n_contexts: how many contexts there are, 1..256.
-        threads: how many threads share the chunks; the bytes do not depend on it.
 
     Returns:
         The payload. Its length is not within it: the caller stores that, and n.
@@ -113,14 +110,14 @@ def encode_symbols(
     packed_bytes = _packed_bytes(symbols.size, alphabet)
     tables = plan_tables(counts)
     if _HEADER_BYTES + tables.bits / 8 < packed_bytes:
-        payload = _encode_rans(symbols, contexts, counts, tables, threads)
+        payload = _encode_rans(symbols, contexts, counts, tables)
         if len(payload) < packed_bytes:
             return payload
     return _pack(symbols, _packed_width(alphabet))
 
 
 def decode_symbols(
-    payload: Payload, contexts: UInt8s | None, count: int, alphabet: int, n_contexts: int, threads: int = 1
+    payload: Payload, contexts: UInt8s | None, count: int, alphabet: int, n_contexts: int
 ) -> UInt8s:
     """Inverse of :func:`encode_symbols`.
 
@@ -130,7 +127,6 @@ def decode_symbols(
         count: how many symbols there are; no more than that is ever allocated for them.
         alphabet: as given to the encoder.
         n_contexts: as given to the encoder.
-        threads: how many threads share the chunks.
 
     Returns:
         uint8 (count,), each below ``alphabet``.
@@ -154,7 +150,7 @@ def decode_symbols(
     elif mode == _PACKED:
         symbols = _unpack(reader, count, _packed_width(alphabet))
     elif mode == _RANS:
-        return _decode_rans(reader, contexts, count, (alphabet, n_contexts), threads)
+        return _decode_rans(reader, contexts, count, (alphabet, n_contexts))
     else:
         raise FormatError(f"rANS payload: unknown mode {mode}")
     if int(symbols.max()) >= alphabet:
@@ -190,9 +186,7 @@ def _unpack(reader: ByteReader, count: int, width: int) -> UInt8s:
     return symbols[:count]
 
 
-def _encode_rans(
-    symbols: UInt8s, contexts: UInt8s | None, counts: Int64s, tables: TableSet, threads: int
-) -> bytes:
+def _encode_rans(symbols: UInt8s, contexts: UInt8s | None, counts: Int64s, tables: TableSet) -> bytes:
     chunking = _Chunking.plan(symbols.size, float(data_bits(counts).sum()))
     entries = tables.entries()[tables.rows]
 
@@ -200,7 +194,7 @@ def _encode_rans(
         view, step = context_view(contexts, *span)
         return _encode_chunk(frozen(symbols[slice(*span)]), view, step, entries, chunking.four_states)
 
-    chunks = map_in_threads(encode, chunking.spans(), threads)
+    chunks = map_in_threads(encode, chunking.spans())
     out = bytearray([_RANS, chunking.log2 | (_FOUR_STATES_FLAG if chunking.four_states else 0)])
     write_tables(out, tables, counts.sum(axis=1) > 0)
     for chunk in chunks[:-1]:
@@ -246,9 +240,7 @@ class _DecoderTables:
         return _DecoderTables(rows=tables.rows, entries=entries, lookup=lookup, shift=shift)
 
 
-def _decode_rans(
-    reader: ByteReader, contexts: UInt8s | None, count: int, sizes: tuple[int, int], threads: int
-) -> UInt8s:
+def _decode_rans(reader: ByteReader, contexts: UInt8s | None, count: int, sizes: tuple[int, int]) -> UInt8s:
     alphabet, n_contexts = sizes
     if contexts is None:
         used = np.arange(n_contexts) == 0
@@ -270,7 +262,7 @@ def _decode_rans(
         view, step = context_view(contexts, *span)
         _decode_chunk(chunk, out[slice(*span)], view, step, tables, four_states)
 
-    map_in_threads(decode, zip(spans, chunks, strict=True), threads)
+    map_in_threads(decode, zip(spans, chunks, strict=True))
     return out
 
 

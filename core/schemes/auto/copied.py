@@ -33,12 +33,12 @@ class CopiedCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses what differs from the weight."""
-        return self.stage(tensor, spec, context).coded(context.threads)
+        return self.stage(tensor, spec, context).coded()
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `Stages.stage`; refuses what `encode` refuses."""
         value = self.restored(tensor, spec, context)
-        return Staged(value, lambda _: Coded(EncodedTensor(self.id, {}, {}), {}, value))
+        return Staged(value, lambda: Coded(EncodedTensor(self.id, {}, {}), {}, value))
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""

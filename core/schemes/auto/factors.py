@@ -133,15 +133,15 @@ class Factors:
             product[:, columns == 0] = 0
         return product.reshape(-1)
 
-    def encode(self, threads: int = 1) -> bytes:
+    def encode(self) -> bytes:
         """The section."""
-        rows, columns = (encode_numbers(_unsigned(side), threads) for side in (self.rows, self.columns))
+        rows, columns = (encode_numbers(_unsigned(side)) for side in (self.rows, self.columns))
         head = bytearray()
         write_uvarint(head, len(rows))
         return b"".join((bytes(head), rows, columns))
 
     @classmethod
-    def read(cls, encoded: EncodedTensor, spec: TensorSpec, threads: int = 1) -> "Factors":
+    def read(cls, encoded: EncodedTensor, spec: TensorSpec) -> "Factors":
         """The factors of a tensor of the spec's shape.
 
         Raises:
@@ -151,7 +151,7 @@ class Factors:
         reader = ByteReader(section(encoded, spec, "factors"), f"{spec.name}: section 'factors'")
         rows = reader.take(reader.uvarint(reader.remaining, "length of rows"))
         sides = [
-            _unsigned(decode_numbers(part, size, np.uint16, threads)).view(np.int16)
+            _unsigned(decode_numbers(part, size, np.uint16)).view(np.int16)
             for part, size in ((rows, height), (reader.rest(), width))
         ]
         given = np.concatenate([side[side != EMPTY] for side in sides])

@@ -87,7 +87,7 @@ class _CentroidCodec(MomentCodec):
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; what has no unit, or is not finite, is refused."""
-        return self.stage(tensor, spec, context).coded(context.threads)
+        return self.stage(tensor, spec, context).coded()
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `Stages.stage`; refuses what `encode` refuses."""
@@ -95,10 +95,10 @@ class _CentroidCodec(MomentCodec):
         value = _in_range(quantized.value(spec), spec)
         quantized = replace(quantized, units=_NOTHING)  # which coding does not need
 
-        def coded(threads: int) -> Coded:
+        def coded() -> Coded:
             levels = quantized.plane.astype(np.int16) - np.int16(quantized.radius)
             width = row_width(*matrix_shape(spec.shape))
-            payload = encode_matrix(levels, None, width=width, predictable=True, threads=threads)
+            payload = encode_matrix(levels, None, width=width, predictable=True)
             params: dict[str, JSON] = {"step": float(quantized.step), "radius": quantized.radius}
             params["centroids"] = list(quantized.centroids)
             encoded = EncodedTensor(self.id, params, {self.PLANE: payload, **quantized.sections})
@@ -155,7 +155,6 @@ class _CentroidCodec(MomentCodec):
             spec.numel,
             None,
             width=row_width(*matrix_shape(spec.shape)),
-            threads=context.threads,
         )
         if levels.size and max(int(levels.max()), -int(levels.min())) > radius:
             raise FormatError(f"{spec.name}: a level lies beyond {radius}")

@@ -88,7 +88,7 @@ class LogLevelsCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; what is not finite is refused."""
-        return self.stage(tensor, spec, context).coded(context.threads)
+        return self.stage(tensor, spec, context).coded()
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `Stages.stage`; refuses what `encode` refuses."""
@@ -104,12 +104,12 @@ class LogLevelsCodec:
         del levels, prediction  # they take as much memory as the tensor
         value = emitted(values_of(exponents, negative), spec, nonzero=values)
 
-        def coded(threads: int) -> Coded:
-            sections = _encoded(away, zeros, spec, threads)
+        def coded() -> Coded:
+            sections = _encoded(away, zeros, spec)
             if factors is not None:
-                sections["factors"] = factors.encode(threads)
+                sections["factors"] = factors.encode()
             if negative is not None:
-                sections["signs"] = encode_numbers(np.packbits(negative), threads)
+                sections["signs"] = encode_numbers(np.packbits(negative))
             encoded = EncodedTensor(self.id, params, sections, factors is None)
             return Coded(encoded, planes, value)
 
@@ -149,7 +149,7 @@ class LogLevelsCodec:
         params = {name: value for name, value in encoded.params.items() if name != "shift"}
         sections = {
             **encoded.sections,
-            **_encoded(levels.away(prediction), levels.zeros, spec, 1),
+            **_encoded(levels.away(prediction), levels.zeros, spec),
             "factors": factors.encode(),
         }
         return EncodedTensor(self.id, params, sections)
@@ -169,13 +169,12 @@ class LogLevelsCodec:
             prediction = Prediction.by_predecessor(before, shift)
         else:
             check_sections(encoded, spec, "levels", "factors", *others)
-            prediction = Prediction(Factors.read(encoded, spec, context.threads))
+            prediction = Prediction(Factors.read(encoded, spec))
         away = decode_matrix(
             section(encoded, spec, "levels"),
             spec.numel,
             None,
             width=row_width(*matrix_shape(spec.shape)),
-            threads=context.threads,
         )
         zeros = _read_bits(encoded, spec, "zeros", context) if "zeros" in others else None
         offsets = offsets_of(seed, spec.numel, step)
@@ -189,16 +188,16 @@ class LogLevelsCodec:
         return emit(values_of(np.asarray(planes["exponent"], np.int16), negative), spec, own=True)
 
 
-def _encoded(away: Int16s, zeros: Bools, spec: TensorSpec, threads: int) -> dict[str, bytes]:
+def _encoded(away: Int16s, zeros: Bools, spec: TensorSpec) -> dict[str, bytes]:
     width = row_width(*matrix_shape(spec.shape))
-    sections = {"levels": encode_matrix(away, None, width=width, predictable=True, threads=threads)}
+    sections = {"levels": encode_matrix(away, None, width=width, predictable=True)}
     if zeros.any():
-        sections["zeros"] = encode_numbers(np.packbits(zeros), threads)
+        sections["zeros"] = encode_numbers(np.packbits(zeros))
     return sections
 
 
 def _read_bits(encoded: EncodedTensor, spec: TensorSpec, name: str, context: Context) -> Bools:
-    packed = decode_numbers(section(encoded, spec, name), -(-spec.numel // 8), np.uint8, context.threads)
+    packed = decode_numbers(section(encoded, spec, name), -(-spec.numel // 8), np.uint8)
     return np.unpackbits(packed, count=spec.numel).astype(np.bool_)
 
 

@@ -87,11 +87,11 @@ class OwnUnits(MomentCodec):
         units = factors.product()
         if not finite(units):
             raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
-        return units, {"factors": factors.encode(context.threads)}
+        return units, {"factors": factors.encode()}
 
     def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Float32s:
         check_sections(encoded, spec, self.PLANE, "factors")
-        return Factors.read(encoded, spec, context.threads).product()
+        return Factors.read(encoded, spec).product()
 
 
 def check_dtype(spec: TensorSpec) -> None:

@@ -36,12 +36,12 @@ class RoundedCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses a weight of which one bit is not that of its master, rounded."""
-        return self.stage(tensor, spec, context).coded(context.threads)
+        return self.stage(tensor, spec, context).coded()
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `Stages.stage`; refuses what `encode` refuses."""
         value = self.restored(tensor, spec, context)
-        return Staged(value, lambda _: Coded(EncodedTensor(self.id, {}, {}), {}, value))
+        return Staged(value, lambda: Coded(EncodedTensor(self.id, {}, {}), {}, value))
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""

@@ -128,16 +128,15 @@ def split_exponents(exponents: UInt8s, shape: tuple[int, int]) -> tuple[Int8s, I
     return (rows + moved).astype(np.int8), (columns - moved).astype(np.int8)
 
 
-def write_exponents(rows: Int8s, columns: Int8s, threads: int) -> bytes:
+def write_exponents(rows: Int8s, columns: Int8s) -> bytes:
     """The section ``exponents``."""
-    return encode_numbers(np.concatenate([rows, columns]).view(np.uint8), threads)
+    return encode_numbers(np.concatenate([rows, columns]).view(np.uint8))
 
 
 def read_steps(
     encoded: EncodedTensor,
     known: tuple[np.float32, UInt8s] | None,
     spec: TensorSpec,
-    threads: int,
     *others: str,
 ) -> tuple[np.float32, UInt8s]:
     """The tensor's step, and every element's exponent as of `join_exponents`.
@@ -146,7 +145,6 @@ def read_steps(
         encoded: of sections ``points`` and, unless they are the predecessor's, ``exponents``.
         known: the same of the predecessor, if the reader has one.
         spec: of the tensor.
-        threads: how many threads read.
         others: further sections that there may be.
 
     Raises:
@@ -163,7 +161,7 @@ def read_steps(
         return known
     check_sections(encoded, spec, *expected, "exponents")
     height, width = matrix_shape(spec.shape)
-    data = decode_numbers(section(encoded, spec, "exponents"), height + width, np.uint8, threads)
+    data = decode_numbers(section(encoded, spec, "exponents"), height + width, np.uint8)
     stored = data.view(np.int8)
     if max(int(stored.max()), -int(stored.min())) > MAX_EXPONENT:
         raise FormatError(f"{spec.name}: an exponent lies beyond {MAX_EXPONENT}")

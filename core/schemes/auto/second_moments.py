@@ -48,14 +48,14 @@ class FactoredSecondMomentCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; second moments that are negative or not finite are refused."""
-        return self.stage(tensor, spec, context).coded(context.threads)
+        return self.stage(tensor, spec, context).coded()
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `Stages.stage`; refuses what `encode` refuses."""
         factors, value = self._factored(tensor, spec)
 
-        def coded(threads: int) -> Coded:
-            return Coded(EncodedTensor(self.id, {}, {"factors": factors.encode(threads)}), {}, value)
+        def coded() -> Coded:
+            return Coded(EncodedTensor(self.id, {}, {"factors": factors.encode()}), {}, value)
 
         return Staged(value, coded)
 
@@ -96,7 +96,7 @@ class FactoredSecondMomentCodec:
         """See `TensorCodec.reconstruct`."""
         check_sections(encoded, spec, "factors")
         check_dtype(spec)
-        return emit(Factors.read(encoded, spec, context.threads).product(), spec, own=True)
+        return emit(Factors.read(encoded, spec).product(), spec, own=True)
 
 
 def rank_one(tensor: torch.Tensor, spec: TensorSpec) -> tuple[Factors | None, float]:

@@ -20,13 +20,12 @@ WIDER = (1 / 12 / NOISE) ** 0.5
 _PATHS = 64  # that a thread takes at a time, at least
 
 
-def nearest_points(values: Float32s, width: int, threads: int = 1) -> Int16s:
+def nearest_points(values: Float32s, width: int) -> Int16s:
     """The points nearest to whole paths of values in steps, int16 (n,) in half steps.
 
     Args:
         values: fp32 (n,).
         width: elements of a path, as of `shrinkpoint.entropy.lanes.trellis.row_width`.
-        threads: how many threads share the paths.
     """
     from shrinkpoint.quantize import viterbi_kernels  # numba
 
@@ -37,7 +36,7 @@ def nearest_points(values: Float32s, width: int, threads: int = 1) -> Int16s:
         part = slice(start, start + step)
         viterbi_kernels.nearest_path(values[part], width, points[part])
 
-    map_in_threads(search, range(0, values.size, step), threads)
+    map_in_threads(search, range(0, values.size, step))
     return points
 
 

@@ -99,7 +99,6 @@ def nearest_points(
     reference: TrellisReference | None,
     rows: Indices | None,
     columns: int,
-    threads: int,
 ) -> tuple[Int16s, Int16s, Int16s] | None:
     """Put weights on their nearest paths.
 
@@ -109,7 +108,6 @@ def nearest_points(
         reference: where they are expected; None for around zero.
         rows: the only ones that are coded; None for all.
         columns: of the matrix.
-        threads: how many threads share the paths.
 
     Returns:
         Of the rows that are coded the points, int16 in half steps from the even ones nearest to where they are expected, and the
@@ -149,7 +147,7 @@ def nearest_points(
             )
         )
 
-    found = map_in_threads(quantize, range(0, paths, step), threads)
+    found = map_in_threads(quantize, range(0, paths, step))
     return (points, places, reached) if all(found) else None
 
 

@@ -16,21 +16,19 @@ from shrinkpoint.state.training import TensorSpec
 __all__ = ["read_after_restore", "read_grid", "read_rows", "read_seed", "write_rows", "write_steps"]
 
 
-def write_steps(grid: Grid, spec: TensorSpec, threads: int) -> bytes:
+def write_steps(grid: Grid, spec: TensorSpec) -> bytes:
     """The section ``exponents``."""
-    return write_exponents(*split_exponents(grid.exponents, matrix_shape(spec.shape)), threads)
+    return write_exponents(*split_exponents(grid.exponents, matrix_shape(spec.shape)))
 
 
-def read_grid(
-    encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec, threads: int
-) -> Grid:
+def read_grid(encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec) -> Grid:
     """The grid of all elements, whose steps may be the reference's.
 
     Raises:
         FormatError: a section or a param is malformed.
     """
     known = None if reference is None else (reference.step, reference.exponents)
-    step, exponents = read_steps(encoded, known, spec, threads, "kept")
+    step, exponents = read_steps(encoded, known, spec, "kept")
     return Grid(step=step, exponents=exponents, seed=read_seed(encoded, spec))
 
 
@@ -43,14 +41,12 @@ def read_seed(encoded: EncodedTensor, spec: TensorSpec) -> int:
     return integer(encoded.params, spec, "seed", 0, SEEDS - 1)
 
 
-def write_rows(kept: Bools, threads: int) -> bytes:
+def write_rows(kept: Bools) -> bytes:
     """The section ``kept``."""
-    return encode_numbers(np.packbits(kept), threads)
+    return encode_numbers(np.packbits(kept))
 
 
-def read_rows(
-    encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec, threads: int
-) -> Indices | None:
+def read_rows(encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec) -> Indices | None:
     """The rows that are coded; None for all.
 
     Raises:
@@ -61,7 +57,7 @@ def read_rows(
     if reference is None:
         raise FormatError(f"{spec.name}: a base has no rows to keep")
     height = matrix_shape(spec.shape)[0]
-    stored = decode_numbers(section(encoded, spec, "kept"), -(-height // 8), np.uint8, threads)
+    stored = decode_numbers(section(encoded, spec, "kept"), -(-height // 8), np.uint8)
     bits = np.unpackbits(stored)
     if bits[height:].any():
         raise FormatError(f"{spec.name}: section 'kept' has bits for rows that there are not")

@@ -105,33 +105,29 @@ class TrellisWeightCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
-        return self.stage(tensor, spec, context).coded(context.threads)
+        return self.stage(tensor, spec, context).coded()
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `Stages.stage`; refuses what `encode` refuses."""
         found = self._quantize(tensor, spec, context)
         value = _tensor(_checked(found.restored(spec), spec), spec)
 
-        def coded(threads: int) -> Coded:
-            return Coded(*self._coded(found, spec, threads), value)
+        def coded() -> Coded:
+            return Coded(*self._coded(found, spec), value)
 
         return Staged(value, coded)
 
-    def _coded(
-        self, found: "_Quantized", spec: TensorSpec, threads: int
-    ) -> tuple[EncodedTensor, TrellisPlanes]:
+    def _coded(self, found: "_Quantized", spec: TensorSpec) -> tuple[EncodedTensor, TrellisPlanes]:
         grid, is_delta = found.grid, found.offsets is not None
         params: dict[str, JSON] = {"step": float(grid.step), "seed": grid.seed, "walk": found.walk}
         params["variance_code"] = found.expectation.variance_code
         if is_delta and self.after_restore:
             params["after_restore"] = True
-        sections = {
-            "points": _write_points(found.points, found.places, spec, predictable=is_delta, threads=threads)
-        }
+        sections = {"points": _write_points(found.points, found.places, spec, predictable=is_delta)}
         if found.has_new_steps:
-            sections["exponents"] = write_steps(grid, spec, threads)
+            sections["exponents"] = write_steps(grid, spec)
         if found.rows is not None and self.kept is not None:
-            sections["kept"] = write_rows(self.kept, threads)
+            sections["kept"] = write_rows(self.kept)
         return EncodedTensor(self.id, params, sections, is_delta), found.planes(spec)
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
@@ -153,7 +149,7 @@ class TrellisWeightCodec:
             walk = measure_walk(squares, counts, reference.variance_code)
             offsets, variance_code = reference.offsets, reference.variance_code
         has_new_steps, kept = not _has_steps_of(grid, reference), _kept_rows(reference, rows, spec)
-        found = nearest_points(values, grid, reference, rows, columns, context.threads)
+        found = nearest_points(values, grid, reference, rows, columns)
         if found is None:
             raise CannotRepresentError(f"{spec.name}: the step {grid.step} is too small for its values")
         points, places, reached = found
@@ -186,10 +182,10 @@ class TrellisWeightCodec:
         if points is None:
             return None
         places = zero_places(grid.seed, points.size)
-        sections = {"points": _write_points(points, places, spec, predictable=False, threads=1)}
+        sections = {"points": _write_points(points, places, spec, predictable=False)}
         params: dict[str, JSON] = {name: encoded.params[name] for name in ("step", "seed")}
         params |= {"walk": NO_WALK, "variance_code": LAST_WALK}
-        return EncodedTensor(self.id, params, {**sections, "exponents": write_steps(grid, spec, 1)})
+        return EncodedTensor(self.id, params, {**sections, "exponents": write_steps(grid, spec)})
 
     def _grid(self, reference: TrellisReference | None, spec: TensorSpec) -> Grid:
         """With the steps that are wanted, or those of before while they do."""
@@ -215,8 +211,8 @@ class TrellisWeightCodec:
         integer(
             encoded.params, spec, "variance_code", NO_WALK, LAST_WALK
         )  # the next delta's reader relies on it
-        grid = read_grid(encoded, reference, spec, context.threads)
-        rows, columns = read_rows(encoded, reference, spec, context.threads), matrix_shape(spec.shape)[1]
+        grid = read_grid(encoded, reference, spec)
+        rows, columns = read_rows(encoded, reference, spec), matrix_shape(spec.shape)[1]
         even, places = expected_points(grid, reference)
         variance_code = None if reference is None else reference.variance_code
         offsets, kept = None if reference is None else reference.offsets, _kept_rows(reference, rows, spec)
@@ -227,7 +223,6 @@ class TrellisWeightCodec:
             places.size,
             places,
             width=_width(places.size, columns),
-            threads=context.threads,
         )
         reached = _reached(points, even, rows, columns)
         if reached is None:
@@ -303,11 +298,9 @@ def _width(size: int, columns: int) -> int:
     return row_width(size // max(columns, 1), columns)
 
 
-def _write_points(
-    points: Int16s, places: Int16s, spec: TensorSpec, *, predictable: bool, threads: int
-) -> bytes:
+def _write_points(points: Int16s, places: Int16s, spec: TensorSpec, *, predictable: bool) -> bytes:
     width = _width(points.size, matrix_shape(spec.shape)[1])
-    return encode_matrix(points, places, width=width, predictable=predictable, threads=threads)
+    return encode_matrix(points, places, width=width, predictable=predictable)
 
 
 def _reached(points: Int16s, even: Int16s, rows: Indices | None, columns: int) -> Int16s | None:

@@ -109,7 +109,7 @@ class InshrinkeratorWeightCodec:
         levels = quantized.levels.contiguous().reshape(-1).numpy()
         count = quantized.codebook.numel() + _FIRST
         previous, previous_count = _previous(context.reference, spec)
-        payload = encode_levels(levels, count, previous, previous_count, self.coder, threads=context.threads)
+        payload = encode_levels(levels, count, previous, previous_count, self.coder)
         sections = {
             "codebook": quantized.codebook.numpy().astype("<f4").tobytes(),
             "protected": tensor_to_bytes(quantized.protected).tobytes(),
@@ -123,11 +123,7 @@ class InshrinkeratorWeightCodec:
         previous, previous_count = _previous(context.reference if encoded.uses_reference else None, spec)
         payload = _section(encoded, spec, "levels")
         count = _count(encoded.params, spec)
-        return {
-            "levels": decode_levels(
-                payload, spec.numel, count, previous, previous_count, threads=context.threads
-            )
-        }
+        return {"levels": decode_levels(payload, spec.numel, count, previous, previous_count)}
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context

@@ -41,7 +41,6 @@ def encode_levels(
     previous: UInt8s | None,
     previous_n_levels: int | None,
     coder: LevelCoder = "rans",
-    threads: int = 1,
 ) -> bytes:
     """Code a plane of levels, as a difference to the previous plane or alone, whichever is smaller.
 
@@ -51,7 +50,6 @@ def encode_levels(
         previous: uint8 (n,), the same plane of the previous checkpoint; None for a base.
         previous_n_levels: its number of levels; None exactly if ``previous`` is.
         coder: how to code.
-        threads: threads for rANS; the bytes do not depend on it.
 
     Returns:
         The payload. The caller stores its length and n.
@@ -64,7 +62,7 @@ def encode_levels(
     if levels.size and int(levels.max()) >= n_levels:
         raise ValueError(f"levels must be below n_levels={n_levels}, found {int(levels.max())}")
     if coder == "rans":
-        return _encode_rans(levels, n_levels, previous, previous_n_levels, threads)
+        return _encode_rans(levels, n_levels, previous, previous_n_levels)
     if coder == "rle-huffman":
         return _encode_rle_huffman(levels, previous, n_levels, previous_n_levels)
     raise ValueError(f"coder must be 'rans' or 'rle-huffman', got {coder!r}")
@@ -76,7 +74,6 @@ def decode_levels(
     n_levels: int,
     previous: UInt8s | None,
     previous_n_levels: int | None,
-    threads: int = 1,
 ) -> UInt8s:
     """Inverse of :func:`encode_levels`; the payload says how it was coded.
 
@@ -86,7 +83,6 @@ def decode_levels(
         n_levels: as given to the encoder.
         previous: as given to the encoder.
         previous_n_levels: as given to the encoder.
-        threads: threads for rANS.
 
     Returns:
         uint8 (count,), each below ``n_levels``.
@@ -110,7 +106,7 @@ def decode_levels(
     if flags & _RLE_HUFFMAN_FLAG:
         decoded = _decode_groups(reader, count, previous, previous_n_levels, modulus)
     else:
-        decoded = decode_symbols(reader.rest(), previous, count, modulus, previous_n_levels or 1, threads)
+        decoded = decode_symbols(reader.rest(), previous, count, modulus, previous_n_levels or 1)
     if previous is not None:
         decoded = _add(previous, decoded, modulus)
     if count and int(decoded.max()) >= n_levels:
@@ -159,15 +155,15 @@ def _delta_counts(counts: Int64s) -> Int64s:
 
 
 def _encode_rans(
-    levels: UInt8s, n_levels: int, previous: UInt8s | None, previous_n_levels: int | None, threads: int
+    levels: UInt8s, n_levels: int, previous: UInt8s | None, previous_n_levels: int | None
 ) -> bytes:
     if previous is not None and previous_n_levels is not None:
         counts = count_symbols(levels, previous, n_levels, previous_n_levels)
         if predict_bytes(_delta_counts(counts)) < predict_bytes(counts.sum(axis=0, keepdims=True)):
             modulus = max(n_levels, previous_n_levels)
             delta = _subtract(levels, previous, modulus)
-            return bytes([_DELTA_FLAG]) + encode_symbols(delta, previous, modulus, previous_n_levels, threads)
-    return bytes([0]) + encode_symbols(levels, None, n_levels, 1, threads)
+            return bytes([_DELTA_FLAG]) + encode_symbols(delta, previous, modulus, previous_n_levels)
+    return bytes([0]) + encode_symbols(levels, None, n_levels, 1)
 
 
 def _encode_rle_huffman(

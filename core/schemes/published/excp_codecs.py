@@ -330,9 +330,7 @@ def _store(
 ) -> tuple[dict[str, JSON], dict[str, bytes]]:
     previous = _previous_symbols(context.reference, spec, options.bits)
     coder = options.plane_coder()
-    payload = encode_plane(
-        symbols.plane, 1 << options.bits, coder, previous, context.threads, columns=_columns(spec)
-    )
+    payload = encode_plane(symbols.plane, 1 << options.bits, coder, previous, columns=_columns(spec))
     sections = {"codebook": symbols.codebook.astype("<f4").tobytes(), "symbols": payload}
     return {"bits": options.bits}, sections
 
@@ -341,7 +339,7 @@ def _load(encoded: EncodedTensor, spec: TensorSpec, context: Context) -> UInt8s:
     bits = integer(encoded.params, spec, "bits", 1, 8)
     previous = _previous_symbols(context.reference, spec, bits) if encoded.uses_reference else None
     payload = section(encoded, spec, "symbols")
-    return decode_plane(payload, spec.numel, 1 << bits, previous, context.threads, columns=_columns(spec))
+    return decode_plane(payload, spec.numel, 1 << bits, previous, columns=_columns(spec))
 
 
 def _columns(spec: TensorSpec) -> int:

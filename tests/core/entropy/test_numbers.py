@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as npst
 from pcodec import ChunkConfig, DeltaSpec, ModeSpec, standalone
 from support.mutations import mutate
 from support.payloads import damaged, damages, limited_memory, untimed
+from support.teams import in_team
 
 from shrinkpoint.entropy import numbers
 from shrinkpoint.entropy.numbers import decode_numbers, delta_bits, encode_numbers, undelta_bits
@@ -76,9 +77,10 @@ def survives(payload: bytes, size: int, dtype: str) -> bool:
 def test_round_trip(data: st.DataObject, dtype: str, repeat: int, chunk: int, threads: int) -> None:
     array = np.tile(data.draw(npst.arrays(dtype, st.integers(0, 200))), repeat)
     with mock.patch.object(numbers, "_CHUNK", chunk):
-        payload = encode_numbers(array, threads)
+        payload = in_team(threads, lambda: encode_numbers(array))
         assert encode_numbers(array) == payload
-        np.testing.assert_array_equal(decode_numbers(payload, array.size, dtype, threads), array)
+        decoded = in_team(threads, lambda: decode_numbers(payload, array.size, dtype))
+        np.testing.assert_array_equal(decoded, array)
     assert len(payload) <= array.nbytes + 5 * -(-array.size // chunk)
 
 
@@ -90,16 +92,18 @@ def test_every_sort_of_numbers_in_several_chunks(dtype: str, kind: str, count: i
     array = patterns(kind, dtype, count)
     with mock.patch.object(numbers, "_CHUNK", chunk):
         payload = encode_numbers(array)
-        assert encode_numbers(array, threads=3) == payload
-        np.testing.assert_array_equal(decode_numbers(payload, count, dtype, threads=3), array)
+        assert in_team(3, lambda: encode_numbers(array)) == payload
+        decoded = in_team(3, lambda: decode_numbers(payload, count, dtype))
+        np.testing.assert_array_equal(decoded, array)
 
 
 @pytest.mark.parametrize("count", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 2_500_000])
 def test_chunks_and_threads(count: int) -> None:
     array = weights(count).astype(np.float16).view(np.uint16)
     payload = encode_numbers(array)
-    assert encode_numbers(array, threads=3) == payload
-    np.testing.assert_array_equal(decode_numbers(payload, count, np.uint16, threads=3), array)
+    assert in_team(3, lambda: encode_numbers(array)) == payload
+    decoded = in_team(3, lambda: decode_numbers(payload, count, np.uint16))
+    np.testing.assert_array_equal(decoded, array)
 
 
 def test_the_methods() -> None:

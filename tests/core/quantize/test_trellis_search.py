@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.teams import in_team
 
 from shrinkpoint.arrays import Float32s, Int16s
 from shrinkpoint.entropy.lanes.trellis import NOISE, row_width
@@ -169,7 +170,7 @@ def test_no_path_is_nearer_to_a_ragged_row(size: int) -> None:
 
 def test_points_do_not_depend_on_threads_nor_on_what_else_is_searched() -> None:
     values = np.random.default_rng(3).standard_normal(300 * 384).astype(np.float32)
-    one, two = (nearest_points(values, 384, threads=threads) for threads in (1, 2))
+    one, two = (in_team(n, lambda: nearest_points(values, 384)) for n in (1, 2))
     np.testing.assert_array_equal(one, two)
     alone = nearest_points(values[384 * 17 : 384 * 18].copy(), 384)
     np.testing.assert_array_equal(one[384 * 17 : 384 * 18], alone)

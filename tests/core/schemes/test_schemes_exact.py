@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.containers import identical
 from support.states import tensors
+from support.teams import in_team
 
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes import exact
@@ -321,11 +323,11 @@ def test_the_bytes_do_not_depend_on_threads(count):
     reference, _ = round_trip(before)
     for context in (Context(), Context(reference)):
         one, two = (
-            CODEC.encode(after, spec_of(after), replace(context, threads=threads)).encoded
-            for threads in (1, 2)
+            in_team(n, lambda context=context: CODEC.encode(after, spec_of(after), context)).encoded
+            for n in (1, 2)
         )
         assert one == two
-        planes = CODEC.decode(one, spec_of(after), replace(context, threads=2))
+        planes = in_team(2, partial(CODEC.decode, one, spec_of(after), context))
         assert np.array_equal(planes["bits"].view(np.uint8), tensor_to_bytes(after))
 
 

@@ -161,7 +161,7 @@ class CheckNRunWeightCodec:
         sections = {
             "rows": encode_symbols(changed.astype(np.uint8), None, 2, 1),
             "bounds": np.concatenate([low[changed], scale[changed]]).astype("<f4").tobytes(),
-            "levels": encode_plane(plane, 1 << self.options.bits, self.options.coder, None, context.threads),
+            "levels": encode_plane(plane, 1 << self.options.bits, self.options.coder, None),
         }
         encoded = EncodedTensor(self.id, {"bits": self.options.bits}, sections, previous is not None)
         return Coded(encoded, {VALUE: value.reshape(-1)}, restored)
@@ -190,7 +190,7 @@ class CheckNRunWeightCodec:
         count = int(np.count_nonzero(changed))
         low, scale = np.split(floats(encoded, spec, "bounds", 2 * count), 2)
         payload = section(encoded, spec, "levels")
-        levels = decode_plane(payload, count * width, 1 << bits, None, context.threads)
+        levels = decode_plane(payload, count * width, 1 << bits, None)
         fresh = _restore(levels.reshape(count, width), low, scale)
         if count == height:
             return {VALUE: fresh.reshape(-1)}

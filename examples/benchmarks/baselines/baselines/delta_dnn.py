@@ -84,7 +84,7 @@ class DeltaDnnCodec(ClosedLoopCodec):
         payload = (
             b"\1" + deflate(zigzag.tobytes())
             if self.options.coder == "lzma"
-            else b"\0" + encode_numbers(zigzag, context.threads)
+            else b"\0" + encode_numbers(zigzag)
         )
         value = add(previous, normal(whole.astype(np.float32) * step))
         params: dict[str, JSON] = {"step": float(step), "size": size}
@@ -102,7 +102,7 @@ class DeltaDnnCodec(ClosedLoopCodec):
         if payload[0]:
             found = np.frombuffer(inflate(payload[1:], size * spec.numel), f"<u{size}")
         else:
-            found = decode_numbers(payload[1:], spec.numel, f"u{size}", context.threads)
+            found = decode_numbers(payload[1:], spec.numel, f"u{size}")
         zigzag = found.astype(np.uint32)
         whole = (zigzag >> 1).astype(np.int32) ^ -(zigzag & 1).astype(np.int32)
         with np.errstate(over="ignore"):

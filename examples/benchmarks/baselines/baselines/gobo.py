@@ -135,7 +135,7 @@ class GoboCodec:
             raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
         alphabet = centroids.size + 1
         previous = _previous(context.reference, spec, alphabet)
-        payload = encode_plane(levels, alphabet, self.options.coder, previous, context.threads)
+        payload = encode_plane(levels, alphabet, self.options.coder, previous)
         sections = {
             "centroids": centroids.astype("<f4").tobytes(),
             "outliers": encode_numbers(raw.view(f"u{spec.dtype.itemsize}")),
@@ -150,7 +150,7 @@ class GoboCodec:
         alphabet = integer(encoded.params, spec, "levels", 2, 129)
         previous = _previous(context.reference, spec, alphabet) if encoded.uses_reference else None
         payload = section(encoded, spec, _LEVELS)
-        return {_LEVELS: decode_plane(payload, spec.numel, alphabet, previous, context.threads)}
+        return {_LEVELS: decode_plane(payload, spec.numel, alphabet, previous)}
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context

@@ -116,8 +116,8 @@ class PartialCodec(ClosedLoopCodec):
         where = _elements(chosen, spec)
         kept = tensor_to_bytes(torch.from_numpy(target[where]).to(spec.dtype))
         sections = {
-            "chosen": encode_symbols(chosen.astype(np.uint8), None, 2, 1, threads=context.threads),
-            "values": encode_numbers(kept.view(f"u{spec.dtype.itemsize}"), context.threads),
+            "chosen": encode_symbols(chosen.astype(np.uint8), None, 2, 1),
+            "values": encode_numbers(kept.view(f"u{spec.dtype.itemsize}")),
         }
         value = np.where(where, target, previous)
         return Delta(params={"rows": self.rows}, sections=sections, value=value, planes={})
@@ -140,10 +140,10 @@ class PartialCodec(ClosedLoopCodec):
             raise FormatError(f"{spec.name}: 'rows' must be true or false, not {rows!r}")
         count = _height(spec) if rows else spec.numel
         payload = section(encoded, spec, "chosen")
-        chosen = decode_symbols(payload, None, count, 2, 1, threads=context.threads) > 0
+        chosen = decode_symbols(payload, None, count, 2, 1) > 0
         where = _elements(chosen, spec)
         kept, kind = int(np.count_nonzero(where)), f"u{spec.dtype.itemsize}"
-        bits = decode_numbers(section(encoded, spec, "values"), kept, kind, context.threads)
+        bits = decode_numbers(section(encoded, spec, "values"), kept, kind)
         value = previous.copy()
         value[where] = widened(tensor_from_bytes(bits.view(np.uint8), spec.dtype, (kept,)))
         return {VALUE: value}

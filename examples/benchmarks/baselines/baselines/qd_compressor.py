@@ -103,7 +103,7 @@ class UniformCodec:
         if not bool(torch.isfinite(value).all()):
             raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
         previous = _previous(context.reference, spec, bits)
-        payload = encode_plane(plane, 1 << bits, self.options.coder, previous, context.threads)
+        payload = encode_plane(plane, 1 << bits, self.options.coder, previous)
         params: dict[str, JSON] = {"bits": bits, "low": low, "step": step}
         encoded = EncodedTensor(self.id, params, {_LEVELS: payload}, uses_previous(payload))
         return Coded(encoded, {_LEVELS: plane}, value)
@@ -114,7 +114,7 @@ class UniformCodec:
         bits = integer(encoded.params, spec, "bits", 1, 8)
         previous = _previous(context.reference, spec, bits) if encoded.uses_reference else None
         payload = section(encoded, spec, _LEVELS)
-        return {_LEVELS: decode_plane(payload, spec.numel, 1 << bits, previous, context.threads)}
+        return {_LEVELS: decode_plane(payload, spec.numel, 1 << bits, previous)}
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.payloads import check_survives, check_truncations, damaged, damages
+from support.teams import in_team
 
 from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.entropy.lstm.coder import LstmOptions, decode_plane, encode_plane, uses_previous
@@ -88,13 +89,13 @@ def test_chunks_do_not_depend_on_threads() -> None:
     options = LstmOptions(width=8, rate=4, chunk=11)
     with NEVER:
         one, two = (
-            encode_plane(plane, 4, columns=120, previous=previous, options=options, threads=threads)
-            for threads in (1, 2)
+            in_team(n, lambda: encode_plane(plane, 4, columns=120, previous=previous, options=options))
+            for n in (1, 2)
         )
     assert one == two
     assert one[0] == 3
     for threads in (1, 2):
-        decoded = decode_plane(one, plane.size, 4, columns=120, previous=previous, threads=threads)
+        decoded = in_team(threads, lambda: decode_plane(one, plane.size, 4, columns=120, previous=previous))
         np.testing.assert_array_equal(decoded, plane)
 
 

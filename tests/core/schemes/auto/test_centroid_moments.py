@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.baseline_schemes import BASELINES
 from support.chains import check_malformed, save_chain, spec_of, state_of
 from support.moments import KINDS, SCALES, SHAPES, given_second, moments
+from support.teams import in_team
 
 from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
@@ -419,7 +420,8 @@ def test_bytes_do_not_depend_on_threads(codec):
     made = codec(step=1.0)
     assert isinstance(made, Quantizer)
     siblings = {Role.EXP_AVG_SQ.value: second}
-    one, two = (made.encode(first, spec_of(first), Context(siblings=siblings, threads=n)) for n in (1, 2))
+    context = Context(siblings=siblings)
+    one, two = (in_team(n, lambda: made.encode(first, spec_of(first), context)) for n in (1, 2))
     assert one.encoded == two.encoded
     assert torch.equal(one.value, two.value)
 

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chains import check_malformed, spec_of
 from support.moments import KINDS, SCALES, SHAPES, moments
+from support.teams import in_team
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.quantize import matrix_kernels
@@ -299,7 +300,7 @@ def test_bytes_do_not_depend_on_threads():
     first, second = moments(600, 700)
     codec = FactoredSecondMomentCodec(first_moment=first)
     assert isinstance(codec, Quantizer)
-    one, two = (codec.encode(second, spec_of(second), Context(threads=n)) for n in (1, 2))
+    one, two = (in_team(n, lambda: codec.encode(second, spec_of(second), Context())) for n in (1, 2))
     assert one.encoded == two.encoded
 
 

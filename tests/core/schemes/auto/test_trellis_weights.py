@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chains import check_malformed, spec_of, walks
+from support.teams import in_team
 
 from shrinkpoint.arrays import Float64s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
@@ -600,7 +601,8 @@ def test_bytes_do_not_depend_on_threads():
     weight = normal(700, 900)
     spec = spec_of(weight)
     first = TrellisWeightCodec(step=0.1).encode(weight, spec, Context()).encoded
-    assert TrellisWeightCodec(step=0.1).encode(weight, spec, Context(threads=2)).encoded == first
+    coded = in_team(2, lambda: TrellisWeightCodec(step=0.1).encode(weight, spec, Context()))
+    assert coded.encoded == first
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e28])
@@ -798,7 +800,5 @@ def test_rows_that_are_kept_are_the_same_for_any_number_of_threads():
     weight = normal(700, 900)
     context = save(weight, Context())[2]
     codec = TrellisWeightCodec(step=0.1, seed=1, kept=np.arange(700) % 3 == 0)
-    one, two = (
-        codec.encode(weight, spec_of(weight), replace(context, threads=threads)).encoded for threads in (1, 2)
-    )
+    one, two = (in_team(n, lambda: codec.encode(weight, spec_of(weight), context)).encoded for n in (1, 2))
     assert one == two
