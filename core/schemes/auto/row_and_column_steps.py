@@ -1,4 +1,4 @@
-"""The steps of a lattice's rows and columns: what the curvature wants, and how much of it a chain follows.
+"""Step sizes of a matrix's rows and columns: what the curvature wants, and how much of it a chain follows.
 
 Steps are proportional to ``v ** -1/4``: reverse water-filling with the curvature taken as the root of Adam's second moment
 v (for which ``sqrt(v)`` stands in Adam's own update), of which the mean of each row and of each column is kept, as in
