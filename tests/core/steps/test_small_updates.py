@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.containers import identical
 
 from shrinkpoint.errors import FormatError, ShrinkpointError
 from shrinkpoint.steps import update_kernels as kernels
@@ -184,7 +185,7 @@ def test_flipped_bytes_raise_format_errors_or_change_the_digest_unless_they_are_
         reader.apply(record, Tensors(table.specs, memoryview(bytes(payload))))
     except ShrinkpointError:
         return
-    same = all(torch.equal(tensor, right.tensors()[name]) for name, tensor in reader.tensors().items())
+    same = identical(reader.tensors(), right.tensors())
     assert same == (reader.digest() == record["digest"])
 
 
