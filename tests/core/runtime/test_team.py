@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from support.teams import in_team
 
 from shrinkpoint.runtime.team import map_in_order, map_in_threads
 
@@ -17,8 +18,12 @@ def test_results_come_in_the_order_of_the_items(threads: int) -> None:
         50,
         40,
     ]
-    assert map_in_threads(lambda item: item + 1, range(9), threads) == list(range(1, 10))
-    assert list(map_in_order(lambda item: item, [], threads)) == map_in_threads(str, [], threads) == []
+    assert in_team(threads, lambda: map_in_threads(lambda item: item + 1, range(9))) == list(range(1, 10))
+    assert (
+        list(map_in_order(lambda item: item, [], threads))
+        == in_team(threads, lambda: map_in_threads(str, []))
+        == []
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -64,6 +69,6 @@ def test_an_error_arrives_where_the_work_came_from(threads: int) -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        map_in_threads(part, range(5), threads)
+        in_team(threads, lambda: map_in_threads(part, range(5)))
     with pytest.raises(ZeroDivisionError):
         list(map_in_order(lambda item: map_in_threads(part, range(item)), [1, 2, 3, 1], threads))
