@@ -407,7 +407,8 @@ class Committer(RunCommits):
             reference = {entry.spec.name: move(known) for rows in batches for entry, known, _ in rows}
         except FormatError as error:
             raise ChainError(str(error)) from error
-        except StoreError:  # as where it cannot be reached; whether it can be written is seen next
+        except StoreError as error:  # whether it can be written is seen next
+            warn(f"{error}. The checkpoint is stored as a base, which takes more bytes")
             return None
         return Link(
             link.parent, reference, restored=self._restored, anchor=anchor, state_digest=header.state_digest
