@@ -40,8 +40,10 @@ class Writing(Distributed):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.traces, self.outputs = Traces(), [0.0]
-        self.lengths: list[int] = []
+        self.outputs, self.lengths = [0.0], list[int]()
+
+    def setup(self, stage: str) -> None:
+        self.traces = Traces()  # after the fork: the counter in shared memory is of one process
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
