@@ -66,16 +66,17 @@ class _Parts:
 
 
 class _Team:
-    """Threads that work on one state.
+    """Threads that work on one state."""
 
-    Args:
-        busy: how many of them will have work of their own.
-    """
-
-    def __init__(self, busy: int) -> None:
-        self._busy = busy
+    def __init__(self) -> None:
+        self._busy = 0
         self._open: list[_Parts] = []
         self._changed = threading.Condition()
+
+    def join(self) -> None:
+        """Begin to have work of one's own; who has not begun is waited for by nobody, since it may never start."""
+        with self._changed:
+            self._busy += 1
 
     def share(self, parts: _Parts) -> list[Any]:
         """Do all parts, with those who have time."""
@@ -142,10 +143,11 @@ def map_in_order(
     waiting = deque(
         (futures[index], items[index]) for index in sorted(futures, key=lambda i: -size(items[i]))
     )
-    team = _Team(threads)
+    team = _Team()
 
     def work() -> None:
         _local.team = team
+        team.join()
         while waiting:
             try:
                 future, item = waiting.popleft()
@@ -159,9 +161,9 @@ def map_in_order(
         team.help_others()
 
     with ThreadPoolExecutor(threads, thread_name_prefix="shrinkpoint-code") as pool:
-        for _ in range(threads):
-            pool.submit(work)
         try:
+            for _ in range(threads):
+                pool.submit(work)
             for index in range(len(items)):
                 yield futures.pop(index).result()
         finally:

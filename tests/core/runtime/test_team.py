@@ -1,5 +1,6 @@
 """Threads that share work: all of it is done once, in order, and large pieces are shared where no whole one is left."""
 
+import itertools
 import threading
 
 import pytest
@@ -72,3 +73,20 @@ def test_an_error_arrives_where_the_work_came_from(threads: int) -> None:
         in_team(threads, lambda: map_in_threads(part, range(5)))
     with pytest.raises(ZeroDivisionError):
         list(map_in_order(lambda item: map_in_threads(part, range(item)), [1, 2, 3, 1], threads))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_threads_that_have_begun_do_not_wait_for_one_that_cannot(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    start, asked, failed = threading.Thread.start, itertools.count(1), threading.Event()
+
+    def start_two(thread: threading.Thread) -> None:
+        if next(asked) == 3:
+            failed.set()
+            raise error
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(error):
+        list(map_in_order(lambda _: failed.wait(60), range(4), 4))
