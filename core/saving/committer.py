@@ -390,36 +390,33 @@ class Committer(RunCommits):
         if not anchors:
             return None
         last = Anchor(len(anchors), anchors[-1])
-        return self._on_anchor(link, last) if len(anchors) < _ANCHORS else self._on_base(link, anchors[0])
-
-    def _on_anchor(self, link: Link, anchor: Anchor) -> Link | None:
-        """A link to an anchor, which is read from the run; None where the store does not give it."""
-        names = {name for name, known in link.reference.items() if known.sizes}
-        link.reference.clear()
-        move = self._keeper() or (lambda known: known)
         try:
-            header, _, batches = decode_batches(
-                sources_of_run(self._store, link.parent)[: anchor.containers],
-                lambda header: names & header.tensors.keys(),
-                threads=self._config.encoder_threads,
-                lasting=True,
-            )
-            reference = {entry.spec.name: move(known) for rows in batches for entry, known, _ in rows}
+            return self._on_anchor(link, last) if len(anchors) < _ANCHORS else self._on_base(link, anchors[0])
         except FormatError as error:
             raise ChainError(str(error)) from error
         except StoreError as error:  # whether it can be written is seen next
             warn(f"{error}. The checkpoint is stored as a base, which takes more bytes")
             return None
+
+    def _on_anchor(self, link: Link, anchor: Anchor) -> Link:
+        """A link to an anchor, which is read from the run."""
+        names = {name for name, known in link.reference.items() if known.sizes}
+        link.reference.clear()
+        move = self._keeper() or (lambda known: known)
+        header, _, batches = decode_batches(
+            sources_of_run(self._store, link.parent)[: anchor.containers],
+            lambda header: names & header.tensors.keys(),
+            threads=self._config.encoder_threads,
+            lasting=True,
+        )
+        reference = {entry.spec.name: move(known) for rows in batches for entry, known, _ in rows}
         return Link(
             link.parent, reference, restored=self._restored, anchor=anchor, state_digest=header.state_digest
         )
 
     def _on_base(self, link: Link, digest: str) -> Link | None:
         """A link to the chain's base, where much of that has not changed since, as frozen weights: a later base does without it."""
-        try:
-            base, last = (header_of(self._store, link.parent.chain[at]) for at in (0, -1))
-        except ShrinkpointError:
-            return None
+        base, last = (header_of(self._store, link.parent.chain[at]) for at in (0, -1))
         same = {
             name
             for name, record in base.tensors.items()
@@ -430,6 +427,7 @@ class Committer(RunCommits):
         }
         if sum(base.tensors[name].nbytes for name in same) < _UNCHANGED * link.parent.chain[0].size:
             return None
+        self._store.fetch_blob(link.parent.chain[0], link.parent)  # of which nothing else would find damage
         reference = {name: link.reference[name] for name in same}
         return Link(link.parent, reference, anchor=Anchor(1, digest), state_digest=base.state_digest)
 

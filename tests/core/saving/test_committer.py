@@ -136,6 +136,22 @@ def test_where_an_anchor_is_damaged_the_next_one_is_a_base(objects):
     )
 
 
+def test_a_damaged_base_is_done_without_although_most_of_it_is_unchanged(objects):
+    training = Training(objects, key_every=2, optimizer="SGD")
+    training.model.inner.weight.requires_grad_(False)
+    lengths = []
+    for _ in range(14):
+        training.commit()
+        lengths.append(len(training.store.manifests()[0].chain))
+    assert lengths[7:] == [5, 2, 3, 3, 4, 4, 5]
+    key = training.store.manifests()[0].chain[0].key
+    data, written = objects.blobs[key]
+    objects.blobs[key] = data[:-8] + bytes(8), written
+    with pytest.warns(ShrinkpointWarning, match="stored as a base"):
+        assert training.commit().kind == "base"
+    assert of_newest(training.store)[0].step == 15
+
+
 def test_where_an_anchor_cannot_be_read_the_next_one_is_a_base(objects):
     training = Training(objects, key_every=2)
     for _ in range(2):
