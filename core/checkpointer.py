@@ -15,6 +15,8 @@ from torch import nn
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.group.ending import Ending
+from shrinkpoint.group.group import world
 from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
@@ -31,7 +33,6 @@ from shrinkpoint.loop.replicated_log import ReplicatedLog
 from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspeed
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
-from shrinkpoint.runtime.processes import world_size
 from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
 from shrinkpoint.runtime.turns import Turns, in_turn
 from shrinkpoint.saver import Saver
@@ -42,7 +43,6 @@ from shrinkpoint.saving.resume import (
     resume_from,
 )
 from shrinkpoint.saving.takeover import Adoption
-from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.steps.opening import LogRequest, TrainingLog, log_of_training
 from shrinkpoint.steps.options import StepLog
@@ -147,7 +147,7 @@ class Checkpointer:
         )
         config, stateful = split_fields(stateful, config, _OPTIONS)
         refuse_deepspeed(model, optimizer if isinstance(optimizer, list) else [optimizer])
-        sharded, several = has_shards(model), world_size() > 1
+        sharded, several = has_shards(model), world().size > 1
         if config.adopt:
             check_adoption(config, every, step_log)
         # Who gives the wrapper calls on every process; a log needs that, and adoption does.
@@ -352,7 +352,7 @@ class Checkpointer:
 
     def _watch(self) -> None:
         """Install signal handlers, unless there are several processes that do not agree on a step: DDP's without adoption and without a log."""
-        if self._save_last and (self._ending is not None or world_size() == 1):
+        if self._save_last and (self._ending is not None or world().size == 1):
             self._termination.watch()
         else:
             self._termination.unwatch()

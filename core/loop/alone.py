@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import world
 from shrinkpoint.runtime.dispatch import ThreadMode
-from shrinkpoint.runtime.processes import world_size
 
 __all__ = ["alone", "wrapper_obstacle"]
 
@@ -24,7 +24,7 @@ def alone() -> AbstractContextManager[Any]:
     Raises:
         ConfigError: raised by the refused call.
     """
-    return nullcontext() if world_size() == 1 else _NoCommunication()
+    return nullcontext() if world().size == 1 else _NoCommunication()
 
 
 def wrapper_obstacle(wrapped: nn.Module | None) -> str | None:
@@ -33,7 +33,7 @@ def wrapper_obstacle(wrapped: nn.Module | None) -> str | None:
     Args:
         wrapped: the model as it is trained.
     """
-    if world_size() == 1:
+    if world().size == 1:
         return None
     if type(wrapped) is not DistributedDataParallel:
         return "several processes train together, and not by DistributedDataParallel"

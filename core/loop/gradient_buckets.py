@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shrinkpoint.group.group import world
 from shrinkpoint.quality.preserve import preserved_state
-from shrinkpoint.runtime.processes import is_first, world_size
 from shrinkpoint.warn import warn
 
 __all__ = ["Buckets", "bucket_order", "restore_buckets", "stateful_hook"]
@@ -63,7 +63,7 @@ def restore_buckets(model: Any, buckets: Buckets) -> None:
     """
     if not buckets or not _has_buckets(model):
         return
-    if world_size() == 2 and not model._comm_hooks:  # a + b = b + a
+    if world().size == 2 and not model._comm_hooks:  # a + b = b + a
         return
     reason = _obstacle(model, buckets)
     if reason is None:
@@ -72,7 +72,7 @@ def restore_buckets(model: Any, buckets: Buckets) -> None:
         # The order of the buckets does not affect the sums, and depends on a hash table where there are several dtypes.
         if sorted(_rebuilt(model)) != sorted(buckets):
             reason = "DDP has made other buckets of them, as another bucket_cap_mb or another version of torch does"
-    if reason is not None and is_first():
+    if reason is not None and world().is_first:
         warn(
             f"the gradients of the processes are summed in another order than before: {reason}. Training continues, but not"
             " bit by bit"
@@ -95,7 +95,7 @@ def _is_ddp(model: object) -> bool:
 
 
 def _has_buckets(model: Any) -> bool:
-    return _is_ddp(model) and world_size() > 1 and all(hasattr(model, name) for name in _PRIVATE)
+    return _is_ddp(model) and world().size > 1 and all(hasattr(model, name) for name in _PRIVATE)
 
 
 def _rebuilt(model: Any) -> Buckets:

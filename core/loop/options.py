@@ -7,10 +7,10 @@ from typing import Any
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import world
 from shrinkpoint.loop.objects import LoopObjects
 from shrinkpoint.loop.replicas import ReplicatedObjects, ReplicatedSaver, replicated_saver
 from shrinkpoint.loop.sharded import ShardedObjects, sharded_saver
-from shrinkpoint.runtime.processes import rank, world_size
 from shrinkpoint.saver import Saver
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.store.connect import StorageOptions
@@ -158,10 +158,10 @@ def saver_for(
 
 def warn_of_copies() -> None:
     """Warn, on every process but the first one, that copies of a model are each saved to one run."""
-    if rank() == 0:
+    if world().rank == 0:
         return
     warn(
-        f"this is process {rank()} of {world_size()}, and the model is not sharded: processes that save to one run"
+        f"this is process {world().rank} of {world().size}, and the model is not sharded: processes that save to one run"
         " stop each other. Make the Checkpointer in process 0 alone, and broadcast what it resumes; or use a framework's callback;"
         " or give each process a run of its own"
     )

@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.ending import Ending
+from shrinkpoint.group.group import Distributed, world
+from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.loop.alone import alone
 from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets, stateful_hook
 from shrinkpoint.loop.objects import LoopObjects, Stateful
@@ -18,9 +20,7 @@ from shrinkpoint.saver import Restored, Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.agreement import require_same
-from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.own import OwnState
-from shrinkpoint.sharded.ranks import Mailbox, Ranks
 from shrinkpoint.sharded.spreading import share_adopted
 from shrinkpoint.state.rng import capture_rng, diverge_rng
 from shrinkpoint.state.stateful import state_of
@@ -50,9 +50,9 @@ class ReplicatedObjects(LoopObjects):
     def __init__(self, model: Any, optimizer: Any, stateful: Mapping[str, Stateful]) -> None:
         wrapped = isinstance(model, DistributedDataParallel)
         super().__init__(model.module if wrapped else model, optimizer, stateful)
-        self._ranks, self._wrapper = Ranks(), model if wrapped else None
-        if self._ranks.rank == 0:
-            _warn_of_sums(model, self._ranks.world)
+        self._group, self._wrapper = Distributed(), model if wrapped else None
+        if self._group.rank == 0:
+            _warn_of_sums(model, self._group.size)
 
     def state(self, step: int) -> dict[str, Any]:
         """See `LoopObjects.state`; a collective."""
@@ -60,12 +60,12 @@ class ReplicatedObjects(LoopObjects):
 
     def of_ranks(self) -> dict[str, Any]:
         """The part of `state` that is each rank's own; a collective."""
-        own = self._ranks.on_every(self._own)
-        known = self._ranks.broadcast(own.digests())
+        own = self._group.on_every(self._own)
+        known = self._group.broadcast(own.digests())
         kept: dict[str, dict[str, Any]] = {}
         for (group, name), part in own.without(known).parts.items():
             kept.setdefault(group, {})[name] = part.to_object()
-        return {_RANKS: self._ranks.gather(kept), _BUCKETS: bucket_order(self._wrapper)}
+        return {_RANKS: self._group.gather(kept), _BUCKETS: bucket_order(self._wrapper)}
 
     @property
     def stateful_hook(self) -> str | None:
@@ -78,12 +78,12 @@ class ReplicatedObjects(LoopObjects):
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
             "trained": self._trained.values(),
         }
-        return OwnState.take(groups, self._ranks.rank)
+        return OwnState.take(groups, self._group.rank)
 
     def load(self, state: Any, url: str, *, warns: bool = True) -> None:
         """See `LoopObjects.load`; a collective."""
         stored = state.get(_RANKS) if isinstance(state, dict) else None
-        rank, world = self._ranks.rank, self._ranks.world
+        rank, size = self._group.rank, self._group.size
         written = len(stored) if isinstance(stored, list) else 1
         if isinstance(stored, list) and rank < written:
             own = stored[rank]
@@ -91,20 +91,20 @@ class ReplicatedObjects(LoopObjects):
             state = {**state, **merged}
         super().load(state, url, warns=warns)
         restore_buckets(self._wrapper, state.get(_BUCKETS) or [])
-        if written == world:
+        if written == size:
             return
         if rank >= written:
             diverge_rng(rank)
         if warns and rank == 0:
             warn(
-                f"the run was written by {written} processes, and is continued by {world}: it goes on from the same weights, but not bit"
+                f"the run was written by {written} processes, and is continued by {size}: it goes on from the same weights, but not bit"
                 " by bit"
             )
 
 
-def _warn_of_sums(model: Any, world: int) -> None:
+def _warn_of_sums(model: Any, size: int) -> None:
     if not isinstance(model, DistributedDataParallel):
-        if world > 2:  # a + b = b + a
+        if size > 2:  # a + b = b + a
             warn(
                 "the model that the Checkpointer was given is no DistributedDataParallel: where it is inside of one, give that one, for"
                 " the order in which it sums gradients is needed to continue bit by bit"
@@ -134,7 +134,7 @@ def replicated_saver(
         tried: whether steps from a restored state could be tried, which is not done yet.
     """
     saver = ReplicatedSaver(url, config, storage_options=storage_options, parity=parity)
-    if tried and dist.get_rank() == 0:
+    if tried and world().is_first:
         warn("train_loss= is not used where several processes train: evaluate= alone measures")
     return saver
 
@@ -160,7 +160,7 @@ class ReplicatedSaver:
         storage_options: StorageOptions = None,
         parity: int | None = None,
     ) -> None:
-        self._ranks = Ranks()
+        self._group = Distributed()
         self._saver = Saver(url, config, storage_options=storage_options, parity=parity)
         self._mailbox: Mailbox | None = None
         self.url = self._saver.url
@@ -181,20 +181,20 @@ class ReplicatedSaver:
             ConfigError: they were not.
             StoreError, RunMismatchError: as `Saver.check`.
         """
-        require_same(self._ranks, self.url, self.config)
-        self._on_first(self._saver.check)
-        self._mailbox = Mailbox(self._ranks)
+        require_same(self._group, self.url, self.config)
+        self._group.on_first(self._saver.check)
+        self._mailbox = Mailbox(self._group)
 
     def ending(self) -> Ending:
         """See `ShardedSaver.ending`."""
         mailbox = self._mailbox
         if mailbox is None:
             raise ConfigError("call check() first, on every rank")
-        return self._ranks.on_every(lambda: Ending(mailbox))
+        return self._group.on_every(lambda: Ending(mailbox))
 
     def begin(self, state: object, *, step: int = 0, describe: Describe = plain) -> None:
         """See `Saver.begin`."""
-        if self._ranks.rank == 0:
+        if self._group.rank == 0:
             self._saver.begin(state, step=step, describe=describe)
 
     def save(
@@ -218,9 +218,9 @@ class ReplicatedSaver:
             resumed: not used yet.
         """
         if adoption is not None:
-            settings = {**adoption.settings, "ranks": self._ranks.world}
+            settings = {**adoption.settings, "ranks": self._group.size}
             adoption = Adoption(live=adoption.live, settings=settings)
-        accepted = self._on_first(
+        accepted = self._group.on_first(
             lambda: self._saver.save(
                 state,
                 step=step,
@@ -234,23 +234,23 @@ class ReplicatedSaver:
             )
         )
         if adoption is not None:
-            share_adopted(self._ranks, self._saver.adopted, adoption.live)
+            share_adopted(self._group, self._saver.adopted, adoption.live)
         if wait:
             self._learn()
         return accepted
 
     def poll(self) -> float:
         """See `Saver.poll`."""
-        return self._saver.poll() if self._ranks.rank == 0 else 0.0
+        return self._saver.poll() if self._group.rank == 0 else 0.0
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """See `Saver.flush`."""
-        done = self._on_first(lambda: self._saver.flush(timeout_s))
+        done = self._group.on_first(lambda: self._saver.flush(timeout_s))
         self._learn()
         return done
 
     def _learn(self) -> None:
-        self.failed = self._ranks.broadcast(self._saver.failed)
+        self.failed = self._group.broadcast(self._saver.failed)
 
     def restore_alone(self, manifest: Manifest) -> Restored | None:
         """What `restore` returns, on one rank that the others wait for."""
@@ -258,7 +258,7 @@ class ReplicatedSaver:
 
     def close(self, timeout_s: float | None = None) -> bool:
         """See `Saver.close`; no collective, so that it may be called after an error."""
-        return self._saver.close(timeout_s) if self._ranks.rank == 0 else True
+        return self._saver.close(timeout_s) if self._group.rank == 0 else True
 
     def reports(self) -> list[SaveReport]:
         """See `Saver.reports`: those of the first rank."""
@@ -270,7 +270,7 @@ class ReplicatedSaver:
         Args:
             begins: called on the first rank alone.
         """
-        return self._on_first(lambda: self._saver.newest(begins=begins))
+        return self._group.on_first(lambda: self._saver.newest(begins=begins))
 
     def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
         """See `Saver.restore`; every rank reads the checkpoint that the first one has found."""
@@ -282,16 +282,11 @@ class ReplicatedSaver:
                 return self._saver.newest()
             return Address(url=self.url, step=which).find(self.store.manifests())
 
-        manifest = self._on_first(find)
+        manifest = self._group.on_first(find)
         if manifest is None:
             return None
-        first = self._ranks.rank == 0
-        return self._ranks.on_every(lambda: self._saver.restore(manifest, adopt=adopt and first))
-
-    def _on_first(self, action: Callable[[], T]) -> T:
-        return self._ranks.broadcast(
-            self._ranks.on_every(lambda: action() if self._ranks.rank == 0 else None)
-        )
+        first = self._group.rank == 0
+        return self._group.on_every(lambda: self._saver.restore(manifest, adopt=adopt and first))
 
 
 def _alone(evaluate: Evaluate) -> Evaluate:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import Distributed
 from shrinkpoint.loop.objects import LoopObjects
 from shrinkpoint.loop.replicas import ReplicatedObjects
-from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.steps.exact import ExactLog
 from shrinkpoint.steps.hyperparameters import parameters_of
 from shrinkpoint.steps.opening import TrainingLog
@@ -54,15 +54,15 @@ class ReplicatedLog:
                 "resume_weights=True is for one process: leave it out, and resume from checkpoints"
             )
         self._objects = objects
-        self._ranks = Ranks()
-        self._states = StatesOfRanks(self._ranks.world)
+        self._group = Distributed()
+        self._states = StatesOfRanks(self._group.size)
         self._is_exact = options.kind == "exact"
         self._steps = steps_of_segment(options, objects.optimizers)
         self._since = 0
         if self._is_exact:
             options = replace(options, segment_steps=NEVER)  # segments end here, on every rank
-        self.log = self._ranks.on_every(
-            lambda: make({_NAME: self._states}, options) if self._ranks.rank == 0 else None
+        self.log = self._group.on_every(
+            lambda: make({_NAME: self._states}, options) if self._group.rank == 0 else None
         )
         """The log itself, on the first rank."""
 
@@ -93,7 +93,7 @@ class ReplicatedLog:
 
     def open(self, run: str) -> None:
         """See `ExactLog.open`."""
-        self._ranks.on_every(lambda: None if self.log is None else self.log.open(run))
+        self._group.on_every(lambda: None if self.log is None else self.log.open(run))
 
     def expect(self, step: int) -> None:
         """See `ExactLog.expect`; of use on the first rank alone."""
@@ -109,8 +109,8 @@ class ReplicatedLog:
         """
         self._states.replayed = None
         log = self.log
-        reached = self._ranks.broadcast(
-            self._ranks.on_every(lambda: step if log is None else log.recover(step, prepare))
+        reached = self._group.broadcast(
+            self._group.on_every(lambda: step if log is None else log.recover(step, prepare))
         )
         if reached > step:
             self._share(reached)
@@ -119,15 +119,15 @@ class ReplicatedLog:
 
     def _share(self, step: int) -> None:
         """Give the first rank's state to the others, with what is each one's own."""
-        first = self._ranks.rank == 0
+        first = self._group.rank == 0
         state = gradients = None
         if first:
             state = on_host({**LoopObjects.state(self._objects, step), **(self._states.replayed or {})})
             gradients = [on_host(parameter.grad) for parameter in self._parameters()]
-        self._objects.load(self._ranks.broadcast(state), "", warns=False)
-        found = self._ranks.broadcast(gradients)
+        self._objects.load(self._group.broadcast(state), "", warns=False)
+        found = self._group.broadcast(gradients)
         if not first:
-            for parameter, gradient in zip(self._parameters(), found, strict=True):
+            for parameter, gradient in zip(self._parameters(), found or (), strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def _parameters(self) -> list[torch.Tensor]:

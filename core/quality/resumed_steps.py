@@ -19,10 +19,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.group.group import world
 from shrinkpoint.optimizers.updates import global_hooks
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps, losses_of
 from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_state
-from shrinkpoint.runtime.processes import world_size
 from shrinkpoint.state.dtypes import as_bits
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
@@ -196,7 +196,7 @@ def obstacle(
         alone: whether it is certain that no step waits for another process.
         shards: whether all processes that have shards of the model make the same steps together.
     """
-    several = world_size() > 1
+    several = world().size > 1
     if several and not (alone or shards):
         return "several processes train together"
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):

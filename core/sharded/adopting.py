@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.coding.selective import header_of
+from shrinkpoint.group.group import Distributed
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.planner import Planner
@@ -34,7 +35,6 @@ from shrinkpoint.sharded.boxes import Piece
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
 from shrinkpoint.sharded.layout import block_box, tensors_of_rank
 from shrinkpoint.sharded.publishing import AdoptedPart
-from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.sharded.restoring import Decoded
 from shrinkpoint.sharded.spreading import Shards, spread
 from shrinkpoint.sharded.trees import captured
@@ -64,7 +64,7 @@ def takeover_for(shards: Shards, describe: Describe, adoption: Adoption, waited_
     Raises:
         ShrinkpointError: a rank's state cannot be captured once more; on every rank.
     """
-    ranks = shards.ranks
+    group = shards.group
 
     def own() -> dict[str, str]:
         again = captured(adoption.live(), describe)
@@ -73,14 +73,14 @@ def takeover_for(shards: Shards, describe: Describe, adoption: Adoption, waited_
         return unsuitable(TrainingState(None, _locals(shards.pieces, specs), specs), _locals(pieces, pieces))
 
     exactly: dict[str, str] = {}
-    for found in ranks.gather(ranks.on_every(own)):
+    for found in group.gather(group.on_every(own)):
         exactly |= found
     blocks = {
         name: exactly[of]
         for name, (spec, _) in shards.owners.items()
         if (of := block_box(spec)[0]) in exactly
     }
-    return Takeover({}, blocks, {**adoption.settings, "ranks": ranks.world}, waited_s)
+    return Takeover({}, blocks, {**adoption.settings, "ranks": group.size}, waited_s)
 
 
 def _locals(pieces: Mapping[str, Sequence[Piece]], names: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -101,9 +101,9 @@ def take_over(shards: Shards, takeover: Takeover, *, started: float) -> None:
         StateMismatchError: a rank holds other values than its owner has restored; on every rank, and the save fails.
     """
     try:
-        _wait_together(shards.ranks, takeover)
+        _wait_together(shards.group, takeover)
         values = takeover.values()
-        changed = shards.ranks.gather(None if values is None else sorted(values))
+        changed = shards.group.gather(None if values is None else sorted(values))
         if values is None or any(names is None for names in changed):
             return
         names = {name for own in changed if own is not None for name in own}
@@ -113,16 +113,16 @@ def take_over(shards: Shards, takeover: Takeover, *, started: float) -> None:
         takeover.leave()
 
 
-def _wait_together(ranks: Ranks, takeover: Takeover) -> None:
+def _wait_together(group: Distributed, takeover: Takeover) -> None:
     """Wait until it is settled on every rank; a rank that is gone ends this as it ends any collective."""
     pause_s = _FIRST_LOOK_S
-    while ranks.most([not takeover.is_settled(pause_s)])[0]:
+    while group.most([not takeover.is_settled(pause_s)])[0]:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def continue_adopting(
     store: RunStore,
-    ranks: Ranks,
+    group: Distributed,
     background: "AdoptingBackground",
     decoded: Decoded,
     read: Callable[[Manifest], Decoded],
@@ -131,7 +131,7 @@ def continue_adopting(
 
     Args:
         store: the run.
-        ranks: all of them.
+        group: all ranks.
         background: of this rank.
         decoded: the checkpoint that the training has been restored from.
         read: reads another one; a collective.
@@ -145,7 +145,7 @@ def continue_adopting(
     manifest = decoded.plan.manifest
     last, digest = adopted_of(manifest), manifest.state_digest
     if last is None or last.planned:
-        if last is None and ranks.rank == 0:
+        if last is None and group.rank == 0:
             warn(
                 f"the training adopts its checkpoints from now on (adopt=True), which it did not up to step {manifest.step}: only"
                 " from the next save on is a resumed run the undisturbed one"
@@ -154,14 +154,14 @@ def continue_adopting(
             last, decoded.reference, decoded.own_state, step=manifest.step, digest=digest
         )
         return manifest
-    before = _first(ranks, lambda: _planned_before(store, manifest, last))
+    before = group.on_first(lambda: _planned_before(store, manifest, last))
     known = last if last.count else None
     if before is None:
         values = (
             decoded.own_state if last.count else None
         )  # before the first one, nothing is known of the movement
         background.continue_from(known, {}, values, step=manifest.step, digest=None)
-        if ranks.rank == 0 and last.count and last.step != manifest.step:
+        if group.rank == 0 and last.count and last.step != manifest.step:
             warn(
                 f"the last planned save before step {manifest.step} could not be stored, and with it where the weights were: the next"
                 " save's bits differ from those of an undisturbed run. This run stays reproducible from there on"
@@ -172,7 +172,7 @@ def continue_adopting(
     def is_before(other: Manifest) -> bool:
         return (other.state_digest, other.step) == (before.state_digest, before.step)
 
-    parent = _first(ranks, lambda: next(filter(is_before, store.manifests()), None))
+    parent = group.on_first(lambda: next(filter(is_before, store.manifests()), None))
     background.continue_from(
         known,
         whole.reference,
@@ -181,12 +181,6 @@ def continue_adopting(
         digest=None if parent is None else parent.state_digest,
     )
     return parent
-
-
-def _first(ranks: Ranks, find: Callable[[], Manifest | None]) -> Manifest | None:
-    """What the first rank finds, on every rank."""
-    found: list[Manifest | None] = ranks.gather(ranks.on_every(lambda: None if ranks.rank else find()))
-    return found[0]
 
 
 def _planned_before(store: RunStore, manifest: Manifest, last: Adopted) -> Manifest | None:

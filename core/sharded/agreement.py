@@ -4,23 +4,23 @@ from dataclasses import asdict, dataclass
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointError
-from shrinkpoint.sharded.ranks import Ranks, rebuilt
+from shrinkpoint.group.group import Distributed
 
 __all__ = ["Agreed", "Status", "agree", "obstacle_of", "refuse_options", "require_same", "unmeasured"]
 
 
-def require_same(ranks: Ranks, url: str, config: SaverConfig) -> None:
+def require_same(group: Distributed, url: str, config: SaverConfig) -> None:
     """Make sure that all ranks were given the same; a collective.
 
     Args:
-        ranks: all of them.
+        group: all ranks.
         url: of the run.
         config: how to save.
 
     Raises:
         ConfigError: they were not, on every rank.
     """
-    given = ranks.gather({"url": url} | asdict(config))
+    given = group.gather({"url": url} | asdict(config))
     for rank, other in enumerate(given):
         differ = [name for name, value in other.items() if value != given[0][name]]
         if differ:
@@ -69,11 +69,11 @@ class Agreed:
     failed: bool
 
 
-def agree(ranks: Ranks, status: Status) -> Agreed:
+def agree(group: Distributed, status: Status) -> Agreed:
     """A collective: each rank says what it knows, and all learn the same.
 
     Args:
-        ranks: all of them.
+        group: all ranks.
         status: of this rank.
 
     Raises:
@@ -90,9 +90,9 @@ def agree(ranks: Ranks, status: Status) -> Agreed:
         status.failed,
     )
     numbers = [status.step, -status.step, status.link, -status.link, *map(int, flags)]
-    most = ranks.most([int(trouble is not None), *numbers])
+    most = group.most([int(trouble is not None), *numbers])
     if most[0]:
-        _raise_together(ranks, trouble)
+        group.raise_together(trouble)
     if most[1] != -most[2]:
         raise ConfigError(
             f"the ranks are at different steps, {-most[2]} to {most[1]}: every rank must save in the same batch"
@@ -108,16 +108,6 @@ def agree(ranks: Ranks, status: Status) -> Agreed:
         steps=not blind and not exact and not still,
         failed=failed,
     )
-
-
-def _raise_together(ranks: Ranks, trouble: Exception | None) -> None:
-    """Raise on every rank: its own trouble, or the lowest rank's."""
-    failures = ranks.gather(None if trouble is None else (type(trouble).__name__, str(trouble)))
-    if trouble is not None:
-        raise trouble
-    for rank, named in enumerate(failures):
-        if named is not None:
-            raise rebuilt(*named, rank=rank)
 
 
 def refuse_options(config: SaverConfig) -> None:

@@ -1,6 +1,6 @@
 """One rank's saves, in its background thread: code and store a part, report it to the first rank, learn whether it was committed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, FencedError, FormatError, ShrinkpointError, StoreError
+from shrinkpoint.errors import ConfigError, FencedError, ShrinkpointError, StoreError
+from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import OptimizerKind, moments_of_direction
 from shrinkpoint.quality.guards import Guard
@@ -27,10 +28,9 @@ from shrinkpoint.schemes.inshrinkerator.partition import added_scores
 from shrinkpoint.schemes.inshrinkerator.scheme import weights_of
 from shrinkpoint.schemes.sums import WeightSums, added_sums
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
-from shrinkpoint.sharded.planning import Leader, follow, lead, sound
+from shrinkpoint.sharded.planning import Leader, follow, lead
 from shrinkpoint.sharded.probing import Probe, owned_weights
 from shrinkpoint.sharded.publishing import AdoptedPart, Publisher, posted
-from shrinkpoint.sharded.ranks import Mailbox
 from shrinkpoint.sharded.trees import with_blocks, without_tensors
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.training import TrainingState
@@ -257,38 +257,16 @@ class Background:
         if job.exact:
             return context
         options = self._config.scheme_options
+        together = partial(
+            self._mailbox.combine, f"{job.number}/sums", timeout_s=self._config.commit_timeout_s
+        )
         if self._config.scheme == "auto":
             own = Auto(options=options, save_context=context).sums(context.state)
-            return replace(context, sums=WeightSums.from_json(self._added(job, own.to_json(), added_sums)))
+            return replace(context, sums=WeightSums.from_json(together(own.to_json(), added_sums)))
         if self._config.scheme == "inshrinkerator":
             scores = weights_of(context, options).sketches.to_json()
-            return replace(context, scores=self._added(job, scores, partial(added_scores, options.alpha)))
+            return replace(context, scores=together(scores, partial(added_scores, options.alpha)))
         return context
-
-    def _added(
-        self, job: PartJob, own: dict[str, Any], add: Callable[[list[dict[str, Any]]], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """The sum over all ranks, as a message.
-
-        Args:
-            job: of the save.
-            own: of this rank.
-            add: adds up those of all ranks.
-
-        Raises:
-            StoreError: a rank has failed, or has not sent its own.
-        """
-        key, timeout_s = f"{job.number}/sums", float(self._config.commit_timeout_s)
-        self._mailbox.post(f"{key}/{job.rank}", own)
-        if job.rank:
-            return sound(self._mailbox.wait(key, timeout_s + _OWN_S))
-        try:
-            total = add([sound(message) for message in self._mailbox.collect(key, timeout_s)])
-        except (StoreError, FormatError) as error:
-            self._mailbox.post(key, {"error": str(error)})
-            raise
-        self._mailbox.post(key, total)
-        return total
 
     def _publish(self, publisher: Publisher, save: Save) -> dict[str, Any]:
         """On the first rank: wait for all parts, and commit; never raises."""
@@ -337,11 +315,9 @@ class Background:
     def _forget_messages(self, number: int) -> None:
         """Of the save before, which all ranks know the outcome of: they have agreed to begin this one."""
         if self._publisher is not None and number > 0:
-            several = [
-                f"{number}/{what}/{r}" for what in ("part", "sums") for r in range(self._mailbox.world)
-            ]
+            several = [f"{number}/{what}/{r}" for what in ("part", "sums") for r in range(self._mailbox.size)]
             if self._leader is not None:
-                several += self._leader.messages + self._probe.messages(number, self._mailbox.world)
+                several += self._leader.messages + self._probe.messages(number, self._mailbox.size)
             try:
                 self._mailbox.drop([*several, f"{number}/own", f"{number}/sums", f"{number}/outcome"])
             except StoreError as error:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from shrinkpoint.arrays import Int64s
 from shrinkpoint.errors import StoreError
+from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, intersection
-from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["Buffers", "ExchangePlan", "Move", "Sources", "Take", "Target", "exchange", "moves", "plain_bytes"]
@@ -176,7 +176,7 @@ class ExchangePlan:
 
     def run(
         self,
-        ranks: Ranks,
+        group: Distributed,
         buffers: Buffers,
         give: Take,
         take: Take,
@@ -187,7 +187,7 @@ class ExchangePlan:
         """Fill the boxes; a collective, on the training thread. Its memory is there already, so that no rank stays away from it.
 
         Args:
-            ranks: all of them.
+            group: all ranks.
             buffers: as `buffers` gave them.
             give: what this rank holds of a box of the sources.
             take: memory for a box of this rank's targets.
@@ -201,13 +201,13 @@ class ExchangePlan:
         sent = 0
         with torch.no_grad():
             for bucket in self._buckets:
-                sent += self._run(ranks, bucket, buffers, give, take, pinned)
+                sent += self._run(group, bucket, buffers, give, take, pinned)
                 for name in bucket.names:
                     moved(name)
         return sent
 
     def _run(
-        self, ranks: Ranks, bucket: _Bucket, buffers: Buffers, give: Take, take: Take, pinned: bool
+        self, group: Distributed, bucket: _Bucket, buffers: Buffers, give: Take, take: Take, pinned: bool
     ) -> int:
         for move in bucket.own:
             taken = move.target.cut(take(move.name, move.target), move.cut)
@@ -226,7 +226,7 @@ class ExchangePlan:
             buffers.sending[:sent],
             list(bucket.sizes_in),
             list(bucket.sizes_out),
-            group=ranks.group,
+            group=group.process_group,
         )
         at = 0
         for move in bucket.into:
@@ -237,7 +237,7 @@ class ExchangePlan:
 
 
 def exchange(
-    ranks: Ranks,
+    group: Distributed,
     specs: Mapping[str, TensorSpec],
     sources: Sources,
     targets: Mapping[str, Sequence[Target]],
@@ -252,11 +252,11 @@ def exchange(
     """
 
     def planned() -> tuple[ExchangePlan, Buffers]:
-        plan = ExchangePlan(ranks.rank, ranks.world, specs, sources, targets)
-        return plan, plan.buffers(ranks.device)
+        plan = ExchangePlan(group.rank, group.size, specs, sources, targets)
+        return plan, plan.buffers(group.device)
 
-    plan, buffers = ranks.on_every(planned)
-    return plan.run(ranks, buffers, give, take, moved)
+    plan, buffers = group.on_every(planned)
+    return plan.run(group, buffers, give, take, moved)
 
 
 def moves(name: str, sources: Holders, targets: Sequence[Target], rank: int) -> Iterator[Move]:

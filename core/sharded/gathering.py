@@ -7,11 +7,11 @@ import torch
 import xxhash
 
 from shrinkpoint.errors import CannotRepresentError, StoreError
+from shrinkpoint.group.group import Distributed
 from shrinkpoint.runtime.packing import empty_tensors
 from shrinkpoint.sharded.boxes import Box, Piece
 from shrinkpoint.sharded.exchange import Buffers, ExchangePlan, Target, plain_bytes
 from shrinkpoint.sharded.layout import Layout, block_box
-from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.sharded.trees import renamed_tensors
 from shrinkpoint.state.snapshot import DeviceCopy
 from shrinkpoint.state.training import TensorSpec, TrainingState
@@ -57,7 +57,7 @@ class Gathering:
         self._pinned: dict[str, torch.Tensor] = {}
 
     def gathered(
-        self, ranks: Ranks, tree: JSON, pieces: Mapping[str, Sequence[Piece]]
+        self, group: Distributed, tree: JSON, pieces: Mapping[str, Sequence[Piece]]
     ) -> tuple[TrainingState, DeviceCopy | None, int]:
         """Whole tensors of this rank's own, in host memory; a collective, on the training thread.
 
@@ -65,7 +65,7 @@ class Gathering:
         stream makes the copies, so that no later step can overtake them.
 
         Args:
-            ranks: all of them.
+            group: all ranks.
             tree: of this rank's state.
             pieces: what this rank holds of each tensor.
 
@@ -78,10 +78,10 @@ class Gathering:
         """
         # what may fail on one rank comes before the first collective that the others would wait in
         try:
-            prepared = ranks.on_every(lambda: self._prepared(ranks, pieces))
+            prepared = group.on_every(lambda: self._prepared(group, pieces))
         except StoreError as error:
             raise NoMemoryError(str(error)) from error
-        check_copies(ranks, self._layout.unproven, prepared.fingerprints)
+        check_copies(group, self._layout.unproven, prepared.fingerprints)
         self._is_new = False
         places: dict[tuple[str, Box], torch.Tensor] = {
             block_box(self._blocks[name]): tensor for name, tensor in prepared.tensors.items()
@@ -90,7 +90,7 @@ class Gathering:
         gpu = prepared.gpu
         copy = None if gpu is None else DeviceCopy(torch.cuda.current_stream(gpu))
         moved = self._plan.run(
-            ranks,
+            group,
             prepared.buffers,
             lambda name, box: locals_[name, box],
             lambda name, box: places[name, box],
@@ -103,13 +103,13 @@ class Gathering:
         )
         return state, copy, moved
 
-    def _prepared(self, ranks: Ranks, pieces: Mapping[str, Sequence[Piece]]) -> _Prepared:
+    def _prepared(self, group: Distributed, pieces: Mapping[str, Sequence[Piece]]) -> _Prepared:
         locals_ = (piece.local for own in pieces.values() for piece in own)
         gpu = next((local.device for local in locals_ if local.is_cuda), None)
         try:
             return _Prepared(
                 self._memory(pinned=gpu is not None),
-                self._plan.buffers(ranks.device),
+                self._plan.buffers(group.device),
                 fingerprints(self._layout.unproven, pieces, whole=self._is_new),
                 gpu,
             )
@@ -180,11 +180,11 @@ def fingerprints(
     return found
 
 
-def check_copies(ranks: Ranks, unproven: Unproven, own: Sequence[int | None]) -> None:
+def check_copies(group: Distributed, unproven: Unproven, own: Sequence[int | None]) -> None:
     """Refuse different values under one name; a collective of 16 bytes for each box.
 
     Args:
-        ranks: all of them.
+        group: all ranks.
         unproven: names and boxes, the same on all ranks.
         own: this rank's `fingerprints` of these.
 
@@ -195,7 +195,7 @@ def check_copies(ranks: Ranks, unproven: Unproven, own: Sequence[int | None]) ->
         return
     high = [_ABSENT if number is None else number for number in own]
     low = [_ABSENT if number is None else -number for number in own]
-    most = ranks.most([*high, *low])
+    most = group.most([*high, *low])
     count = len(unproven)
     differ = sorted({unproven[i][0] for i in range(count) if most[i] != -most[count + i]})
     if differ:

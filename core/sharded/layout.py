@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, Piece, check_tiling, is_sharded, pieces_of, ranks_of
-from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS, blocks_of
 from shrinkpoint.state.training import Role, TensorSpec
 
@@ -93,17 +93,17 @@ class Layout:
         return name not in self.sharded
 
 
-def agreed_layout(own: RankTensors, ranks: Ranks) -> Layout:
+def agreed_layout(own: RankTensors, group: Distributed) -> Layout:
     """The table of all ranks; every one of them calls this.
 
     Args:
         own: those of this rank.
-        ranks: all of them.
+        group: all ranks.
 
     Raises:
         CannotRepresentError: see `layout_of`; on every rank.
     """
-    return layout_of(ranks.gather(own))
+    return layout_of(group.gather(own))
 
 
 def layout_of(everyone: Sequence[RankTensors]) -> Layout:

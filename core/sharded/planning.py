@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import StoreError
+from shrinkpoint.group.mailbox import Mailbox, sound
 from shrinkpoint.quality.comparison import Candidates, Change
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps
 from shrinkpoint.quality.guards import Guard
@@ -29,26 +29,14 @@ from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.catalogue import build, entry_of
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, weights_of
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
-from shrinkpoint.sharded.ranks import Mailbox
 from shrinkpoint.state.training import TrainingState
 
-__all__ = ["Leader", "follow", "lead", "measurable", "sound"]
+__all__ = ["Leader", "follow", "lead", "measurable"]
 
 
 def measurable(config: SaverConfig) -> bool:
     """Whether the settings of a scheme are chosen by measurements on shards."""
     return not config.adopt and entry_of(config.scheme).choice != "nothing"
-
-
-def sound(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without an error.
-
-    Raises:
-        StoreError: it has one.
-    """
-    if "error" in message:
-        raise StoreError(f"another rank has failed: {message['error']}")
-    return message
 
 
 def _settings_of(scheme: Scheme) -> dict[str, Any]:
@@ -120,14 +108,14 @@ class Leader:
         deadline = time.monotonic() + self._timeout_s
         return [
             sound(self._mailbox.wait(f"{key}/{rank}", deadline - time.monotonic()))
-            for rank in range(1, self._mailbox.world)
+            for rank in range(1, self._mailbox.size)
         ]
 
     @property
     def messages(self) -> list[str]:
         """All that was said, which everyone has read when the next save begins."""
         keys = [_command_key(self._number, index) for index in range(self._count)]
-        return keys + [f"{key}/{rank}" for key in keys for rank in range(1, self._mailbox.world)]
+        return keys + [f"{key}/{rank}" for key in keys for rank in range(1, self._mailbox.size)]
 
 
 def _command_key(number: int, index: int) -> str:

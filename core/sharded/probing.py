@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import Distributed
+from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.evaluation import (
     Evaluate,
     EvaluationDesk,
@@ -26,7 +28,6 @@ from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.trial import evaluated
 from shrinkpoint.sharded.boxes import Piece, pieces_of
 from shrinkpoint.sharded.layout import block_box
-from shrinkpoint.sharded.ranks import Mailbox, Ranks
 from shrinkpoint.sharded.spreading import Shards, spread
 from shrinkpoint.state.averages import average_key
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
@@ -119,13 +120,13 @@ class Probe:
     """One rank's part in the evaluations.
 
     Args:
-        ranks: all of them.
+        group: all ranks.
         mailbox: to the others, for the training thread alone.
         patience_s: seconds that a rank whose evaluation has failed waits for the others to leave theirs.
     """
 
-    def __init__(self, ranks: Ranks, mailbox: Mailbox, *, patience_s: float) -> None:
-        self._ranks, self._mailbox, self._patience_s = ranks, mailbox, patience_s
+    def __init__(self, group: Distributed, mailbox: Mailbox, *, patience_s: float) -> None:
+        self._group, self._mailbox, self._patience_s = group, mailbox, patience_s
         self._desk = EvaluationDesk()
         self._planning = False
         self._save: ProbedSave | None = None
@@ -228,7 +229,7 @@ class Probe:
         if self._save is None:
             return 0.0, False
         state = _WAITING if self._desk.waiting else _PLANNING if self._planning else _IDLE
-        most = self._ranks.most([state, -state, late])
+        most = self._group.most([state, -state, late])
         highest, lowest = most[0], -most[1]
         if lowest == _WAITING:
             return self._evaluate(self._save), False
@@ -250,9 +251,9 @@ class Probe:
 
     def _losses(self, save: ProbedSave, weights: Mapping[str, torch.Tensor]) -> Losses:
         assert isinstance(weights, OwnedWeights)
-        ranks = self._ranks
+        group = self._group
         if not save.names:
-            for names in ranks.gather(dict(weights.evaluated_as)):
+            for names in group.gather(dict(weights.evaluated_as)):
                 save.names |= names
         tensors = self._spread(save, save.names, weights)
         values = {}
@@ -274,7 +275,7 @@ class Probe:
             found = self._spread(save, save.shards.owners, tensors)
         except Exception as error:
             self.takes_steps = False
-            if self._ranks.rank == 0:
+            if self._group.rank == 0:
                 warn(
                     f"the quality of checkpoints is measured at the restore alone: no steps can be taken from one ({error})"
                 )
@@ -299,8 +300,8 @@ class Probe:
             names: of the stored tensors, the same on every rank.
             values: those of them that this rank owns.
         """
-        tensors, pieces = self._ranks.on_every(lambda: save.targets(names))
-        shards = Shards(self._ranks, save.shards.layout, pieces, save.shards.owners)
+        tensors, pieces = self._group.on_every(lambda: save.targets(names))
+        shards = Shards(self._group, save.shards.layout, pieces, save.shards.owners)
         spread(shards, [name for name in shards.owners if name in names], values)
         return tensors
 
@@ -321,7 +322,7 @@ class Probe:
 
     def _warn_failed(self, error: str, own: Mapping[str, Any]) -> None:
         is_reported = "error" in own and not own.get("trace")
-        if self._ranks.rank == 0 and not is_reported and not self._warned:
+        if self._group.rank == 0 and not is_reported and not self._warned:
             self._warned = True
             warn(f"the quality of checkpoints cannot be measured, so they are stored exactly: {error}")
 
@@ -334,12 +335,12 @@ class Probe:
             ConfigError: an evaluation has failed, and a rank does not leave its own.
             StoreError: the first rank is gone.
         """
-        key, rank = _loss_key(save.number, save.evaluations), self._ranks.rank
+        key, rank = _loss_key(save.number, save.evaluations), self._group.rank
         if rank:
             self._mailbox.post(f"{key}/{rank}", own)
             return self._when_there(key, own)
         found = [own]
-        for other in range(1, self._ranks.world):
+        for other in range(1, self._group.size):
             failed = next((one for one in found if "error" in one), {})
             try:
                 found.append(self._when_there(f"{key}/{other}", failed))

@@ -10,13 +10,13 @@ from shrinkpoint.coding.parts import PartsHeader
 from shrinkpoint.coding.selective import decode_batches, header_of, sources_of_run
 from shrinkpoint.container.reader import Header
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError, StoreError
+from shrinkpoint.group.group import Distributed, rebuilt
 from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.sharded.boxes import Box
 from shrinkpoint.sharded.exchange import Target, exchange
 from shrinkpoint.sharded.layout import Layout, agreed_layout, block_box, owners_of, tensors_of_rank
 from shrinkpoint.sharded.own import merged_tree, own_name
-from shrinkpoint.sharded.ranks import Ranks, rebuilt
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
@@ -63,7 +63,7 @@ class Decoded:
         return TrainingState(None, {name: self.values[name] for name in specs}, specs)
 
 
-def read_newest(store: RunStore, ranks: Ranks, threads: int, limit: int) -> Decoded | None:
+def read_newest(store: RunStore, group: Distributed, threads: int, limit: int) -> Decoded | None:
     """The newest checkpoint that is sound on every rank; a collective. None in an empty run.
 
     Raises:
@@ -71,20 +71,20 @@ def read_newest(store: RunStore, ranks: Ranks, threads: int, limit: int) -> Deco
     """
 
     def lead() -> Decoded | None:
-        found = store.newest_readable(lambda manifest: _lead(store, ranks, manifest, threads, limit))
+        found = store.newest_readable(lambda manifest: _lead(store, group, manifest, threads, limit))
         return None if found is None else found[1]
 
-    return _led(store, ranks, lead, threads, limit)
+    return _led(store, group, lead, threads, limit)
 
 
 def read_one(
-    store: RunStore, ranks: Ranks, choose: Callable[[], Manifest], threads: int, limit: int
+    store: RunStore, group: Distributed, choose: Callable[[], Manifest], threads: int, limit: int
 ) -> Decoded:
     """One checkpoint; a collective.
 
     Args:
         store: the run.
-        ranks: all of them.
+        group: all ranks.
         choose: gives it, on the first rank.
         threads: that decode.
         limit: elements of a block.
@@ -92,37 +92,37 @@ def read_one(
     Raises:
         ShrinkpointError: it is damaged, or what `choose` raised; on every rank.
     """
-    decoded = _led(store, ranks, lambda: _lead(store, ranks, choose(), threads, limit), threads, limit)
+    decoded = _led(store, group, lambda: _lead(store, group, choose(), threads, limit), threads, limit)
     assert decoded is not None
     return decoded
 
 
 def _led(
-    store: RunStore, ranks: Ranks, lead: Callable[[], Decoded | None], threads: int, limit: int
+    store: RunStore, group: Distributed, lead: Callable[[], Decoded | None], threads: int, limit: int
 ) -> Decoded | None:
     """The first rank leads through candidates; the others decode what it says, until it is done."""
-    if ranks.rank == 0:
+    if group.rank == 0:
         try:
             found = lead()
         except Exception as error:
-            ranks.broadcast(("error", (type(error).__name__, str(error))))
+            group.broadcast(("error", (type(error).__name__, str(error))))
             raise
-        ranks.broadcast(("done", found is not None))
+        group.broadcast(("done", found is not None))
         return found
     last: Decoded | None = None
     while True:
-        word, value = ranks.broadcast(_NOTHING)
+        word, value = group.broadcast(_NOTHING)
         if word == "done":
             return last if value else None
         if word == "error":
             raise rebuilt(*value, rank=0)
-        last, _ = _decode_together(store, ranks, value, threads, limit)
+        last, _ = _decode_together(store, group, value, threads, limit)
 
 
-def _lead(store: RunStore, ranks: Ranks, manifest: Manifest, threads: int, limit: int) -> Decoded:
+def _lead(store: RunStore, group: Distributed, manifest: Manifest, threads: int, limit: int) -> Decoded:
     plan = _plan(store, manifest)
-    ranks.broadcast(("try", plan))
-    decoded, failures = _decode_together(store, ranks, plan, threads, limit)
+    group.broadcast(("try", plan))
+    decoded, failures = _decode_together(store, group, plan, threads, limit)
     for rank, failure in enumerate(failures):
         if failure is not None:
             error = rebuilt(*failure, rank=rank)
@@ -133,14 +133,14 @@ def _lead(store: RunStore, ranks: Ranks, manifest: Manifest, threads: int, limit
 
 
 def _decode_together(
-    store: RunStore, ranks: Ranks, plan: ReadPlan, threads: int, limit: int
+    store: RunStore, group: Distributed, plan: ReadPlan, threads: int, limit: int
 ) -> tuple[Decoded | None, list[tuple[str, str] | None]]:
     decoded, failure = None, None
     try:
-        decoded = _decode(store, ranks, plan, threads, limit)
+        decoded = _decode(store, group, plan, threads, limit)
     except Exception as error:  # noqa: BLE001 - raised on every rank
         failure = (type(error).__name__, str(error))
-    return decoded, ranks.gather(failure)
+    return decoded, group.gather(failure)
 
 
 def _plan(store: RunStore, manifest: Manifest) -> ReadPlan:
@@ -163,13 +163,13 @@ def _own_of(header: Header) -> tuple[JSON, ...]:
     return tuple(own for _, own in sorted(header.own.items())) if isinstance(header, PartsHeader) else ()
 
 
-def _decode(store: RunStore, ranks: Ranks, plan: ReadPlan, threads: int, limit: int) -> Decoded:
+def _decode(store: RunStore, group: Distributed, plan: ReadPlan, threads: int, limit: int) -> Decoded:
     # of a checkpoint in parts alone: a single container's state may have an entry of that name
     common = {n: spec for n, spec in plan.specs.items() if not (plan.own and n.startswith("ranks/"))}
-    owners = _owners(common, ranks.world, limit)
-    wanted = {name for name, (_, owner) in owners.items() if owner == ranks.rank}
-    if len(plan.own) > ranks.rank:
-        below = own_name(ranks.rank) + "/"
+    owners = _owners(common, group.size, limit)
+    wanted = {name for name, (_, owner) in owners.items() if owner == group.rank}
+    if len(plan.own) > group.rank:
+        below = own_name(group.rank) + "/"
         wanted |= {name for name in plan.specs if name.startswith(below)}
 
     def parts(at: int) -> Collection[int]:
@@ -213,7 +213,7 @@ def _owners(specs: Mapping[str, TensorSpec], world: int, limit: int) -> dict[str
 
 
 def fill(
-    ranks: Ranks,
+    group: Distributed,
     decoded: Decoded,
     targets: Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]],
     keep: Callable[[TensorSpec], bool],
@@ -221,7 +221,7 @@ def fill(
     """Put a decoded checkpoint into the training's own tensors; a collective.
 
     Args:
-        ranks: all of them.
+        group: all ranks.
         decoded: by each of them. Its values are forgotten as they are moved, so that no rank has them twice.
         targets: gives the tensors to be filled, with shards or whole, by name, for the specs of whole tensors.
         keep: which decoded tensors stay in `decoded.values` all the same.
@@ -236,14 +236,14 @@ def fill(
     plan = decoded.plan
     common = {name: spec for name, (spec, _) in decoded.owners.items()}
     whole = whole_specs(common.values())
-    into, own, pieces = ranks.on_every(lambda: _targets(whole, targets))
-    layout = agreed_layout(own, ranks)
+    into, own, pieces = group.on_every(lambda: _targets(whole, targets))
+    layout = agreed_layout(own, group)
     sources: dict[str, dict[Box, tuple[int, ...]]] = {}
     stored: dict[str, dict[Box, str]] = {}
     for name, (spec, owner) in decoded.owners.items():
         of, box = block_box(spec)
         sources.setdefault(of, {})[box] = (owner,)
-        if owner == ranks.rank:
+        if owner == group.rank:
             stored.setdefault(of, {})[box] = name
 
     memory = Returns(sum(decoded.values[name].nbytes for names in stored.values() for name in names.values()))
@@ -255,7 +255,7 @@ def fill(
 
     locals_ = {(name, piece.box): piece.local for name, own in pieces.items() for piece in own}
     exchange(
-        ranks,
+        group,
         whole,
         sources,
         _all_targets(layout),
@@ -263,7 +263,7 @@ def fill(
         lambda name, box: locals_[name, box],
         moved,
     )
-    tree, own = _own_tree(plan, decoded, ranks)
+    tree, own = _own_tree(plan, decoded, group)
     return TrainingState(tree, {**into, **own}, whole)
 
 
@@ -289,16 +289,16 @@ def _all_targets(layout: Layout) -> dict[str, list[Target]]:
     }
 
 
-def _own_tree(plan: ReadPlan, decoded: Decoded, ranks: Ranks) -> tuple[JSON, dict[str, torch.Tensor]]:
+def _own_tree(plan: ReadPlan, decoded: Decoded, group: Distributed) -> tuple[JSON, dict[str, torch.Tensor]]:
     """The tree for this rank, with its own values where as many ranks wrote; its generators where it is one of them."""
     world = max(len(plan.own), 1)
     tree: JSON = dict(plan.tree) if isinstance(plan.tree, dict) else plan.tree
-    own = plan.own[ranks.rank] if ranks.rank < len(plan.own) else None
-    if isinstance(own, dict) and world != ranks.world:
+    own = plan.own[group.rank] if group.rank < len(plan.own) else None
+    if isinstance(own, dict) and world != group.size:
         own = {group: values for group, values in own.items() if group == "rng"}
-    below = own_name(ranks.rank) + "/"
+    below = own_name(group.rank) + "/"
     tensors = {name: value.clone() for name, value in decoded.values.items() if name.startswith(below)}
     tree = merged_tree(tree, own)
     if isinstance(tree, dict):
-        tree[RANKS_KEY] = {"stored": world, "here": ranks.world, "rank": ranks.rank}
+        tree[RANKS_KEY] = {"stored": world, "here": group.size, "rank": group.rank}
     return tree, tensors

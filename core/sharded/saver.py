@@ -9,6 +9,9 @@ import torch
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.group.ending import Ending
+from shrinkpoint.group.group import Distributed
+from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
 from shrinkpoint.quantize.movement import is_followed
@@ -32,14 +35,12 @@ from shrinkpoint.sharded.agreement import Agreed, Status, agree, refuse_options,
 from shrinkpoint.sharded.background import Background, Save
 from shrinkpoint.sharded.boxes import Piece
 from shrinkpoint.sharded.encoding import Link, PartJob
-from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.gathering import Gathering, NoMemoryError
 from shrinkpoint.sharded.layout import Layout, RankTensors, agreed_layout, owners_of, tensors_of_rank
 from shrinkpoint.sharded.own import OwnState
 from shrinkpoint.sharded.planning import measurable
 from shrinkpoint.sharded.probing import Probe, ProbedSave
 from shrinkpoint.sharded.publishing import Publisher
-from shrinkpoint.sharded.ranks import Mailbox, Ranks
 from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
 from shrinkpoint.sharded.spreading import Shards
 from shrinkpoint.sharded.trees import captured
@@ -70,7 +71,7 @@ class ShardedSaver:
         own: what each rank stores for itself, values by group and name.
         storage_options: passed to fsspec.
         parity: as of `Saver`.
-        ranks: all of them; None takes the default process group.
+        group: all ranks; None takes the default process group.
         block_elements: elements from which on a tensor is stored as several blocks of rows.
     """
 
@@ -83,7 +84,7 @@ class ShardedSaver:
         own: Callable[[], Mapping[str, Mapping[str, Any]]],
         storage_options: StorageOptions = None,
         parity: int | None = None,
-        ranks: Ranks | None = None,
+        group: Distributed | None = None,
         block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
         self.url = url_text(url)
@@ -96,7 +97,7 @@ class ShardedSaver:
         self.failed = False
         """Whether the last save that all ranks have agreed about could not be stored."""
         self._targets, self._own = targets, own
-        self._ranks = ranks or Ranks()
+        self._group = group or Distributed()
         self._limit = block_elements
         self._waits = WaitingShare()
         self._under_way = SaveUnderWay()
@@ -125,17 +126,18 @@ class ShardedSaver:
             ConfigError: they were not, or an option is not for sharded trainings.
             StoreError: the store cannot be reached or written.
         """
-        ranks = self._ranks
-        ranks.on_every(lambda: refuse_options(self.config))
-        require_same(ranks, self.url, self.config)
-        if ranks.rank == 0 and self._publisher is None:
+        group = self._group
+        group.on_every(lambda: refuse_options(self.config))
+        require_same(group, self.url, self.config)
+        if group.rank == 0 and self._publisher is None:
             self._publisher = Publisher(self.store, self.config)
-        ranks.on_every(self._open)
-        self._session = ranks.broadcast(self._publisher.open().session if self._publisher else None)
+        group.on_every(self._open)
+        publisher = self._publisher
+        self._session = group.on_first(lambda: publisher.open().session if publisher is not None else "")
         if self._background is None:
-            self._mailbox = mailbox = Mailbox(ranks)
+            self._mailbox = mailbox = Mailbox(group)
             probe = self._probe = Probe(
-                ranks, ranks.on_every(mailbox.another), patience_s=self.config.commit_timeout_s
+                group, group.on_every(mailbox.another), patience_s=self.config.commit_timeout_s
             )
             make = AdoptingBackground if self.config.adopt else Background
             self._background = make(
@@ -143,7 +145,7 @@ class ShardedSaver:
             )
         if self._probe is not None:
             self._probe.reopen()
-        if self.config.compile_ahead and os.environ.get("LOCAL_RANK", str(ranks.rank)) == "0":
+        if self.config.compile_ahead and os.environ.get("LOCAL_RANK", str(group.rank)) == "0":
             self._warmup.start()
 
     def _open(self) -> None:
@@ -164,7 +166,7 @@ class ShardedSaver:
         mailbox = self._mailbox
         if mailbox is None:
             raise ConfigError("call check() first, on every rank")
-        return self._ranks.on_every(lambda: Ending(mailbox))
+        return self._group.on_every(lambda: Ending(mailbox))
 
     # ---- saving
 
@@ -258,7 +260,7 @@ class ShardedSaver:
         )
         assert found is not None
         if agreed.busy:
-            self._under_way.skip(warns=self._ranks.rank == 0)
+            self._under_way.skip(warns=self._group.rank == 0)
             return None
         try:
             job = self._job(*found, step=step, agreed=agreed)
@@ -267,7 +269,7 @@ class ShardedSaver:
             self._background.give_up(step, error)
             return None
         assert self._layout is not None
-        shards = Shards(self._ranks, self._layout, found[2], self._owners)
+        shards = Shards(self._group, self._layout, found[2], self._owners)
         planned = adoption if not agreed.exact else None
         takeover = None if planned is None else takeover_for(shards, describe, planned, waited_s)
         save = Save(
@@ -343,7 +345,7 @@ class ShardedSaver:
         )
         if fatal is not None:
             background.fatal = None
-        agreed = agree(self._ranks, status)
+        agreed = agree(self._group, status)
         self.failed = agreed.failed
         return agreed
 
@@ -357,27 +359,27 @@ class ShardedSaver:
         agreed: Agreed,
     ) -> PartJob:
         """Move the tensors to their owners, on the training thread."""
-        ranks, background = self._ranks, self._background
+        group, background = self._group, self._background
         assert background is not None
         if agreed.new_layout or self._layout is None:
-            layout = agreed_layout(own, ranks)
-            owners = owners_of(layout.specs, ranks.world, self._limit)
-            self._gathering = ranks.on_every(lambda: Gathering(ranks.rank, ranks.world, layout, owners))
+            layout = agreed_layout(own, group)
+            owners = owners_of(layout.specs, group.size, self._limit)
+            self._gathering = group.on_every(lambda: Gathering(group.rank, group.size, layout, owners))
             self._rank_tensors, self._layout, self._owners = own, layout, owners
         assert self._gathering is not None
-        state, copy, self.moved = self._gathering.gathered(ranks, live.tree, pieces)
+        state, copy, self.moved = self._gathering.gathered(group, live.tree, pieces)
         self._number += 1
         link = None if agreed.base else background.link
         background.link = None  # coding uses it up
         return PartJob(
             number=self._number,
             step=step,
-            rank=ranks.rank,
-            world=ranks.world,
+            rank=group.rank,
+            world=group.size,
             session=self._session,
             state=state,
             copy=copy,
-            own=OwnState.take(self._own(), ranks.rank),
+            own=OwnState.take(self._own(), group.rank),
             link=link,
             exact=agreed.exact,
         )
@@ -435,7 +437,7 @@ class ShardedSaver:
             ChainError: there are checkpoints, and none of them is sound. StoreError: the store cannot be read.
         """
         with waiting_for(f"reading the newest checkpoint of {self.store.display}"):
-            self._newest = read_newest(self.store, self._ranks, self.config.encoder_threads, self._limit)
+            self._newest = read_newest(self.store, self._group, self.config.encoder_threads, self._limit)
         return None if self._newest is None else self._newest.plan.manifest
 
     def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
@@ -457,9 +459,9 @@ class ShardedSaver:
             return None
         manifest = decoded.plan.manifest
         follows = adopt and self.config.scheme != "lossless"  # the weights' movement from here
-        state = fill(self._ranks, decoded, self._targets, lambda spec: follows and is_followed(spec))
+        state = fill(self._group, decoded, self._targets, lambda spec: follows and is_followed(spec))
         found = not_finite_text(manifest)
-        if found is not None and self._ranks.rank == 0:
+        if found is not None and self._group.rank == 0:
             warn(f"the checkpoint of step {manifest.step} in {self.store.display} is not finite: {found}")
         if adopt:
             self._adopt(decoded)
@@ -478,7 +480,7 @@ class ShardedSaver:
                 return which
             return Address(url=self.url, step=which).find(self.store.manifests())
 
-        return read_one(self.store, self._ranks, choose, self.config.encoder_threads, self._limit)
+        return read_one(self.store, self._group, choose, self.config.encoder_threads, self._limit)
 
     def forget(self, *, follows: Manifest | None = None) -> None:
         """Hold nothing of what was read: the next save makes a base.
@@ -507,7 +509,7 @@ class ShardedSaver:
         if self._publisher is not None:
             self._publisher.adopt(manifest)
         if isinstance(background, AdoptingBackground):
-            parent = continue_adopting(self.store, self._ranks, background, decoded, self._read_before)
+            parent = continue_adopting(self.store, self._group, background, decoded, self._read_before)
             if self._publisher is not None:
                 self._publisher.parent = parent
             return
@@ -517,4 +519,4 @@ class ShardedSaver:
         background.continue_search(manifest.meta.get("search"))
 
     def _read_before(self, manifest: Manifest) -> Decoded:
-        return read_one(self.store, self._ranks, lambda: manifest, self.config.encoder_threads, self._limit)
+        return read_one(self.store, self._group, lambda: manifest, self.config.encoder_threads, self._limit)

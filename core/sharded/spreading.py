@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, Piece
 from shrinkpoint.sharded.exchange import Sources, Take, Target, exchange, moves
 from shrinkpoint.sharded.layout import Layout, block_box
-from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.state.digest import state_digest, tensor_digest
 from shrinkpoint.state.training import TensorSpec, TrainingState, plain
 
@@ -21,7 +21,7 @@ __all__ = ["Shards", "broadcast_tensors", "share_adopted", "spread"]
 class Shards:
     """Where a state's tensors are: in the shards of all ranks, and as whole ones at their owners."""
 
-    ranks: Ranks
+    group: Distributed
     layout: Layout
     pieces: Mapping[str, Sequence[Piece]]
     """What this rank holds of each tensor: the training's own memory, or other memory of the same layout."""
@@ -63,38 +63,38 @@ def spread(
     def take(name: str, box: Box) -> torch.Tensor:
         return locals_[name, box]
 
-    exchange(shards.ranks, shards.layout.specs, sources, targets, give, take)
+    exchange(shards.group, shards.layout.specs, sources, targets, give, take)
     if proved:
-        compare_moved(shards.ranks, sources, targets, give, take)
+        compare_moved(shards.group, sources, targets, give, take)
 
 
 def compare_moved(
-    ranks: Ranks, sources: Sources, targets: Mapping[str, Sequence[Target]], give: Take, take: Take
+    group: Distributed, sources: Sources, targets: Mapping[str, Sequence[Target]], give: Take, take: Take
 ) -> None:
     """Make sure that all boxes were filled with what their sources hold, by one exchange of digests; a collective.
 
     Args:
-        ranks: all of them.
+        group: all ranks.
         sources, targets, give, take: as of `shrinkpoint.sharded.exchange.exchange`, after it.
 
     Raises:
         StateMismatchError: a rank holds something else, on every rank; it names the first such tensor.
     """
-    given: list[list[tuple[str, str]]] = [[] for _ in range(ranks.world)]
-    received: list[list[tuple[str, str]]] = [[] for _ in range(ranks.world)]
+    given: list[list[tuple[str, str]]] = [[] for _ in range(group.size)]
+    received: list[list[tuple[str, str]]] = [[] for _ in range(group.size)]
     for name in targets:
-        for move in moves(name, sources[name], targets[name], ranks.rank):
-            if move.sender == ranks.rank:
+        for move in moves(name, sources[name], targets[name], group.rank):
+            if move.sender == group.rank:
                 source = move.source.cut(give(name, move.source), move.cut)
                 given[move.receiver].append((name, _digest(source)))
-            if move.receiver == ranks.rank:
+            if move.receiver == group.rank:
                 taken = move.target.cut(take(name, move.target), move.cut)
                 received[move.sender].append((name, _digest(taken)))
-    totals = ranks.gather(([*map(_total, given)], [*map(_total, received)]))
-    pairs = [(sender, receiver) for sender in range(ranks.world) for receiver in range(ranks.world)]
+    totals = group.gather(([*map(_total, given)], [*map(_total, received)]))
+    pairs = [(sender, receiver) for sender in range(group.size) for receiver in range(group.size)]
     if all(totals[sender][0][receiver] == totals[receiver][1][sender] for sender, receiver in pairs):
         return
-    pieces = ranks.gather((given, received))
+    pieces = group.gather((given, received))
     wrong = {
         name: receiver
         for sender, receiver in pairs
@@ -118,11 +118,11 @@ def _digest(piece: torch.Tensor) -> str:
     return tensor_digest(piece.detach().cpu().contiguous())
 
 
-def share_adopted(ranks: Ranks, names: Sequence[str], live: Callable[[], object]) -> None:
+def share_adopted(group: Distributed, names: Sequence[str], live: Callable[[], object]) -> None:
     """Give every rank the values that the first one has taken over; a collective, after each planned save.
 
     Args:
-        ranks: all of them.
+        group: all ranks.
         names: of the tensors, on the first rank; nothing where it has taken nothing over.
         live: returns the state whose tensors are the training's own, alike on every rank.
 
@@ -130,7 +130,7 @@ def share_adopted(ranks: Ranks, names: Sequence[str], live: Callable[[], object]
         StateMismatchError: the ranks do not train the same model with the same optimizers; or a rank does not have the first
             one's values afterwards. On every rank.
     """
-    wanted = ranks.broadcast(list(names))
+    wanted = group.broadcast(list(names))
     if not wanted:
         return
 
@@ -144,42 +144,42 @@ def share_adopted(ranks: Ranks, names: Sequence[str], live: Callable[[], object]
             )
         return {name: tensors[name] for name in wanted}
 
-    found = ranks.on_every(find)
-    broadcast_tensors(ranks, list(found.values()))
-    compare_replicas(ranks, found)
+    found = group.on_every(find)
+    broadcast_tensors(group, list(found.values()))
+    compare_replicas(group, found)
 
 
-def broadcast_tensors(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> None:
+def broadcast_tensors(group: Distributed, tensors: Sequence[torch.Tensor]) -> None:
     """Give tensors the first rank's values, in place; a collective.
 
     Args:
-        ranks: all of them.
+        group: all ranks.
         tensors: of the same shapes and dtypes on every rank, in the same order.
     """
     with torch.no_grad():
         for tensor in tensors:
             if not tensor.numel():
                 continue
-            sent = tensor.detach().contiguous().to(ranks.device)
-            dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0, group=ranks.group)
-            if sent.data_ptr() != tensor.data_ptr() and ranks.rank:
+            sent = tensor.detach().contiguous().to(group.device)
+            dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0, group=group.process_group)
+            if sent.data_ptr() != tensor.data_ptr() and group.rank:
                 tensor.copy_(sent)
 
 
-def compare_replicas(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> None:
+def compare_replicas(group: Distributed, tensors: Mapping[str, torch.Tensor]) -> None:
     """Make sure that tensors are the same on every rank, by one exchange of a digest; a collective.
 
     Args:
-        ranks: all of them.
+        group: all ranks.
         tensors: of the same names on every rank, in the same order.
 
     Raises:
         StateMismatchError: they are not, on every rank; it names the first tensor that differs.
     """
     digests = {name: tensor_digest(tensor.detach().cpu()) for name, tensor in tensors.items()}
-    if len(set(ranks.gather(state_digest(digests)))) == 1:
+    if len(set(group.gather(state_digest(digests)))) == 1:
         return
-    by_rank = ranks.gather(digests)
+    by_rank = group.gather(digests)
     for name, wanted in by_rank[0].items():
         others = [str(rank) for rank, found in enumerate(by_rank) if found.get(name) != wanted]
         if others:

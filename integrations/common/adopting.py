@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.group.group import Distributed, world
 from shrinkpoint.integrations.common.probe import KeptBatches, to_host
-from shrinkpoint.integrations.common.ranks import world_size
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.triggers import Schedule
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.sharded import spreading
-from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.warn import warn
 
@@ -130,5 +129,5 @@ def share_adopted(names: Sequence[str], live: Callable[[], object]) -> None:
     Raises:
         StateMismatchError: as `shrinkpoint.sharded.spreading.share_adopted`; on every rank.
     """
-    if world_size() > 1:
-        spreading.share_adopted(Ranks(), names, live)
+    if world().size > 1:
+        spreading.share_adopted(Distributed(), names, live)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.ranks import gather_first, is_first, rank, world_size
+from shrinkpoint.group.group import world
 from shrinkpoint.loop.gradient_buckets import stateful_hook
 from shrinkpoint.warn import warn
 
@@ -74,7 +74,7 @@ class HookStates:
         states = _states(model)
         if not self._wanted or not states or hidden_state(model) is not None:
             return []
-        found = gather_first([_captured(state) for state in states])
+        found = world().gather_first([_captured(state) for state in states])
         self.nbytes = _bytes_of(found)
         return found
 
@@ -87,13 +87,13 @@ def restore_hook_states(model: Any, stored: Sequence[Any]) -> None:
         stored: from `HookStates.capture`; empty where there were none.
     """
     live = _states(model)
-    if not stored or len(stored) != world_size():
+    if not stored or len(stored) != world().size:
         return  # of another number of processes: there is a warning where the rest is restored
-    mine = stored[rank()]
+    mine = stored[world().rank]
     names = [type(state).__qualname__ for state in live]
     before = [one["type"] for one in mine]
     if names != before:
-        if is_first():
+        if world().is_first:
             warn(
                 f"the checkpoint has the states of the DDP communication hooks {before or 'none'}, and this training has {names or 'none'}:"
                 " they start afresh, and the run is not bit-identical"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.ranks import gather
+from shrinkpoint.group.group import world
 from shrinkpoint.loop.alone import alone, wrapper_obstacle
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
@@ -85,7 +85,7 @@ class KeptBatches:
 
     def agreed(self) -> list[Any]:
         """As `batches`, as many on every rank, and all of validation or none; a collective."""
-        found = gather((len(self.batches), self.held_out))
+        found = world().gather((len(self.batches), self.held_out))
         if len({held_out for _, held_out in found}) > 1:
             return []
         return self.batches[: min(count for count, _ in found)]
@@ -296,7 +296,7 @@ class StepProbe:
         """
         batches, together = self._recent.take(), None
         if self._shards:  # as many on every rank
-            batches, together = batches[: min(gather(len(batches)))], self._losses.kept.agreed()
+            batches, together = batches[: min(world().gather(len(batches)))], self._losses.kept.agreed()
         if not batches or self._obstacle(run) is not None:
             return None
         parts = self.parts(*run)

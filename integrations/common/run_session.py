@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.hook_states import HookStates
-from shrinkpoint.integrations.common.ranks import broadcast, gather, is_first, on_every, on_first, world_size
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.step_log import SessionLog
@@ -117,7 +117,7 @@ class RunSession:
             StoreError: the store cannot be reached or written.
             RunMismatchError: the prefix contains something that is not a shrinkpoint run.
         """
-        on_first(self.saver.check)
+        world().on_first(self.saver.check)
 
     def refer_to(self, model: Module) -> None:
         """Let checkpoints refer to the frozen tensors of a model, before its training is continued or starts.
@@ -152,7 +152,7 @@ class RunSession:
         Raises:
             Exception: what it raised, on every rank.
         """
-        return on_first(action)
+        return world().on_first(action)
 
     def choose(self) -> Manifest | None:
         """The checkpoint to continue from, by the option ``resume``: the newest sound one, the same on all ranks.
@@ -176,7 +176,7 @@ class RunSession:
 
     def announce(self, step: int) -> None:
         """Say, on the first rank, from where the run is continued."""
-        if is_first():
+        if world().is_first:
             say(f"continuing {self.settings.url} from step {step}")
 
     def restore(self, manifest: Manifest) -> Any:
@@ -188,16 +188,16 @@ class RunSession:
         Raises:
             ChainError, StoreError: it cannot be read; on every rank.
         """
-        restored = on_every(lambda: self.saver.restore(manifest))
+        restored = world().on_every(lambda: self.saver.restore(manifest))
         assert restored is not None
-        if not is_first():  # only the first process saves deltas to the checkpoint that it has read
+        if not world().is_first:  # only the first process saves deltas to the checkpoint that it has read
             self.saver.forget()
         return restored.state.to_object()
 
     @property
     def lineage(self) -> str | None:
         """The training that checkpoints belong to; None before the first one, and but on the first rank."""
-        return self._saver.lineage if self._saver is not None and is_first() else None
+        return self._saver.lineage if self._saver is not None and world().is_first else None
 
     def go_on_with(self, lineage: str | None) -> None:
         """Let saves belong to a training that was continued from elsewhere, so that retention counts its checkpoints too.
@@ -217,7 +217,7 @@ class RunSession:
             manifests = self.saver.store.manifests() if lineage is not None else []
             return next((each for each in manifests if lineage_of(each.meta) == lineage), None)
 
-        latest_of_it = on_first(latest)
+        latest_of_it = world().on_first(latest)
         if latest_of_it is not None:
             self.decide(lambda: self.saver.forget(follows=latest_of_it))
             self.remember()
@@ -248,7 +248,7 @@ class RunSession:
             StoreError: the store cannot be read.
         """
 
-        on_first(lambda: self.add_best(self.saver.store.manifests()))
+        world().on_first(lambda: self.add_best(self.saver.store.manifests()))
 
     def add_best(self, manifests: Sequence[Manifest]) -> None:
         """Track the best and the last of these checkpoints, as far as they belong to the training that is continued.
@@ -271,7 +271,7 @@ class RunSession:
         Returns:
             For the framework's loggers; on other ranks nothing.
         """
-        if not is_first() or self._saver is None:
+        if not world().is_first or self._saver is None:
             return []
         if serve:
             self._saver.poll()
@@ -306,7 +306,7 @@ class RunSession:
             return TrainingState.capture(given, describe(given)), parts
 
         if not self._dry.knows(optimizers):
-            on_every(lambda: self._dry.check(capture, model, optimizers))
+            world().on_every(lambda: self._dry.check(capture, model, optimizers))
 
     def wants(self, *, last: bool) -> bool:
         """Whether a due save is made now; the same on all ranks, called before they gather a state.
@@ -317,7 +317,7 @@ class RunSession:
         Returns:
             False where one is running and ``busy="skip"``; it then counts as skipped.
         """
-        return broadcast(is_first() and self._has_room(last))
+        return world().broadcast(world().is_first and self._has_room(last))
 
     def hand_over(
         self,
@@ -334,7 +334,7 @@ class RunSession:
         last: bool,
         adoption: Adoption | None = None,
     ) -> bool:
-        """Save a state; the first rank's, inside `on_first` or an `Outcome`, whose result goes to all ranks.
+        """Save a state; the first rank's, inside `Group.on_first`, whose result goes to all ranks.
 
         Args:
             state: as the framework would give it to ``torch.save``.
@@ -357,7 +357,7 @@ class RunSession:
         """
         self._require_monitor(step, metrics)
         if adoption is not None:
-            own = {"probe_batches": self.settings.probe_batches, "ranks": world_size()}
+            own = {"probe_batches": self.settings.probe_batches, "ranks": world().size}
             adoption = replace(adoption, settings={**adoption.settings, **own})
         accepted = self.saver.save(
             state,
@@ -376,14 +376,16 @@ class RunSession:
 
     def warn_once(self, message: str | None, *, topic: str | None = None) -> None:
         """Warn on the first rank, unless it is None, or the same message, or another one of the same `topic`, was given before."""
-        if message is not None and is_first() and (topic or message) not in self._warned:
+        if message is not None and world().is_first and (topic or message) not in self._warned:
             self._warned.add(topic or message)
             warn(message)
 
     def warn_apart(self) -> None:
         """Warn where parameters outside the model, which DDP leaves alone, are not the same on all ranks."""
         outside = self.trained.outside
-        digests = gather({name: tensor_digest(value) for name, value in outside.items()}) if outside else []
+        digests = (
+            world().gather({name: tensor_digest(value) for name, value in outside.items()}) if outside else []
+        )
         if any(digests[0] != each for each in digests):
             self.warn_once(
                 f"{', '.join(outside)}, which the optimizer trains outside the model, have other values on each process, since DDP does not"
@@ -400,7 +402,7 @@ class RunSession:
             ConfigError: as `HookStates.left_out`; on every rank.
         """
         message = self.hooks.left_out(model, exact_log=self.log.is_exact)
-        if message is not None and is_first():
+        if message is not None and world().is_first:
             self.warn_once(message)
 
     def _has_room(self, last: bool) -> bool:
@@ -467,13 +469,13 @@ class RunSession:
         Raises:
             SaveFailedError, FencedError: on every rank.
         """
-        on_first(self.saver.flush)
-        if broadcast(is_first() and self.saver.failed):
+        world().on_first(self.saver.flush)
+        if world().broadcast(world().is_first and self.saver.failed):
             save_again()
-            on_first(self.saver.flush)
-        if is_first():
+            world().on_first(self.saver.flush)
+        if world().is_first:
             self._take_reports()
-        self.best = broadcast(self.best)
+        self.best = world().broadcast(self.best)
 
     def fail(self, timeout_s: float | None = _FAILED_S, *, save: Callable[[], None] = _nothing) -> None:
         """Finish a running save after training has ended with an error; does not communicate with other ranks.

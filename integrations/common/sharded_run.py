@@ -8,7 +8,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.ranks import broadcast, is_first
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
@@ -88,7 +88,7 @@ class ShardedRun(RunSession):
         """
         self.saver.check()
         config = self.settings.saver
-        if config.scheme != "lossless" and not self.measures and is_first():
+        if config.scheme != "lossless" and not self.measures and world().is_first:
             self.warn_once(unmeasured(config.scheme, obstacle_of(config)))
 
     @property
@@ -146,7 +146,7 @@ class ShardedRun(RunSession):
         Raises:
             ShrinkpointError: as `ShardedSaver.save`; on every rank.
         """
-        if is_first():
+        if world().is_first:
             self._require_monitor(step, metrics)
         accepted = self.saver.save(
             state,
@@ -168,9 +168,9 @@ class ShardedRun(RunSession):
         if self.saver.failed:
             save_again()
             self.saver.flush()
-        if is_first():
+        if world().is_first:
             self._take_reports()
-        self.best = broadcast(self.best)
+        self.best = world().broadcast(self.best)
 
     def warn_unsaved(self, step: int) -> None:
         """Say on the first rank, if training ends at a step that could not be saved, which checkpoint is the newest.
@@ -178,7 +178,7 @@ class ShardedRun(RunSession):
         Args:
             step: the training's, whose reports have been taken by `attend`.
         """
-        if step == self.saved_step or not is_first():
+        if step == self.saved_step or not world().is_first:
             return
         newest = self.best.last_path
         self.warn_once(

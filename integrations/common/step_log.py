@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.hook_states import HookStates
-from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first, world_size
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.replicated_log import NEVER, StatesOfRanks, on_host
@@ -38,7 +38,7 @@ class SessionLog:
         self._settings = settings
         self._hooks = hooks
         self._options = settings.step_log.options
-        self._state = StatesOfRanks(world_size())
+        self._state = StatesOfRanks(world().size)
         self._steps = 0
         self._since = 0
         self._last = 0
@@ -71,8 +71,8 @@ class SessionLog:
             raise ConfigError(
                 "resume_weights=True is for Checkpointer: leave it out, and resume from checkpoints"
             )
-        self._steps, self._state = steps_of_segment(options, optimizers), StatesOfRanks(world_size())
-        on_first(lambda: self._open(options, model, optimizers, saver))
+        self._steps, self._state = steps_of_segment(options, optimizers), StatesOfRanks(world().size)
+        world().on_first(lambda: self._open(options, model, optimizers, saver))
 
     def _open(
         self, options: StepLog, model: nn.Module, optimizers: Sequence[Optimizer], saver: Saver
@@ -118,9 +118,11 @@ class SessionLog:
             The framework's state at the end of the replay, for every rank; None where nothing was replayed.
         """
         self._state.replayed = None
-        reached = on_first(lambda: self.log.recover(base, lambda: reload) if self.log is not None else base)
-        replayed: dict[str, Any] | None = broadcast(self._state.replayed if reached > base else None)
-        if replayed is not None and world_size() > 1:
+        reached = world().on_first(
+            lambda: self.log.recover(base, lambda: reload) if self.log is not None else base
+        )
+        replayed: dict[str, Any] | None = world().broadcast(self._state.replayed if reached > base else None)
+        if replayed is not None and world().size > 1:
             _share(model, optimizers)
         self._state.replayed = None
         return replayed
@@ -180,15 +182,17 @@ class SessionLog:
     def close(self) -> None:
         """Finish the log; does not communicate with other ranks."""
         log, self.log = self.log, None
-        if log is not None and is_first():
+        if log is not None and world().is_first:
             log.close(whole=False)
 
 
 def _share(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Give the first rank's weights and optimizer states to the others."""
-    weights = broadcast(on_host(model.state_dict()) if is_first() else None)
-    states = broadcast([on_host(one.state_dict()) for one in optimizers] if is_first() else None)
-    if not is_first():
+    weights = world().broadcast(on_host(model.state_dict()) if world().is_first else None)
+    states = world().broadcast(
+        [on_host(one.state_dict()) for one in optimizers] if world().is_first else None
+    )
+    if not world().is_first:
         assert weights is not None
         assert states is not None
         model.load_state_dict(weights)

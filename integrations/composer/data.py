@@ -27,7 +27,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shrinkpoint.integrations.common.ranks import is_first
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.worker_reads import generators, reads_alike, set_generators
 from shrinkpoint.loop.data import other_data, sizes_of
 from shrinkpoint.state.rng import capture_rng, restore_rng
@@ -67,7 +67,7 @@ class DataPlace:
         """Composer is about to draw one batch of each past epoch, and then to build the epoch's iterator."""
         self._fetches = 0
         other, self._sizes = other_data(self._sizes, _sizes(state)), {}
-        if other is not None and is_first():
+        if other is not None and world().is_first:
             warn(other)
         if not _inside_epoch(state):
             return

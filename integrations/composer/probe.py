@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common import probe as common
 from shrinkpoint.integrations.common.probe import loss_of, to_host
-from shrinkpoint.integrations.common.ranks import broadcast, gather
 from shrinkpoint.integrations.composer.state import parameter_names, trained_module
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.swap import swapped_weights
@@ -59,10 +59,10 @@ class LossProbe(common.LossProbe):
         """
         module = trained_module(state)
         # With a different number of batches on one rank, the others would wait in a forward pass forever.
-        batches = self.kept.batches[: min(gather(len(self.kept.batches)))]
+        batches = self.kept.batches[: min(world().gather(len(self.kept.batches)))]
         _reshard(module)  # Composer's own evaluation leaves gathered parameters behind
         try:
-            losses = gather(self._loss_or_error(state, module, _shards(module, weights), batches))
+            losses = world().gather(self._loss_or_error(state, module, _shards(module, weights), batches))
         finally:
             _reshard(module)  # or the next training step would run with these weights
         for loss in losses:
@@ -105,7 +105,9 @@ def _shards(module: nn.Module, weights: Mapping[str, torch.Tensor] | None) -> di
     """Each rank's part of the first rank's `weights`, by the module's own names."""
     names = {stored: own for own, stored in parameter_names(module).items()}
     live: dict[str, torch.Tensor] = dict(named_parameters(module)) | dict(named_buffers(module))
-    given = broadcast([name for name in weights if name in names] if weights is not None else None) or []
+    given = (
+        world().broadcast([name for name in weights if name in names] if weights is not None else None) or []
+    )
     shards: dict[str, torch.Tensor] = {}
     for name in given:
         own = live[names[name]]
@@ -114,7 +116,7 @@ def _shards(module: nn.Module, weights: Mapping[str, torch.Tensor] | None) -> di
             value = value.to(own.device_mesh.device_type, own.dtype)
             shards[names[name]] = distribute_tensor(value, own.device_mesh, own.placements)
         else:
-            shards[names[name]] = broadcast(value)
+            shards[names[name]] = world().broadcast(value)
     return shards
 
 

@@ -7,7 +7,7 @@ from composer.core import State
 from composer.loggers import Logger
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.ranks import is_first, on_first, world_size
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.step_log import SessionLog
 from shrinkpoint.integrations.composer.data import DataPlace
@@ -104,12 +104,12 @@ def continue_run(
         require_same_optimizers(stored, state, url)
 
     if run.fills_in_place:
-        on_first(lambda: require_same_run(run.outline(OUTLINE, manifest)))
+        world().on_first(lambda: require_same_run(run.outline(OUTLINE, manifest)))
     stored = run.restore(manifest)
     if not run.fills_in_place:
-        on_first(lambda: require_own_run(stored, live, state, url))
+        world().on_first(lambda: require_own_run(stored, live, state, url))
         run.warn_once(add_late(stored, state))
-        on_first(lambda: require_same_optimizers(stored, state, url))
+        world().on_first(lambda: require_same_optimizers(stored, state, url))
     stores_optimizers = not is_weights_only(manifest.meta)
     if stores_optimizers:
         _warn_overridden(stored["state"]["optimizers"], state)
@@ -128,7 +128,7 @@ def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:
     live = plain_optimizers(state)
     there = [stored[name] for name in live]
     overridden = overridden_options(there, [*live.values()], schedulers=state.schedulers)
-    if overridden is not None and is_first():
+    if overridden is not None and world().is_first:
         warn(overridden)
 
 
@@ -140,21 +140,21 @@ def _require_own_run(run: RunSession, state: State) -> None:
         found.append(run.outline(OUTLINE))
         return found[0] is not None
 
-    if on_first(look):
+    if world().on_first(look):
         live = model_state(state)
-        on_first(lambda: require_own_run(found[0], live, state, run.settings.url))
+        world().on_first(lambda: require_own_run(found[0], live, state, run.settings.url))
 
 
 def _take_place(stored: Mapping[str, Any], data: DataPlace) -> bool:
     """Whether this process's position in the data is known; it is restored then."""
     ranks = stored.get(RANKS_KEY)
-    own = ranks["stored"] == ranks["here"] if ranks is not None else world_size() == 1
-    world, place = place_in(stored, own=own)
+    own = ranks["stored"] == ranks["here"] if ranks is not None else world().size == 1
+    written, place = place_in(stored, own=own)
     if place is not None:
         data.load(place)
-    elif is_first():
-        by, here = f"{world} processes", f"is continued by {world_size()}"
-        if world == world_size():
+    elif world().is_first:
+        by, here = f"{written} processes", f"is continued by {world().size}"
+        if written == world().size:
             by, here = f"{by} with shards of the model", "is continued without, or was compacted"
         warn(
             f"the checkpoint was saved by {by} and {here}: random numbers and the order of samples will differ"
@@ -164,7 +164,7 @@ def _take_place(stored: Mapping[str, Any], data: DataPlace) -> bool:
 
 def _warn_resumed(run: RunSession, state: State) -> None:
     run.announce(int(state.timestamp.batch))
-    if not is_first():
+    if not world().is_first:
         return
     done = state.get_elapsed_duration() if state.max_duration is not None else None
     if done is not None and done >= 1.0:
@@ -175,9 +175,9 @@ def _warn_resumed(run: RunSession, state: State) -> None:
 
 
 def _warn_newer(run: RunSession, state: State, loaded: str) -> None:
-    newest = on_first(lambda: next(iter(run.saver.store.manifests()), None))
+    newest = world().on_first(lambda: next(iter(run.saver.store.manifests()), None))
     batch = int(state.timestamp.batch)
-    if newest is not None and newest.step > batch and is_first():
+    if newest is not None and newest.step > batch and world().is_first:
         warn(
             f"load_path={loaded!r} takes precedence: the run continues from its batch {batch}, although {run.settings.url} has"
             f" batch {newest.step}. Leave load_path (and autoresume) out to continue from there"

@@ -11,21 +11,12 @@ from composer.algorithms.sam import SAMOptimizer
 from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
 from composer.loggers import Logger
-from composer.utils import dist
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
 from shrinkpoint.integrations.common.gradients import GradientCollector, require_fresh_gradients
 from shrinkpoint.integrations.common.hook_states import restore_hook_states
-from shrinkpoint.integrations.common.ranks import (
-    Outcome,
-    broadcast,
-    gather,
-    is_first,
-    on_every,
-    on_first,
-    world_size,
-)
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.composer.data import DataPlace
 from shrinkpoint.integrations.composer.probe import LossProbe, StepProbe
@@ -111,7 +102,7 @@ class Session:
         """
         require_supported(state)
         self.run.require_own_url(state.callbacks)
-        if is_first() and any(isinstance(callback, CheckpointSaver) for callback in state.callbacks):
+        if world().is_first and any(isinstance(callback, CheckpointSaver) for callback in state.callbacks):
             warn(
                 f"save_folder makes Composer write checkpoints of its own too, in full size, while training waits. They are"
                 f" independent of those in {self.settings.run.url}; without save_folder the run is saved and continued as well"
@@ -197,7 +188,7 @@ class Session:
 
     def _begin_saving(self, state: State) -> None:
         weights = followed_state(state)
-        if is_first():
+        if world().is_first:
             self.run.saver.begin(weights, step=int(state.timestamp.batch), describe=describe_state(state))
 
     # ---- during training
@@ -217,14 +208,14 @@ class Session:
 
     def trains(self, state: State) -> None:
         """The model is about to get a batch of training, or the part of one that fits into memory."""
-        if is_first() or state.fsdp_enabled:
+        if world().is_first or state.fsdp_enabled:
             self._probe.kept.see_training(state.batch)
         self._steps.see(state)
 
     def evaluates(self, state: State) -> None:
         """The model is about to get a batch of evaluation, or the part of one that fits into memory."""
         first = next((evaluator.label for evaluator in state.evaluators), None)
-        if state.dataloader_label == first and (is_first() or state.fsdp_enabled):
+        if state.dataloader_label == first and (world().is_first or state.fsdp_enabled):
             self._probe.kept.see_validation(state.batch, int(state.eval_timestamp.batch))
 
     def evaluation_ends(self, state: State) -> None:
@@ -236,13 +227,13 @@ class Session:
 
     def _owes(self, state: State) -> bool:
         measured = int(state.timestamp.batch) in self._evaluated.values()
-        return measured and is_first() and self.run.owes(self._metrics(state))
+        return measured and world().is_first and self.run.owes(self._metrics(state))
 
     def batch_ends(self, state: State) -> None:
         """A step has been made; its gradients are still available; called once even if the optimizer needed several
         passes."""
         saver = self.settings.run.saver
-        if is_first() and saver.scheme != "lossless" and not saver.adopt:
+        if world().is_first and saver.scheme != "lossless" and not saver.adopt:
             every, batch = self.settings.every_batches, int(state.timestamp.batch)
             remaining = None if every is None else -batch % every
             module = trained_module(state)
@@ -258,20 +249,20 @@ class Session:
         Raises:
             SystemExit: the process was asked to end, and has been saved.
         """
-        asked: Outcome[bool] = Outcome()
-        asked.run(
-            lambda: bool(self.settings.due(state, event))
-        )  # on every rank: the user's function may communicate
-        failed, due, terminated, wanted, owed = _agree(
-            state,
-            asked.error is not None,
-            is_first() and asked.error is None and asked.get(),
+        due, error = False, None
+        try:
+            due = bool(self.settings.due(state, event))  # on every rank: the user's function may communicate
+        except Exception as caught:  # noqa: BLE001 - raised below, when the others know
+            error = caught
+        failed, due, terminated, wanted, owed = world().any_of(
+            error is not None,
+            world().is_first and due,
             self._termination.received,
             self._evaluation_wanted,
             self._owes(state),
         )
         if failed:
-            on_every(asked.get)
+            world().raise_together(error)
         if not state.fsdp_enabled:  # whose shards would have to be gathered
             self.run.rehearse(
                 lambda: stored_state(state, [], []),
@@ -300,11 +291,11 @@ class Session:
 
     def _end(self, state: State) -> None:
         """End training as one of the ranks was asked to, on every rank."""
-        self._termination.end(max(number or 0 for number in gather(self._termination.number)))
+        self._termination.end(max(number or 0 for number in world().gather(self._termination.number)))
 
     @property
     def _evaluation_wanted(self) -> bool:
-        return is_first() and self.run.saver.evaluation_wanted
+        return world().is_first and self.run.saver.evaluation_wanted
 
     def _attend(self, state: State, logger: Logger, *, wanted: bool) -> None:
         if state.fsdp_enabled and wanted:
@@ -316,7 +307,7 @@ class Session:
         log_reports(logger, reports)
 
     def _evaluate_together(self, state: State) -> None:
-        if is_first():
+        if world().is_first:
             self.run.saver.poll()
         else:
             with suppress(ConfigError):  # the first rank gets it too, and reports it
@@ -325,12 +316,12 @@ class Session:
     def _drain(self, state: State) -> None:
         """Wait for a running save, if all processes take part in its evaluations."""
         while state.fsdp_enabled:
-            busy, wanted = broadcast((self.run.saver.busy, self.run.saver.evaluation_wanted))
+            busy, wanted = world().broadcast((self.run.saver.busy, self.run.saver.evaluation_wanted))
             if wanted:
                 self._evaluate_together(state)
             elif not busy:
                 return
-            elif is_first():
+            elif world().is_first:
                 time.sleep(_LOOK_EVERY_S)
 
     def _save(
@@ -359,7 +350,7 @@ class Session:
         self.run.log.boundary(batch, rest_of(stored))
         if self._path is not None and not planned:
             self._path.add_to(stored)
-        accepted = on_first(
+        accepted = world().on_first(
             lambda: self.run.hand_over(
                 stored,
                 step=batch,
@@ -390,12 +381,12 @@ class Session:
         return Adoption(live=live, settings={"save_interval": str(self.settings.interval)})
 
     def _stored(self, state: State) -> dict[str, Any]:
-        places, buckets = gather(self._data.state(state)), bucket_order(state.model)
+        places, buckets = world().gather(self._data.state(state)), bucket_order(state.model)
         if state.fsdp_enabled:  # its parameters may be whole, after an evaluation, until its state is taken
             return {**stored_state(state, places, buckets), "trained": self._trained_part(state)}
         trained = self._trained_part(state)
         hooks = self.run.hooks.capture(state.model)
-        stored = on_every(
+        stored = world().on_every(
             lambda: stored_state(state, places, buckets, hooks)
         )  # a callback's own state may fail on one rank alone
         return {**stored, "trained": trained}
@@ -414,7 +405,7 @@ class Session:
             SaveFailedError: the last checkpoint could not be stored.
         """
         self._data.epoch_ends(state)
-        terminated, owed = _agree(state, self._termination.received, self._owes(state))
+        terminated, owed = world().any_of(self._termination.received, self._owes(state))
         if self.settings.run.save_last or terminated or owed:
             self._save(state, last=True, exact=terminated, again=owed)
         self._finish(state, exact=terminated)
@@ -437,12 +428,3 @@ class Session:
         self._path = self._adopt() if self._path is not None else None
         self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
         self._gradients = GradientCollector()
-
-
-def _agree(state: State, *flags: bool) -> list[bool]:
-    """For each flag, whether any process has it."""
-    if world_size() == 1:
-        return list(flags)
-    tensor = state.device.tensor_to_device(torch.tensor(flags, dtype=torch.uint8))
-    dist.all_reduce(tensor, reduce_operation="MAX")
-    return [bool(flag) for flag in tensor.tolist()]

@@ -8,8 +8,8 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.probe import KeptBatches
-from shrinkpoint.integrations.common.ranks import on_every
 from shrinkpoint.integrations.common.sharded_run import ShardedRun
 from shrinkpoint.integrations.composer.probe import StepProbe
 from shrinkpoint.integrations.composer.reports import log_reports
@@ -145,7 +145,9 @@ class ShardedSession(Session):
             return
         reshard(trained_module(state))
         place = self._data.state(state)
-        stored = on_every(lambda: {**sharded_state(state, place), "trained": self._trained_part(state)})
+        stored = world().on_every(
+            lambda: {**sharded_state(state, place), "trained": self._trained_part(state)}
+        )
         self._own = {_PLACE: place}
         measures = self._shards.measures
         saved = self._shards.hand_over(

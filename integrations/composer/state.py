@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from shrinkpoint.errors import StateMismatchError
-from shrinkpoint.integrations.common.ranks import on_first, rank, world_size
+from shrinkpoint.group.group import world
 from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.loop.identity import add_late_parameters, rounded_weights
 from shrinkpoint.loop.identity import require_same_optimizers as require_same_parameters
@@ -150,7 +150,7 @@ def sharded_state(state: State, place: Mapping[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         "version": _SHARDED_VERSION,
         "state": stored,
-        "world": world_size(),
+        "world": world().size,
         "place": place,
         "buckets": [],
     }
@@ -262,8 +262,8 @@ def place_in(stored: Mapping[str, Any], *, own: bool) -> tuple[int, Any]:
     """
     if "ranks" in stored:
         ranks = stored["ranks"]
-        return len(ranks), ranks[rank()] if len(ranks) == world_size() else None
-    known = own and stored["world"] == world_size()
+        return len(ranks), ranks[world().rank] if len(ranks) == world().size else None
+    known = own and stored["world"] == world().size
     return stored["world"], stored["place"] if known else None
 
 
@@ -365,7 +365,7 @@ def load_state(
     state.run_name = run_name  # as in Composer: a continued run may have another name
     if missing:
         live = model_state(state)  # with FSDP the first rank alone gets it
-        on_first(lambda: require_same_model(_shapes(stored["state"]["model"]), _shapes(live), url))
+        world().on_first(lambda: require_same_model(_shapes(stored["state"]["model"]), _shapes(live), url))
 
 
 def _load_optimizers(stored: Mapping[str, Any], state: State) -> None:

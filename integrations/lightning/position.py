@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.hook_states import restore_hook_states
-from shrinkpoint.integrations.common.ranks import gather
 from shrinkpoint.integrations.common.worker_reads import generators, samplers, set_generators
 from shrinkpoint.loop.data import other_data, require_same_workers, sizes_of
 from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets
@@ -114,7 +114,7 @@ class Position:
             "between_epochs": between,
             "plateau_pending": {"step": stepped, "epoch": ended},
             "validation_pending": validation_pending,
-            **({"world": trainer.world_size, **mine} if sharded else {"ranks": gather(mine)}),
+            **({"world": trainer.world_size, **mine} if sharded else {"ranks": world().gather(mine)}),
             "buckets": bucket_order(trainer.strategy.model),
             **({"hooks": list(hooks)} if hooks else {}),
             "callback_metrics": metrics,

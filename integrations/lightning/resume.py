@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.integrations.common.ranks import on_first
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.address import Address
@@ -76,7 +76,7 @@ def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, RunSession]) -
             checkpoint_path = next(iter(runs.values())).decide(lambda: _choose(runs, written))
         loaded = Address.parse(str(checkpoint_path))
         others = [run for url, run in runs.items() if loaded is None or loaded.url != url]
-        on_first(lambda: _require_own_runs(others, trainer.lightning_module))
+        world().on_first(lambda: _require_own_runs(others, trainer.lightning_module))
         original(checkpoint_path, *args, **kwargs)
 
     resume_start.runs = runs  # type: ignore[attr-defined]

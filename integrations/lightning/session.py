@@ -7,9 +7,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, share_adopted, with_adoptions
 from shrinkpoint.integrations.common.gradients import GradientCollector, require_fresh_gradients
-from shrinkpoint.integrations.common.ranks import Outcome, broadcast, is_first, on_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.triggers import Trigger
 from shrinkpoint.integrations.lightning.io import NAMES_KEY, RunCheckpointIO, require_supported, storable
@@ -200,7 +200,7 @@ class Session:
         self.run.log.begin(module, trainer.optimizers, self._saver)
         loaded = Address.parse(str(trainer.ckpt_path))
         continues = loaded is not None and loaded.url == self.settings.run.url
-        if continues and broadcast(self.run.continued is not None):
+        if continues and world().broadcast(self.run.continued is not None):
             step = replay(self.run.log, trainer, module)
         elif trainer._checkpoint_connector._loaded_checkpoint:
             step = int(trainer._checkpoint_connector._loaded_checkpoint["global_step"])
@@ -232,7 +232,11 @@ class Session:
 
     def _stay_stopped(self, trainer: Trainer) -> None:
         """End a run again that early stopping had ended, if it was continued by itself."""
-        if self._stopped and trainer.early_stopping_callbacks and broadcast(self.run.continued is not None):
+        if (
+            self._stopped
+            and trainer.early_stopping_callbacks
+            and world().broadcast(self.run.continued is not None)
+        ):
             trainer.should_stop = True
             self._say_complete(
                 trainer, f"EarlyStopping has ended it: fit(ckpt_path={str(trainer.ckpt_path)!r}) goes on"
@@ -262,7 +266,7 @@ class Session:
 
     def _begin_saving(self, trainer: Trainer, module: LightningModule) -> None:
         self.run.check_hooks(trainer.strategy.model)
-        if not is_first():  # only the first process saves deltas to the checkpoint that it has read
+        if not world().is_first:  # only the first process saves deltas to the checkpoint that it has read
             self._saver.forget()
             return
         weights = followed_state(trainer, module)
@@ -282,10 +286,10 @@ class Session:
             checkpoint["state_dict"] = given
 
     def _require_torch_distributed(self, trainer: Trainer) -> None:
-        if trainer.world_size != world_size():
+        if trainer.world_size != world().size:
             raise ConfigError(
                 f"strategy={type(trainer.strategy).__name__} trains with {trainer.world_size} processes, of which"
-                f" torch.distributed knows {world_size()}: use a single device or 'ddp', or let Lightning set torch.distributed"
+                f" torch.distributed knows {world().size}: use a single device or 'ddp', or let Lightning set torch.distributed"
                 " up"
             )
 
@@ -304,7 +308,7 @@ class Session:
     def before_step(self, trainer: Trainer, module: LightningModule) -> None:
         """The gradients of an optimizer step are complete."""
         saver = self.settings.run.saver
-        if self._active and is_first() and saver.scheme != "lossless" and not saver.adopt:
+        if self._active and world().is_first and saver.scheme != "lossless" and not saver.adopt:
             remaining = self._trigger.steps_until_due(trainer.global_step)
             after = None if remaining is None else remaining - 1
             self._gradients.update(module, trainer.optimizers, after)
@@ -323,7 +327,7 @@ class Session:
         position.batch_ends(trainer, validation_follows=self._validation_pending)
         if self._stepped:
             self._rehearse(trainer, module)
-            self._trigger.after_step(step, agree=broadcast)
+            self._trigger.after_step(step, agree=world().broadcast)
         if self._last_batch:
             self._trigger.after_epoch(trainer.current_epoch + 1)
         self._request_last(trainer)
@@ -400,7 +404,7 @@ class Session:
     def _is_ranked(self, trainer: Trainer) -> bool:
         monitor, plain = self.settings.run.saver.monitor, self._path is None and not self.run.log.is_wanted
         known = monitor in self._measured.of_these_weights(trainer)
-        return plain and monitor is not None and broadcast(known)
+        return plain and monitor is not None and world().broadcast(known)
 
     def _save_or_end(self, trainer: Trainer, module: LightningModule, *, anyway: bool = False) -> None:
         terminated, interrupted = self._is_asked_to_end(trainer)
@@ -415,7 +419,7 @@ class Session:
         requeued = trainer.strategy.reduce_boolean_decision(self._requeue.received, all=False)
         ended = trainer.strategy.reduce_boolean_decision(self._interruption.received, all=False)
         try:
-            on_first(self._saver.flush)
+            world().on_first(self._saver.flush)
         finally:
             if requeued:
                 self._requeue.end()
@@ -468,7 +472,7 @@ class Session:
 
     def _request_owed(self, trainer: Trainer) -> None:
         owed = self.run.owes(self._measured.of_these_weights(trainer))
-        if self.settings.run.saver.monitor is not None and broadcast(owed):
+        if self.settings.run.saver.monitor is not None and world().broadcast(owed):
             self._trigger.request()
 
     def _save_if_due(
@@ -509,31 +513,30 @@ class Session:
         io = RunCheckpointIO.install(trainer.strategy)
         with io.capturing() as captured, plainly_named(trainer, module):
             trainer.save_checkpoint(captured.path, weights_only=False)
-        if is_first() and (names := own_names(module)):
+        if world().is_first and (names := own_names(module)):
             captured.checkpoint()[NAMES_KEY] = names
 
         step = trainer.global_step
-        rest = rest_of(storable(captured.checkpoint())) if is_first() and self.run.log.is_wanted else {}
+        rest = rest_of(storable(captured.checkpoint())) if world().is_first and self.run.log.is_wanted else {}
         self.run.log.boundary(step, rest)
-        outcome: Outcome[bool] = Outcome()
-        with outcome:
-            if is_first():
-                checkpoint = captured.checkpoint()
-                accepted = self.run.hand_over(
-                    storable(checkpoint),
-                    step=step,
-                    describe=describe_checkpoint(trainer, module, checkpoint),
-                    metrics=self._measured.of_these_weights(trainer),
-                    evaluate=self.probe.evaluation(trainer, module),
-                    resumed=None if planned else self._steps.resumed(trainer, module),
-                    gradients=None if planned else self._gradients.take(trainer.optimizers),
-                    optimizers=trainer.optimizers,
-                    exact=exact,
-                    last=last,
-                    adoption=self._adoption(trainer, module) if planned else None,
-                )
-                outcome.put(accepted)
-        if outcome.share():
+
+        def hand_over() -> bool:
+            checkpoint = captured.checkpoint()
+            return self.run.hand_over(
+                storable(checkpoint),
+                step=step,
+                describe=describe_checkpoint(trainer, module, checkpoint),
+                metrics=self._measured.of_these_weights(trainer),
+                evaluate=self.probe.evaluation(trainer, module),
+                resumed=None if planned else self._steps.resumed(trainer, module),
+                gradients=None if planned else self._gradients.take(trainer.optimizers),
+                optimizers=trainer.optimizers,
+                exact=exact,
+                last=last,
+                adoption=self._adoption(trainer, module) if planned else None,
+            )
+
+        if world().on_first(hand_over):
             self.run.saved_step = step
         if planned and self._path is not None:
             share_adopted(self.run.saver.adopted, self._adoption(trainer, module).live)
@@ -571,7 +574,7 @@ class Session:
     def fit_ends(self, trainer: Trainer) -> None:
         """Say so where the run that was to be continued had ended before."""
         if self._continues and not self._began:
-            self.run.best = broadcast(self.run.best)
+            self.run.best = world().broadcast(self.run.best)
             self._say_complete(trainer, "Raise max_epochs or max_steps to continue")
 
     def fails(self, trainer: Trainer, module: LightningModule, *, terminated: bool) -> None:

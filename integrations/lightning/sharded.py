@@ -12,8 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from shrinkpoint.errors import NoCheckpointError
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.probe import KeptBatches
-from shrinkpoint.integrations.common.ranks import on_first
 from shrinkpoint.integrations.common.sharded_run import ShardedRun
 from shrinkpoint.integrations.lightning.io import Captured, RunCheckpointIO, storable
 from shrinkpoint.integrations.lightning.position import OWN_KEYS, OWN_MARK, POSITION_KEY
@@ -95,7 +95,7 @@ class ShardedSession(Session):
         saver = self._shards.saver if ours else ShardedSaver(address.url, targets=self._targets, own=dict)
         which = None
         if not address.is_newest:
-            which = on_first(lambda: address.find(saver.store.manifests()))
+            which = world().on_first(lambda: address.find(saver.store.manifests()))
         self._found = Targets(
             trainer.lightning_module,
             trainer.optimizers,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from shrinkpoint.integrations.common.ranks import is_first
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.worker_reads import reads_alike
 from shrinkpoint.loop.data import other_data, sizes_of
 from shrinkpoint.state.rng import capture_rng, restore_rng
@@ -50,7 +50,7 @@ class DataPlace:
         if self._pending is not None:
             set_seeds(loader, self._pending["seeds"])
             other = other_data(self._pending["sizes"], sizes_of(loader))
-            if other is not None and is_first():
+            if other is not None and world().is_first:
                 warn(other)
         return FollowedLoader(loader, self._iterate)
 

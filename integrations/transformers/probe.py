@@ -13,9 +13,9 @@ from torch import nn
 from transformers import Trainer
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common import probe as common
 from shrinkpoint.integrations.common.probe import loss_of, to_host
-from shrinkpoint.integrations.common.ranks import world_size
 from shrinkpoint.integrations.transformers.state import optimizers_of
 
 __all__ = ["LossProbe", "StepProbe"]
@@ -107,7 +107,7 @@ def _items(trainer: Any, parts: Sequence[Any]) -> Any:
 
     Of several processes one alone cannot know it.
     """
-    if world_size() > 1 or not hasattr(trainer, "get_batch_samples"):
+    if world().size > 1 or not hasattr(trainer, "get_batch_samples"):
         return None
     batches = iter([trainer._prepare_inputs(to_host(part)) for part in parts])
     device = (

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.trainer import TRAINER_STATE_NAME
 
 from shrinkpoint.errors import ConfigError, NoCheckpointError
-from shrinkpoint.integrations.common.ranks import is_first, on_every, on_first, world_size
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.transformers.state import (
     OUTLINE,
@@ -79,9 +79,9 @@ def require_supported(trainer: Any) -> None:
             f"accelerate trains this model as {'TENSOR_PARALLEL' if sharded else name}, which CompressedCheckpoint cannot save"
             " yet: train on a single device or with DDP (torchrun)"
         )
-    if trainer.args.world_size != world_size():
+    if trainer.args.world_size != world().size:
         raise ConfigError(
-            f"{trainer.args.world_size} processes train, of which torch.distributed knows {world_size()}: start them with"
+            f"{trainer.args.world_size} processes train, of which torch.distributed knows {world().size}: start them with"
             " torchrun or accelerate launch"
         )
 
@@ -113,22 +113,22 @@ def choose(run: RunSession, trainer: Any, given: Any) -> Mapping[str, Any] | Non
     if (
         given is True
         and run.settings.resume != "never"
-        and on_first(lambda: bool(run.saver.store.manifests()))
+        and world().on_first(lambda: bool(run.saver.store.manifests()))
     ):
         given = None  # "continue from the last checkpoint": there is none in the trainer's folder, only in the run
     if given is not None and address is None:
         _require_own_run(run, trainer)
         _warn_newer(run, given)
         return None
-    manifest = run.choose() if address is None else on_first(lambda: _at(run, address))
+    manifest = run.choose() if address is None else world().on_first(lambda: _at(run, address))
     if manifest is None:
         _require_own_run(run, trainer)
         return None
-    stored = on_every(lambda: _read(run, manifest))
-    on_first(lambda: require_own_run(stored, trainer.model, url))
+    stored = world().on_every(lambda: _read(run, manifest))
+    world().on_first(lambda: require_own_run(stored, trainer.model, url))
     run.saved_step = manifest.step
     run.remember()
-    if not is_first():  # only the first process saves deltas to the checkpoint that it has read
+    if not world().is_first:  # only the first process saves deltas to the checkpoint that it has read
         run.saver.forget()
     _warn_resumed(run, stored, trainer.args)
     found: Mapping[str, Any] = stored
@@ -158,7 +158,7 @@ def _require_own_run(run: RunSession, trainer: Any) -> None:
         if found is not None:
             require_own_run(found, trainer.model, run.settings.url)
 
-    on_first(look)
+    world().on_first(look)
 
 
 def is_complete(stored: Mapping[str, Any], args: Any) -> bool:
@@ -197,23 +197,23 @@ def write_thin(stored: Mapping[str, Any], folder: Path, *, complete: bool) -> st
 def _warn_resumed(run: RunSession, stored: Mapping[str, Any], args: Any) -> None:
     step = stored["trainer"]["global_step"]
     run.announce(step)
-    if not is_first():
+    if not world().is_first:
         return
     if is_complete(stored, args):
         warn(
             f"the run in {run.settings.url} is complete: it ended at step {step}. Raise max_steps or num_train_epochs to"
             " continue; there is nothing to do now"
         )
-    if len(stored["ranks"]) != world_size():
+    if len(stored["ranks"]) != world().size:
         warn(
-            f"the checkpoint was saved by {len(stored['ranks'])} processes and is continued by {world_size()}: random numbers"
+            f"the checkpoint was saved by {len(stored['ranks'])} processes and is continued by {world().size}: random numbers"
             " and the order of samples will differ"
         )
 
 
 def _warn_newer(run: RunSession, given: Any) -> None:
-    newest = on_first(lambda: next(iter(run.saver.store.manifests()), None))
-    if newest is not None and is_first():
+    newest = world().on_first(lambda: next(iter(run.saver.store.manifests()), None))
+    if newest is not None and world().is_first:
         warn(
             f"resume_from_checkpoint={given!r} takes precedence: {run.settings.url}, which has step {newest.step}, is not continued."
             " Leave resume_from_checkpoint out to continue from there"

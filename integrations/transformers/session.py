@@ -12,19 +12,10 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
 from shrinkpoint.integrations.common.gradients import GradientCollector
 from shrinkpoint.integrations.common.hook_states import restore_hook_states
-from shrinkpoint.integrations.common.ranks import (
-    any_of,
-    broadcast,
-    gather,
-    is_first,
-    on_every,
-    on_first,
-    rank,
-    world_size,
-)
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.triggers import Schedule, Trigger
 from shrinkpoint.integrations.transformers.data import DataPlace
@@ -152,8 +143,8 @@ class Session:
             self._close()
 
     def _prepare(self, stored: Mapping[str, Any], folder: Path) -> str:
-        if len(stored["ranks"]) == world_size():
-            self._data.load(stored["ranks"][rank()]["place"])
+        if len(stored["ranks"]) == world().size:
+            self._data.load(stored["ranks"][world().rank]["place"])
         if self._path is not None:
             self._path.take_from(stored)
         return write_thin(stored, folder, complete=is_complete(stored, self._trainer.args))
@@ -222,12 +213,12 @@ class Session:
         if self._stored is not None:
             here = trainer.model, optimizers_of(trainer), self.run.settings.url
             self.run.warn_once(load_trained(self._stored["trained"], *here))
-            if len(self._stored["ranks"]) == world_size():
+            if len(self._stored["ranks"]) == world().size:
                 buckets, hooks = self._stored["buckets"], self._stored.get("hooks", [])
-                load_generated(self._stored["ranks"][rank()]["generated"], trainer)
+                load_generated(self._stored["ranks"][world().rank]["generated"], trainer)
             self._progress.restore(trainer, self._stored)
             if self._ranks:
-                state.best_model_checkpoint = broadcast(self.run.best.best_path) or None
+                state.best_model_checkpoint = world().broadcast(self.run.best.best_path) or None
         self._best_metric = state.best_metric
         self._seen_step = state.global_step
         self._trigger = Trigger(self.settings.schedule_for(trainer.args, state.save_steps))
@@ -238,7 +229,7 @@ class Session:
         self._steps.starts(trainer)
         self.run.trained.begin(trainer.model, optimizers_of(trainer))
         self.run.check_hooks(trainer.model_wrapped)
-        if is_first():
+        if world().is_first:
             self.run.saver.begin(
                 followed_state(trainer), step=state.global_step, describe=describe_state(trainer)
             )
@@ -264,14 +255,14 @@ class Session:
 
     def _sees(self, batch: Any, number: int) -> None:
         """A batch is about to be trained on."""
-        if is_first() and self._trainer is not None:
+        if world().is_first and self._trainer is not None:
             self._probe.kept.see_training(batch)
             accumulated = self._trainer.args.gradient_accumulation_steps
             self._steps.see(batch, number, accumulated=accumulated)
 
     def _before_evaluating(self, original: Any) -> Any:
         def prediction_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_first() and self._trainer.is_in_train:
+            if world().is_first and self._trainer.is_in_train:
                 self._probe.evaluates(inputs)
             return original(model, inputs, *args, **kwargs)
 
@@ -285,7 +276,7 @@ class Session:
     def before_step(self, state: Any) -> None:
         """The gradients of an optimizer step are complete."""
         saver = self.settings.run.saver
-        if self._trainer is not None and is_first() and saver.scheme != "lossless" and not saver.adopt:
+        if self._trainer is not None and world().is_first and saver.scheme != "lossless" and not saver.adopt:
             remaining = self._trigger.steps_until_due(state.global_step)
             after = None if remaining is None else remaining - 1
             self._gradients.update(self._trainer.model, optimizers_of(self._trainer), after)
@@ -330,7 +321,7 @@ class Session:
         state, control = self._trainer.state, self._trainer.control
         epoch_over, self._epoch_over = self._epoch_over, False
         if state.global_step != self._seen_step:
-            self._trigger.after_step(state.global_step, agree=broadcast)
+            self._trigger.after_step(state.global_step, agree=world().broadcast)
             self._seen_step = state.global_step
             self.run.rehearse(
                 lambda: stored_state(self._trainer, [], [], trained=self.run.trained),
@@ -345,10 +336,10 @@ class Session:
             self._best_metric, self._best_step = state.best_metric, state.global_step
         best = self._new_best and self._trainer.args.load_best_model_at_end
         if self._evaluated:
-            self._requested |= broadcast(is_first() and self.run.owes(current_metrics(state)))
+            self._requested |= world().broadcast(world().is_first and self.run.owes(current_metrics(state)))
             self._evaluated = False
         self._attend()
-        terminated = any_of(self._termination.received, self._trainer.args.device)
+        terminated = world().any_of(self._termination.received)[0]
         ending = terminated or bool(control.should_training_stop)
         if not epoch_over and not inside_epoch(state):
             return
@@ -399,7 +390,7 @@ class Session:
             stored = self._gathered(tr_loss)
             if self._path is not None and not planned:
                 self._path.add_to(stored)
-            accepted = on_first(
+            accepted = world().on_first(
                 lambda: self.run.hand_over(
                     stored,
                     step=step,
@@ -441,12 +432,16 @@ class Session:
     def _gathered(self, tr_loss: torch.Tensor | None) -> dict[str, Any]:
         trainer = self._trainer
         trainer.store_flos()
-        place = on_every(lambda: self._data.state(inside_epoch=inside_epoch(trainer.state)))
-        generated = on_every(lambda: generated_state(trainer, self._warned))
-        ranks = gather({"place": place, "generated": generated, **self._progress.state(trainer, tr_loss)})
+        place = world().on_every(lambda: self._data.state(inside_epoch=inside_epoch(trainer.state)))
+        generated = world().on_every(lambda: generated_state(trainer, self._warned))
+        ranks = world().gather(
+            {"place": place, "generated": generated, **self._progress.state(trainer, tr_loss)}
+        )
         buckets = bucket_order(trainer.model_wrapped)
         hooks = self.run.hooks.capture(trainer.model_wrapped)
-        stored = on_every(lambda: stored_state(trainer, ranks, buckets, hooks, trained=self.run.trained))
+        stored = world().on_every(
+            lambda: stored_state(trainer, ranks, buckets, hooks, trained=self.run.trained)
+        )
         self.run.warn_apart()
         return stored
 
@@ -473,7 +468,7 @@ class Session:
                 "there is no best checkpoint to load: no evaluation has been saved. The model is not changed"
             )
             return
-        restored = on_every(lambda: self.run.saver.restore(address.step, adopt=False))
+        restored = world().on_every(lambda: self.run.saver.restore(address.step, adopt=False))
         assert restored is not None
         load_model(restored.state.to_object(), trainer.model)
         self._best_loaded = True
@@ -494,7 +489,7 @@ class Session:
         self._attend()
         if self._ranks:
             state.best_model_checkpoint = self.run.best.best_path or None
-        if any_of(self._termination.received, self._trainer.args.device):
+        if world().any_of(self._termination.received)[0]:
             self._termination.end()
         self._termination.unwatch()
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
 
 from shrinkpoint.errors import StateMismatchError
-from shrinkpoint.integrations.common.ranks import rank, world_size
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.transformers.generated import reference_of
 from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.loop.identity import (
@@ -305,9 +305,9 @@ class Progress:
         setattr(trainer, _LAST_LOGGED, step)
         if hasattr(trainer, _FIRST_STEP):
             setattr(trainer, _FIRST_STEP, step)
-        if len(ranks) != world_size():
+        if len(ranks) != world().size:
             return
-        own = ranks[rank()]
+        own = ranks[world().rank]
         setattr(trainer, _LAST_LOGGED, own["last_logged"])
         if hasattr(trainer, _FIRST_STEP):
             # Since transformers 5 the loss of a whole call is that of its own steps.

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.group.group import Distributed
 from shrinkpoint.integrations.common import ranks
-from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.sharded.spreading import broadcast_tensors
 
 
@@ -48,7 +48,7 @@ def given_to_all(rank: int) -> list[list[float]]:
         torch.empty(0),
     ]
     places = [tensor.data_ptr() for tensor in tensors]
-    broadcast_tensors(Ranks(), tensors)
+    broadcast_tensors(Distributed(), tensors)
     assert places == [tensor.data_ptr() for tensor in tensors]
     return [tensor.detach().reshape(-1).tolist() for tensor in tensors]
 

@@ -21,10 +21,11 @@ from torch.distributed.tensor import distribute_tensor
 import shrinkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import StoreError
+from shrinkpoint.group.ending import Ending
+from shrinkpoint.group.group import Distributed
+from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.sharded.background import Background
-from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.gathering import Gathering
-from shrinkpoint.sharded.ranks import Mailbox, Ranks
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.state.training import Role, Tag
 from shrinkpoint.store.commit_point import CommitPoint
@@ -444,7 +445,7 @@ def unanswered(rank: int, world: int) -> Any:
     """What the first rank learns where the second does not answer."""
     if rank == 1:
         Ending._watch = lambda self, mailbox: None  # type: ignore[method-assign]
-    mailbox = Mailbox(Ranks())
+    mailbox = Mailbox(Distributed())
     ending = Ending(mailbox, patience_s=1.0)
     assert ending.is_at(1, signal=None) is None
     return told(lambda: ending.is_at(2, signal=15)) if rank == 0 else ending.is_at(2, signal=None)

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from shrinkpoint.errors import StoreError
-from shrinkpoint.sharded.ranks import Mailbox
+from shrinkpoint.group.mailbox import Mailbox
 
 __all__ = ["Ending"]
 
@@ -34,7 +34,7 @@ class Ending:
     """
 
     def __init__(self, mailbox: Mailbox, *, patience_s: float = _PATIENCE_S) -> None:
-        self._rank, self._world = mailbox.rank, mailbox.world
+        self._rank, self._size = mailbox.rank, mailbox.size
         self._patience_s = patience_s
         self._asking, answering = mailbox.another(), mailbox.another()
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class Ending:
 
     def _when_there(self, mailbox: Mailbox, key: str) -> dict[str, Any] | None:
         """A message, whenever it comes; None when this was closed first."""
-        pause_s = max(_LOOK_S, self._world / _RANKS_PER_S)
+        pause_s = max(_LOOK_S, self._size / _RANKS_PER_S)
         while not self._closed:
             if mailbox.has(key):
                 return mailbox.wait(key, _GRACE_S)

@@ -1,0 +1,1 @@
+"""The processes that train together: groups of them, messages between their background threads, and how they end together."""
