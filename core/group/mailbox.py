@@ -139,7 +139,10 @@ class Mailbox:
         """
         self.post(f"{key}/{self.rank}", own)
         if self.rank:
-            return sound(self.wait(key, timeout_s + _ANSWER_S))
+            answer = self.wait(key, timeout_s + _ANSWER_S)
+            if "error" in answer:
+                raise StoreError(answer["error"])
+            return answer
         try:
             result = reduce([sound(message) for message in self.collect(key, timeout_s)])
         except (StoreError, FormatError) as error:

@@ -956,7 +956,7 @@ def test_a_learning_rate_that_resuming_overrides_is_told(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_copies_in_several_processes_are_warned_that_they_would_stop_each_other(tmp_path, monkeypatch, rank):
     for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", rank)):
-        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+        monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         Run(tmp_path / "run")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from shrinkpoint.loop.replicated_log import ReplicatedLog
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """One process that goes the way of several."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    monkeypatch.setattr("shrinkpoint.checkpointer.world_size", lambda: 2)
+    monkeypatch.setattr("shrinkpoint.checkpointer.world", lambda: SimpleNamespace(size=2))
     yield tmp_path
     dist.destroy_process_group()
 

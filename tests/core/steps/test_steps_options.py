@@ -2,6 +2,7 @@
 
 import os
 import threading
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
@@ -66,7 +67,7 @@ def test_options_of_a_log_without_one():
 
 
 def test_several_processes(monkeypatch):
-    monkeypatch.setattr("shrinkpoint.checkpointer.world_size", lambda: 2)
+    monkeypatch.setattr("shrinkpoint.checkpointer.world", lambda: SimpleNamespace(size=2))
     refused("needs one process, or a DistributedDataParallel that every process gives", step_log="exact")
 
 
