@@ -37,6 +37,7 @@ from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
 from shrinkpoint.runtime.turns import Turns, in_turn
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.arguments import check_metrics, plain_step
+from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.saving.resume import (
     ResumePolicy,
     check_policy,
@@ -390,8 +391,8 @@ class Checkpointer:
         if self.step_log is not None:
             self.step_log.boundary(step)
         with self._objects.undone() if adopts else nullcontext():
-            accepted = self.saver.save(
-                self._objects.state(step),
+            request = SaveRequest(
+                state=self._objects.state(step),
                 step=step,
                 describe=self._objects.describe(),
                 metrics=metrics,
@@ -402,6 +403,7 @@ class Checkpointer:
                 wait=wait,
                 adoption=Adoption(live=self._objects.live, settings=self._settings) if adopts else None,
             )
+            accepted = self.saver.accept(request)
         if accepted is not None:
             self._saved_step, self._overdue = step, False
         return accepted

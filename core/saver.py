@@ -6,11 +6,10 @@ collect. The job's only claim on the training thread is the forward passes of it
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from shrinkpoint.coding.decode import decode_checkpoint
@@ -29,12 +28,13 @@ from shrinkpoint.runtime.memory import LARGE, give_back
 from shrinkpoint.runtime.turns import Turns, in_turn
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saving.adoption import AdoptingCommitter
-from shrinkpoint.saving.arguments import check_parts, plain_metrics, plain_step, plain_timeout
+from shrinkpoint.saving.arguments import plain_step, plain_timeout
 from shrinkpoint.saving.committer import Committer
 from shrinkpoint.saving.deadline import Deadline
 from shrinkpoint.saving.meta import adopted_of, is_weights_only
 from shrinkpoint.saving.reading import CheckpointReader, Continuation
 from shrinkpoint.saving.reporting import Job
+from shrinkpoint.saving.request import SaveRequest, StateSaver
 from shrinkpoint.saving.slimming import without_optimizer
 from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare, unsuitable
 from shrinkpoint.saving.under_way import Failures, SaveUnderWay
@@ -70,7 +70,7 @@ class Restored:
     """What was saved, on the host."""
 
 
-class Saver:
+class Saver(StateSaver):
     """Saves states of one run and restores them.
 
     Args:
@@ -227,79 +227,37 @@ class Saver:
         self._settle_if_idle()
 
     @in_turn
-    def save(
-        self,
-        state: object,
-        *,
-        step: int,
-        describe: Describe = plain,
-        metrics: Mapping[str, float] | None = None,
-        evaluate: Evaluate | None = None,
-        resumed: ResumedSteps | None = None,
-        gradients: Mapping[str, torch.Tensor] | None = None,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        exact: bool = False,
-        wait: bool = False,
-        adoption: Adoption | None = None,
-    ) -> Accepted | None:
-        """Save a state; returns as soon as it is copied.
-
-        Args:
-            state: what a framework would give to ``torch.save``.
-            step: the training step it belongs to; 0 or more.
-            describe: gives each tensor's role.
-            metrics: numbers, or tensors of one element; stored with the checkpoint, retention by `monitor` reads them.
-            evaluate: the held-out loss with given weights; called by `poll`, `save` and `flush` only, so always on
-                the training thread.
-            resumed: continues from a state for some optimizer steps and back; called where and when `evaluate` is.
-            gradients: EMA of the gradients by parameter name; None takes Adam's first moments.
-            optimizers: whose states are in `state`, in the same order: what a restore does to their next updates is tried on
-                copies. None are needed for anything else.
-            exact: store this one bit-exactly.
-            wait: return when it is committed.
-            adoption: with ``adopt=True``, for a planned save: the training's tensors get the values that are stored before this
-                returns. None for a save that an undisturbed run would not make: it is stored exactly.
-
-        Returns:
-            What was accepted; None when a save was still being written and `busy` is ``skip``, or when it was to be
-            waited for and has failed.
-
-        Raises:
-            SaveFailedError: `max_failures` saves in a row have failed.
-            FencedError: another writer has taken over the run.
-            CannotRepresentError: the state holds an object that cannot be stored without pickle.
-            ConfigError: `step` is no step, another argument has a type that cannot work, a metric is no number, or this was called within another call, by an evaluation, say.
-        """
-        step, numbers = plain_step(step), plain_metrics(metrics)
-        check_parts(
-            describe=describe, evaluate=evaluate, resumed=resumed, gradients=gradients, optimizers=optimizers
-        )
+    def accept(self, request: SaveRequest) -> Accepted | None:
+        """See `StateSaver.accept`. `poll`, `save` and `flush` alone call `evaluate` and `resumed`."""
+        request = request.checked()
+        adoption, evaluate, resumed = request.adoption, request.evaluate, request.resumed
         if adoption is not None and not self.config.adopt:
             raise ConfigError("adoption needs a saver with adopt=True")
         self._raise_if_fatal()
         started = time.perf_counter()
         self.adopted = ()
-        if not self._is_free(wait):
+        if not self._is_free(request.wait):
             return None
         waited_s = time.perf_counter() - started
         self._newest = None  # a later `restore` finds this checkpoint, or a newer one
         self._settle_if_idle()
-        captured = self._captured(state, describe)
-        exact, alone = self._deadline.choose(captured, self.reports(), exact=exact)
+        captured = self._captured(request.state, request.describe)
+        exact, alone = self._deadline.choose(captured, self.reports(), exact=request.exact)
         if alone:
             self._committer.forget()
+        optimizers = request.optimizers
         if self.config.weights_only or alone:  # after a restore, a fresh optimizer makes the steps
             captured, resumed, optimizers = without_optimizer(captured), None, ()
         self._evaluate, self._resumed = evaluate, resumed
-        takeover = self._takeover(captured, describe, adoption, waited_s)
+        takeover = self._takeover(captured, request.describe, adoption, waited_s)
         job = Job(
             snapshot=self._snapshotter.take(captured),
-            step=step,
-            metrics=numbers,
+            step=request.step,
+            metrics=request.metrics or {},
             measure=self._desk.measure if evaluate is not None else None,
             resume=self._desk.resume if resumed is not None else None,
             gradients={
-                name: value.detach().to("cpu", copy=True) for name, value in (gradients or {}).items()
+                name: value.detach().to("cpu", copy=True) for name, value in (request.gradients or {}).items()
             },
             optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
             exact=exact,
@@ -307,15 +265,15 @@ class Saver:
             blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
             takeover=takeover,
         )
-        accepted = Accepted(step=step, blocked_s=job.blocked_s)
+        accepted = Accepted(step=request.step, blocked_s=job.blocked_s)
         self.blocked_s += job.blocked_s
-        self._under_way.begin(step, compiling=self._warmup.running)
+        self._under_way.begin(request.step, compiling=self._warmup.running)
         handed_over = [job]
         del job  # the snapshot is the background's alone: as soon as that is done with it, its memory is free
         self._worker.submit(lambda: self._run(handed_over))
         if takeover is not None:
             self._take_over(takeover, started)
-        if wait:
+        if request.wait:
             self.flush()
             if self._failed:
                 return None

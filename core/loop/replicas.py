@@ -1,6 +1,7 @@
 """The objects of a hand-written loop in several processes that train copies of a model, and the saver that all of them share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from shrinkpoint.quality.evaluation import Evaluate, Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.saver import Restored, Saver
 from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.takeover import Adoption
+from shrinkpoint.saving.request import SaveRequest, StateSaver
 from shrinkpoint.sharded.agreement import require_same
 from shrinkpoint.sharded.own import OwnState
 from shrinkpoint.sharded.spreading import share_adopted
@@ -139,7 +140,7 @@ def replicated_saver(
     return saver
 
 
-class ReplicatedSaver:
+class ReplicatedSaver(StateSaver):
     """As `shrinkpoint.saver.Saver`, for processes that train copies of a model: the first one measures, quantizes and stores.
 
     Every method but `begin`, `poll`, `reports` and `close` is a collective: all ranks call it, with the same arguments. An error on
@@ -197,45 +198,20 @@ class ReplicatedSaver:
         if self._group.rank == 0:
             self._saver.begin(state, step=step, describe=describe)
 
-    def save(
-        self,
-        state: object,
-        *,
-        step: int,
-        describe: Describe = plain,
-        metrics: Mapping[str, float] | None = None,
-        evaluate: Evaluate | None = None,
-        resumed: object = None,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        exact: bool = False,
-        wait: bool = False,
-        adoption: Adoption | None = None,
-    ) -> Accepted | None:
-        """See `Saver.save`; with `adoption` every rank has the values that are stored when this returns.
+    def accept(self, request: SaveRequest) -> Accepted | None:
+        """See `StateSaver.accept`; with `adoption` every rank has the values that are stored when this returns.
 
-        Args:
-            evaluate: called on the first rank alone, where it must not communicate with the others.
-            resumed: not used yet.
+        `evaluate` is called on the first rank alone, where it must not communicate with the others; `resumed` is not used yet.
         """
+        adoption, evaluate = request.adoption, request.evaluate
         if adoption is not None:
-            settings = {**adoption.settings, "ranks": self._group.size}
-            adoption = Adoption(live=adoption.live, settings=settings)
-        accepted = self._group.on_first(
-            lambda: self._saver.save(
-                state,
-                step=step,
-                describe=describe,
-                metrics=metrics,
-                evaluate=None if evaluate is None else _alone(evaluate),
-                optimizers=optimizers,
-                exact=exact,
-                wait=wait,
-                adoption=adoption,
-            )
-        )
+            adoption = replace(adoption, settings={**adoption.settings, "ranks": self._group.size})
+        alone = None if evaluate is None else _alone(evaluate)
+        request = replace(request, evaluate=alone, resumed=None, adoption=adoption)
+        accepted = self._group.on_first(lambda: self._saver.accept(request))
         if adoption is not None:
             share_adopted(self._group, self._saver.adopted, adoption.live)
-        if wait:
+        if request.wait:
             self._learn()
         return accepted
 

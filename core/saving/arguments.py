@@ -3,7 +3,7 @@
 import math
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.store.keys import MAX_STEP
 from shrinkpoint.warn import brief
 
-__all__ = ["check_metrics", "check_parts", "plain_metrics", "plain_step", "plain_timeout"]
+__all__ = ["check_metrics", "plain_metrics", "plain_step", "plain_timeout"]
 
 
 def plain_step(step: Any) -> int:
@@ -97,29 +97,3 @@ def plain_timeout(timeout_s: Any) -> float | None:
     if math.isnan(seconds):
         raise ConfigError(f"timeout_s={brief(timeout_s)} must be a number of seconds, or None for no limit")
     return min(seconds, threading.TIMEOUT_MAX)
-
-
-def check_parts(
-    *, describe: object, evaluate: object, resumed: object, gradients: object, optimizers: object
-) -> None:
-    """Check the further arguments of a save, as `Saver.save` documents them.
-
-    Raises:
-        ConfigError: one has another type.
-    """
-    for name, function, optional in (
-        ("describe", describe, False),
-        ("evaluate", evaluate, True),
-        ("resumed", resumed, True),
-    ):
-        if not callable(function) and not (optional and function is None):
-            raise ConfigError(f"{name}={brief(function)} must be a function{', or None' if optional else ''}")
-    if gradients is not None and not (
-        isinstance(gradients, Mapping)
-        and all(isinstance(value, torch.Tensor) for value in gradients.values())
-    ):
-        raise ConfigError(
-            f"gradients={brief(gradients)} must be a dict of tensors by parameter name, or None"
-        )
-    if not isinstance(optimizers, Sequence) or not all(hasattr(one, "param_groups") for one in optimizers):
-        raise ConfigError(f"optimizers={brief(optimizers)} must be a list of optimizers, [] for none")

@@ -13,16 +13,15 @@ from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.optimizers.updates import OptimizerKind
-from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
 from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saver import Restored
 from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.arguments import plain_metrics
 from shrinkpoint.saving.meta import lineage_of, not_finite_text
-from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare
+from shrinkpoint.saving.request import SaveRequest, StateSaver
+from shrinkpoint.saving.takeover import Takeover, WaitingShare
 from shrinkpoint.saving.under_way import SaveUnderWay
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.sharded.adopting import (
@@ -58,7 +57,7 @@ __all__ = ["ShardedSaver"]
 Targets = Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]]
 
 
-class ShardedSaver:
+class ShardedSaver(StateSaver):
     """As `shrinkpoint.saver.Saver`, for a training whose ranks hold shards of its state.
 
     Every method but `reports` and `close` is a collective: all ranks call it, with the same arguments. An error on
@@ -199,60 +198,28 @@ class ShardedSaver:
         """
         return 0.0 if self._probe is None else self._probe.serve()
 
-    def save(
-        self,
-        state: object,
-        *,
-        step: int,
-        describe: Describe = plain,
-        metrics: Mapping[str, float] | None = None,
-        evaluate: Evaluate | None = None,
-        resumed: ResumedSteps | None = None,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        exact: bool = False,
-        wait: bool = False,
-        adoption: Adoption | None = None,
-    ) -> Accepted | None:
-        """Save a state; returns when each rank has a copy of the tensors that it codes.
+    def accept(self, request: SaveRequest) -> Accepted | None:
+        """See `StateSaver.accept`; returns when each rank has a copy of the tensors that it codes.
 
-        Args:
-            state: this rank's, with DTensors.
-            step: the training step it belongs to.
-            describe: gives each tensor's role.
-            metrics: numbers, stored with the checkpoint; the first rank's count.
-            evaluate: the losses with other weights in the model's place: gets this rank's shards as DTensors, and plain tensors, by
-                their names in the model; called on all ranks at the same time, by `poll`, `save` and `flush` only. Each rank's
-                losses are of its own batches; ranks with the same losses count once. None on any rank: nothing is measured.
-            resumed: the losses after steps from a state, which has this rank's shards as DTensors; called as `evaluate` is, on all
-                ranks at the same time. None on any rank: none are taken.
-            optimizers: whose states are in `state`, in the same order.
-            adoption: as of `Saver.save`; the ranks' tensors get the values that are stored before this returns.
-            exact: store this one bit-exactly.
-            wait: return when it is committed.
-
-        Returns:
-            What was accepted; None when a save was still being written and `busy` is ``skip``, when a rank has too little
-            memory (which counts as a failed save), or when it was to be waited for and has failed.
-
-        Raises:
-            SaveFailedError, FencedError, ConfigError, CannotRepresentError: as `Saver.save`; on every rank.
+        Metrics are the first rank's. The losses of `evaluate` and `resumed` are each rank's own; ranks with the same ones count
+        once. `gradients` are not used.
         """
+        evaluate, resumed, adoption = request.evaluate, request.resumed, request.adoption
         started = time.perf_counter()
         self._newest = None  # as in `Saver.save`
-        if wait or self.config.busy == "wait" or self.config.adopt:
+        if request.wait or self.config.busy == "wait" or self.config.adopt:
             self._join()
         waited_s = time.perf_counter() - started
-        found, error = self._captured(state, describe)
-        numbers: dict[str, float] = {}
+        found, error = self._captured(request.state, request.describe)
         try:
-            numbers = plain_metrics(metrics)
+            request = request.checked()
         except ConfigError as refused:  # all ranks raise it together
             error = error or refused
         agreed = self._agree(
-            step,
+            request.step,
             error,
             new_layout=found is not None and found[1] != self._rank_tensors,
-            exact=exact or (self.config.adopt and adoption is None),
+            exact=request.exact or (self.config.adopt and adoption is None),
             measures=evaluate is not None
             and measurable(self.config)
             and not (self._probe is not None and self._probe.leaves_trace),
@@ -263,19 +230,19 @@ class ShardedSaver:
             self._under_way.skip(warns=self._group.rank == 0)
             return None
         try:
-            job = self._job(*found, step=step, agreed=agreed)
+            job = self._job(*found, step=request.step, agreed=agreed)
         except NoMemoryError as error:
             assert self._background is not None
-            self._background.give_up(step, error)
+            self._background.give_up(request.step, error)
             return None
         assert self._layout is not None
         shards = Shards(self._group, self._layout, found[2], self._owners)
         planned = adoption if not agreed.exact else None
-        takeover = None if planned is None else takeover_for(shards, describe, planned, waited_s)
+        takeover = None if planned is None else takeover_for(shards, request.describe, planned, waited_s)
         save = Save(
             job=job,
-            metrics=numbers,
-            optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
+            metrics=request.metrics or {},
+            optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in request.optimizers),
             blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
             began=self._publisher.open().now() if self._publisher else 0.0,
             takeover=takeover,
@@ -288,13 +255,13 @@ class ShardedSaver:
         assert probe is not None
         if agreed.measures and evaluate is not None:
             probe.begin(ProbedSave(self._number, shards, found[0], evaluate, resumed))
-        self._under_way.begin(step)
+        self._under_way.begin(request.step)
         self._worker.submit(lambda: background.run(handed_over))
-        accepted = Accepted(step=step, blocked_s=save.blocked_s)
+        accepted = Accepted(step=request.step, blocked_s=save.blocked_s)
         del save, job
         if takeover is not None:
             self._take_over(shards, takeover, started)
-        if wait:
+        if request.wait:
             self.flush()
             return None if self.failed else accepted
         return accepted

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.errors import ConfigError
@@ -21,7 +20,7 @@ from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.step_log import SessionLog
 from shrinkpoint.loop.trained import Trained
-from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps
+from shrinkpoint.quality.evaluation import Evaluate, Loss
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
@@ -29,8 +28,8 @@ from shrinkpoint.runtime.progress import say
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.meta import is_finite, lineage_of
 from shrinkpoint.saving.rehearsal import DryRestore
+from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.saving.resume import resume_from
-from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.frozen import meta_filled
@@ -319,60 +318,35 @@ class RunSession:
         """
         return world().broadcast(world().is_first and self._has_room(last))
 
-    def hand_over(
-        self,
-        state: object,
-        *,
-        step: int,
-        describe: Describe,
-        metrics: Mapping[str, float],
-        evaluate: Evaluate | None,
-        resumed: ResumedSteps | None = None,
-        gradients: Mapping[str, torch.Tensor] | None,
-        optimizers: Sequence[Optimizer],
-        exact: bool,
-        last: bool,
-        adoption: Adoption | None = None,
-    ) -> bool:
+    def hand_over(self, request: SaveRequest) -> bool:
         """Save a state; the first rank's, inside `Group.on_first`, whose result goes to all ranks.
 
         Args:
-            state: as the framework would give it to ``torch.save``.
-            step: the training step it belongs to.
-            describe: gives each tensor's role.
-            metrics: finite numbers; a missing monitor is warned about, once.
-            evaluate: the held-out loss with given weights; a failure is warned about, once.
-            resumed: resumed steps from such a state; after a failure there is a warning, and they are not tried again.
-            gradients: their moving average by parameter name; None takes Adam's first moments.
-            optimizers: whose states are in `state`, in the same order.
-            exact: store bit-exactly, without a search.
-            last: it is the last save: wait for a running one to be committed.
-            adoption: of a planned save, with ``adopt=True``.
+            request: with `wait` for the last save, which waits for a running one to be committed. A missing monitor and a failing
+                `evaluate` are warned about, once; `resumed` is not tried again after a failure.
 
         Returns:
             Whether it was accepted.
 
         Raises:
-            SaveFailedError, FencedError, CannotRepresentError: as `Saver.save`.
+            SaveFailedError, FencedError, CannotRepresentError: as `StateSaver.accept`.
         """
-        self._require_monitor(step, metrics)
+        adoption = request.adoption
         if adoption is not None:
             own = {"probe_batches": self.settings.probe_batches, "ranks": world().size}
             adoption = replace(adoption, settings={**adoption.settings, **own})
-        accepted = self.saver.save(
-            state,
-            step=step,
-            describe=describe,
-            metrics=metrics,
-            evaluate=None if evaluate is None else self._warning(evaluate),
-            resumed=self._until_failure.guard(resumed),
-            gradients=gradients,
-            optimizers=optimizers,
-            exact=exact,
-            wait=last and self.saver.busy,
-            adoption=adoption,
+        request = replace(request, wait=request.wait and self.saver.busy, adoption=adoption)
+        return self._accepted(request)
+
+    def _accepted(self, request: SaveRequest) -> bool:
+        if world().is_first:
+            self._require_monitor(request.step, request.metrics or {})
+        guarded = replace(
+            request,
+            evaluate=None if request.evaluate is None else self._warning(request.evaluate),
+            resumed=self._until_failure.guard(request.resumed),
         )
-        return accepted is not None
+        return self.saver.accept(guarded) is not None
 
     def warn_once(self, message: str | None, *, topic: str | None = None) -> None:
         """Warn on the first rank, unless it is None, or the same message, or another one of the same `topic`, was given before."""

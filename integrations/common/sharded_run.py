@@ -1,23 +1,19 @@
 """One run whose model is sharded: every rank saves and restores its part, where of other runs the first one does for all."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import RunSettings
-from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.saving.takeover import Adoption
+from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.sharded.agreement import obstacle_of, refuse_options, unmeasured
 from shrinkpoint.sharded.planning import measurable
 from shrinkpoint.sharded.saver import ShardedSaver, Targets
-from shrinkpoint.state.training import Describe
 from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["ShardedRun"]
@@ -126,41 +122,13 @@ class ShardedRun(RunSession):
         """True: the ranks agree in `hand_over`, before a tensor is moved."""
         return True
 
-    def hand_over(
-        self,
-        state: object,
-        *,
-        step: int,
-        describe: Describe,
-        metrics: Mapping[str, float],
-        evaluate: Evaluate | None = None,
-        resumed: ResumedSteps | None = None,
-        gradients: Mapping[str, torch.Tensor] | None = None,
-        optimizers: Sequence[Optimizer],
-        exact: bool,
-        last: bool,
-        adoption: Adoption | None = None,
-    ) -> bool:
+    def hand_over(self, request: SaveRequest) -> bool:
         """See `RunSession.hand_over`; a last save is committed, or has failed, when this returns.
 
         Raises:
-            ShrinkpointError: as `ShardedSaver.save`; on every rank.
+            ShrinkpointError: as `StateSaver.accept`; on every rank.
         """
-        if world().is_first:
-            self._require_monitor(step, metrics)
-        accepted = self.saver.save(
-            state,
-            step=step,
-            describe=describe,
-            metrics=metrics,
-            evaluate=None if evaluate is None else self._warning(evaluate),
-            resumed=self._until_failure.guard(resumed),
-            optimizers=optimizers,
-            exact=exact,
-            wait=last,
-            adoption=adoption,
-        )
-        return accepted is not None
+        return self._accepted(request)
 
     def finish(self, save_again: Callable[[], None]) -> None:
         """See `RunSession.finish`."""

@@ -39,6 +39,7 @@ from shrinkpoint.loop.gradient_buckets import (
 )
 from shrinkpoint.loop.trained import load_trained
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
+from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.wrappers import named_parameters
 from shrinkpoint.warn import warn
@@ -352,17 +353,19 @@ class Session:
             self._path.add_to(stored)
         accepted = world().on_first(
             lambda: self.run.hand_over(
-                stored,
-                step=batch,
-                describe=describe_state(state),
-                metrics=self._metrics(state),
-                evaluate=self._evaluation(state),
-                resumed=None if planned else self._steps.resumed(state),
-                gradients=None if planned else self._gradients.take(state.optimizers),
-                optimizers=state.optimizers,
-                exact=exact,
-                last=last,
-                adoption=self._adoption(state) if planned else None,
+                SaveRequest(
+                    state=stored,
+                    step=batch,
+                    describe=describe_state(state),
+                    metrics=self._metrics(state),
+                    evaluate=self._evaluation(state),
+                    resumed=None if planned else self._steps.resumed(state),
+                    gradients=None if planned else self._gradients.take(state.optimizers),
+                    optimizers=state.optimizers,
+                    exact=exact,
+                    wait=last,
+                    adoption=self._adoption(state) if planned else None,
+                )
             )
         )
         if accepted:

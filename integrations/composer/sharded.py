@@ -23,6 +23,7 @@ from shrinkpoint.integrations.composer.state import (
     shards_model,
     trained_module,
 )
+from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
 from shrinkpoint.sharded.trees import captured
@@ -151,16 +152,18 @@ class ShardedSession(Session):
         self._own = {_PLACE: place}
         measures = self._shards.measures
         saved = self._shards.hand_over(
-            stored,
-            step=batch,
-            describe=describe_state(state),
-            metrics=self._metrics(state),
-            evaluate=self._probe.evaluation_together(state) if measures else None,
-            resumed=self._steps.resumed(state) if measures else None,
-            optimizers=state.optimizers,
-            exact=exact,
-            last=last,
-            adoption=self._adoption(state) if planned else None,
+            SaveRequest(
+                state=stored,
+                step=batch,
+                describe=describe_state(state),
+                metrics=self._metrics(state),
+                evaluate=self._probe.evaluation_together(state) if measures else None,
+                resumed=self._steps.resumed(state) if measures else None,
+                optimizers=state.optimizers,
+                exact=exact,
+                wait=last,
+                adoption=self._adoption(state) if planned else None,
+            )
         )
         if saved:
             self.run.saved_step = batch

@@ -40,6 +40,7 @@ from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.quantized import quantized_as
+from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.saving.resume import overridden_options, require_optimizers
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.stateful import put_back_dtypes
@@ -523,17 +524,19 @@ class Session:
         def hand_over() -> bool:
             checkpoint = captured.checkpoint()
             return self.run.hand_over(
-                storable(checkpoint),
-                step=step,
-                describe=describe_checkpoint(trainer, module, checkpoint),
-                metrics=self._measured.of_these_weights(trainer),
-                evaluate=self.probe.evaluation(trainer, module),
-                resumed=None if planned else self._steps.resumed(trainer, module),
-                gradients=None if planned else self._gradients.take(trainer.optimizers),
-                optimizers=trainer.optimizers,
-                exact=exact,
-                last=last,
-                adoption=self._adoption(trainer, module) if planned else None,
+                SaveRequest(
+                    state=storable(checkpoint),
+                    step=step,
+                    describe=describe_checkpoint(trainer, module, checkpoint),
+                    metrics=self._measured.of_these_weights(trainer),
+                    evaluate=self.probe.evaluation(trainer, module),
+                    resumed=None if planned else self._steps.resumed(trainer, module),
+                    gradients=None if planned else self._gradients.take(trainer.optimizers),
+                    optimizers=trainer.optimizers,
+                    exact=exact,
+                    wait=last,
+                    adoption=self._adoption(trainer, module) if planned else None,
+                )
             )
 
         if world().on_first(hand_over):

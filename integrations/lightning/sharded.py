@@ -24,6 +24,7 @@ from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.state import describe_checkpoint, plainly_named
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets, reshard
@@ -170,16 +171,18 @@ class ShardedSession(Session):
         self._own = {POSITION_KEY: {key: checkpoint[POSITION_KEY][key] for key in OWN_KEYS}}
         measures = self._shards.measures
         saved = self._shards.hand_over(
-            checkpoint,
-            step=trainer.global_step,
-            describe=describe_checkpoint(trainer, module, checkpoint),
-            metrics=self._measured.of_these_weights(trainer),
-            evaluate=self.probe.evaluation_together(trainer, module) if measures else None,
-            resumed=self._steps.resumed(trainer, module) if measures else None,
-            optimizers=trainer.optimizers,
-            exact=exact,
-            last=last,
-            adoption=self._adoption(trainer, module) if planned else None,
+            SaveRequest(
+                state=checkpoint,
+                step=trainer.global_step,
+                describe=describe_checkpoint(trainer, module, checkpoint),
+                metrics=self._measured.of_these_weights(trainer),
+                evaluate=self.probe.evaluation_together(trainer, module) if measures else None,
+                resumed=self._steps.resumed(trainer, module) if measures else None,
+                optimizers=trainer.optimizers,
+                exact=exact,
+                wait=last,
+                adoption=self._adoption(trainer, module) if planned else None,
+            )
         )
         if saved:
             self.run.saved_step = trainer.global_step

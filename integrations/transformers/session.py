@@ -51,6 +51,7 @@ from shrinkpoint.loop.gradient_buckets import (
 from shrinkpoint.loop.trained import load_trained
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.warn import warn
 
@@ -392,17 +393,19 @@ class Session:
                 self._path.add_to(stored)
             accepted = world().on_first(
                 lambda: self.run.hand_over(
-                    stored,
-                    step=step,
-                    describe=describe_state(trainer),
-                    metrics=current_metrics(trainer.state),
-                    evaluate=self._probe.evaluation(trainer),
-                    resumed=None if planned else self._steps.resumed(trainer),
-                    gradients=None if planned else self._gradients.take(optimizers_of(trainer)),
-                    optimizers=optimizers_of(trainer),
-                    exact=exact,
-                    last=last,
-                    adoption=self._adoption() if planned else None,
+                    SaveRequest(
+                        state=stored,
+                        step=step,
+                        describe=describe_state(trainer),
+                        metrics=current_metrics(trainer.state),
+                        evaluate=self._probe.evaluation(trainer),
+                        resumed=None if planned else self._steps.resumed(trainer),
+                        gradients=None if planned else self._gradients.take(optimizers_of(trainer)),
+                        optimizers=optimizers_of(trainer),
+                        exact=exact,
+                        wait=last,
+                        adoption=self._adoption() if planned else None,
+                    )
                 )
             )
             if planned and self._path is not None:
