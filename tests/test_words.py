@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = ("core", "callbacks", "integrations")
 
 OLD = {
-    "as_restored": "load_restored_search",
+    "as_restored": "begin_again",
     "beside": "next to, sibling, further",
     "grain": "step size",
     "Healing": "RecoveryEstimate, repair",

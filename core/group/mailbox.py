@@ -128,7 +128,7 @@ class Mailbox:
         """What the messages of all ranks come to; every rank calls it.
 
         Args:
-            key: of the result; each rank's message is at ``<key>/<rank>``. One with an ``error`` tells of a failure.
+            key: of the result; each rank's message is at ``<key>/<rank>``. One with an ``error`` stands for a failure.
             own: this rank's message.
             reduce: makes one message of those of all ranks, on the first one.
             timeout_s: seconds that the ranks have for their messages.

@@ -201,7 +201,6 @@ class Planner:
                 comparison.look()
                 self._sighted = True
             averages_only = self._sees_averages_only(strategy, snapshot, comparison)
-            snapshot.sees(averages_only=averages_only)
             save_context = replace(save_context, averages_only=averages_only)
             plan = self._bounded(strategy, save_context, snapshot, comparison, resume)
             if save_context.averages_only and not plan.is_exact:
@@ -371,13 +370,17 @@ class Planner:
             "recovery": self._recovery.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, object], *, restored: bool = True) -> None:
         """Continue from the search state stored in the restored checkpoint.
+
+        Args:
+            state: as `state_dict` gave it.
+            restored: whether that counts as a restore.
 
         Raises:
             ConfigError: it is no such state; what could be read of it is kept.
         """
-        self._load_restores(state.get("restores"))
+        self._load_restores(state.get("restores"), restored=restored)
         self._baseline = _baseline_of(state.get("baseline"))
         recovery, strategy = state.get("recovery"), state.get("strategy")
         if self._strategy is None or state.get("scheme") != self._config.scheme:
@@ -391,23 +394,27 @@ class Planner:
         self._recovery.load_state_dict(recovery)
         self._strategy.load_state_dict(strategy)
 
-    def load_restored_search(self, state: Mapping[str, object]) -> None:
-        """Go on as a process does that has restored the checkpoint which holds this state: that counts as a restore.
+    def begin_again(self, state: Mapping[str, object], *, restored: bool) -> None:
+        """Go on as a process does that has loaded this state; which warnings were given is kept.
 
-        What is known of the evaluation, and which warnings were given, is kept.
+        Args:
+            state: as of `load_state_dict`.
+            restored: as of `load_state_dict`; what is known of the evaluation is kept then.
 
         Raises:
             ConfigError: as `load_state_dict`.
         """
+        if not restored:
+            self._sighted, self._sees_network = False, None
         config = self._config
         self._recovery = RecoveryEstimate(
             config.probe_steps, config.search_overhead, self._spent_s, self._clock
         )
         self._strategy = strategy_of(config, self._spent_s)
-        self.load_state_dict(state)
+        self.load_state_dict(state, restored=restored)
 
-    def _load_restores(self, stored: object) -> None:
-        """Add this restore to the budget spent before; a restore counts even where its checkpoint stores no cost."""
+    def _load_restores(self, stored: object, *, restored: bool) -> None:
+        """Add a restore to the budget spent before; it counts even where its checkpoint stores no cost."""
         self._budget = budget_of(self._config)
         known: dict[str, object] = (
             stored if isinstance(stored, dict) else {"spent": 0.0, "spent_high": 0.0, "restores": 0}
@@ -419,7 +426,8 @@ class Planner:
         try:
             self._budget.load_state_dict(known)
         finally:
-            self._budget.restored(cost, high, delay)
+            if restored:
+                self._budget.restored(cost, high, delay)
 
 
 def _baseline_of(stored: object) -> tuple[int, float] | None:

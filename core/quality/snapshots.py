@@ -70,10 +70,3 @@ class PlannedSnapshot:
     def _given(self, state: TrainingState) -> object:
         """What steps are given of a state."""
         return state.to_object()
-
-    def sees(self, *, averages_only: bool) -> None:
-        """Learn what the evaluation measures, before candidates are made.
-
-        Args:
-            averages_only: as of `SaveContext`.
-        """

@@ -1,7 +1,7 @@
 """Saves from which the training itself goes on: what is stored is decided so that a replay decides the same.
 
 A planned save is quantized while the training waits, and the training takes the restored values over. From then on this
-committer is in the state of one that has just restored that checkpoint: so is the search (`Planner.load_restored_search`), movement
+committer is in the state of one that has just restored that checkpoint: so is the search (`Planner.begin_again`), movement
 is counted from the restored values, and the reference of the next save has these values. What is quantized next depends on
 the training's state, on the values adopted last, on the number of adoptions and on the settings: neither on whether the save
 before was committed, nor on time, nor on the container in which a reader finds the values.
@@ -136,7 +136,7 @@ class AdoptingCommitter(Committer):
 
     def _resume_search(self, search: Any) -> None:
         try:
-            self.planner.load_restored_search(search if isinstance(search, dict) else {})
+            self.planner.begin_again(search if isinstance(search, dict) else {}, restored=True)
         except ConfigError as error:
             warn(f"the search starts over: {error}")
 
@@ -268,7 +268,7 @@ class AdoptingCommitter(Committer):
         """Become what a process is that has just restored this save; until it is stored, values stand in for its container."""
         settings = self._settings_now(job, takeover)
         search = json.loads(json.dumps(self.planner.state_dict()))
-        self.planner.load_restored_search(search)
+        self.planner.begin_again(search, restored=True)
         self._note(staged.state, job.step)
         last = Adopted(
             planned=True,

@@ -54,6 +54,8 @@ class Status:
     """Why training must not go on."""
     error: Exception | None = None
     """Why it cannot save."""
+    clock_s: float = 0.0
+    """Seconds since the saver was made; on the first rank alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ class Agreed:
     measures: bool
     steps: bool
     failed: bool
+    clock_s: float
 
 
 def agree(group: Distributed, status: Status) -> Agreed:
@@ -89,7 +92,14 @@ def agree(group: Distributed, status: Status) -> Agreed:
         not status.steps,
         status.failed,
     )
-    numbers = [status.step, -status.step, status.link, -status.link, *map(int, flags)]
+    numbers = [
+        status.step,
+        -status.step,
+        status.link,
+        -status.link,
+        *map(int, flags),
+        round(1e6 * status.clock_s),
+    ]
     most = group.most([int(trouble is not None), *numbers])
     if most[0]:
         group.raise_together(trouble)
@@ -97,7 +107,7 @@ def agree(group: Distributed, status: Status) -> Agreed:
         raise ConfigError(
             f"the ranks are at different steps, {-most[2]} to {most[1]}: every rank must save in the same batch"
         )
-    busy, base, new_layout, exact, blind, still, failed = map(bool, most[5:])
+    busy, base, new_layout, exact, blind, still, failed = map(bool, most[5:-1])
     lost = most[3] < 0 or most[3] != -most[4]
     return Agreed(
         busy=busy,
@@ -107,6 +117,7 @@ def agree(group: Distributed, status: Status) -> Agreed:
         measures=not blind and not exact,
         steps=not blind and not exact and not still,
         failed=failed,
+        clock_s=1e-6 * most[-1],
     )
 
 

@@ -28,7 +28,7 @@ from shrinkpoint.schemes.inshrinkerator.partition import added_scores
 from shrinkpoint.schemes.inshrinkerator.scheme import weights_of
 from shrinkpoint.schemes.sums import WeightSums, added_sums
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
-from shrinkpoint.sharded.planning import Leader, follow, lead
+from shrinkpoint.sharded.planning import Together, plan_together
 from shrinkpoint.sharded.probing import Probe, owned_weights
 from shrinkpoint.sharded.publishing import AdoptedPart, Publisher, posted
 from shrinkpoint.sharded.trees import with_blocks, without_tensors
@@ -54,6 +54,8 @@ class Save:
     blocked_s: float
     began: float
     """The first rank's writer's clock."""
+    clock_s: float
+    """The first rank's time, by which all ranks decide."""
     takeover: Takeover | None = None
     """Of a planned save that training goes on from."""
     measures: bool = False
@@ -87,8 +89,11 @@ class Background:
         self._store, self._config, self._mailbox = store, config, mailbox
         self._publisher, self._warmup, self._url = publisher, warmup, url
         self._probe = probe
-        self._planner = Planner(config, lambda: probe.seconds, warns=publisher is not None)
-        self._leader: Leader | None = None
+        self._clock_s = 0.0
+        self._planner = Planner(
+            config, lambda: probe.seconds, clock=lambda: self._clock_s, warns=publisher is not None
+        )
+        self._together = Together(mailbox, 0, config.commit_timeout_s)
         self._search_s = 0.0
         self.movement = MovementTracker()
         self.link: Link | None = None
@@ -132,9 +137,8 @@ class Background:
         if job.copy is not None:
             save = replace(save, blocked_s=max(save.blocked_s, job.copy.wait()))
         self._forget_messages(job.number - 1)
-        self._leader, self._search_s = None, self._probe.seconds
-        if save.measures and self._publisher is not None:
-            self._leader = Leader(self._mailbox, job.number, self._config.commit_timeout_s)
+        self._together = Together(self._mailbox, job.number, self._config.commit_timeout_s)
+        self._clock_s, self._search_s = save.clock_s, self._probe.seconds
         stored = self._store_part(save)
         if self._publisher is not None:
             outcome = self._publish(self._publisher, save)
@@ -163,11 +167,7 @@ class Background:
             post = posted(stored.part, stored.report)
         except Exception as error:  # noqa: BLE001 - the first rank gets it, and reports it
             post = {"error": f"{type(error).__name__}: {error}"}
-            self._mailbox.post(f"{job.number}/sums/{job.rank}", post)  # for whom waits for it
-            if job.rank == 0:
-                self._mailbox.post(f"{job.number}/sums", post)
-            if self._leader is not None:
-                self._leader.say("fail", **post)
+            self._together.fail(error)
             self._probe.leave()
         self._mailbox.post(f"{job.number}/part/{job.rank}", post)
         return stored
@@ -219,32 +219,19 @@ class Background:
         if not save.measures:
             return self._planner.plan(context, None, exact=job.exact)
         try:
-            return self._plan_together(save, context, guard)
+            return self._plan_together(save, context)
         finally:
             self._probe.leave()
             self._search_s = self._probe.seconds - self._search_s
 
-    def _plan_together(self, save: Save, context: SaveContext, guard: Guard) -> Plan:
+    def _plan_together(self, save: Save, context: SaveContext) -> Plan:
         state = context.state
 
         def measure(weights: Mapping[str, torch.Tensor]) -> Losses:
             return self._probe.measure(owned_weights(state, weights))
 
         resume = self._probe.resume if save.steps else None
-        if self._leader is not None:
-            return lead(self._leader, self._planner, context, measure, resume)
-        assert self._planner.strategy is not None
-        return follow(
-            self._mailbox,
-            save.job.number,
-            self._config,
-            self._planner.strategy,
-            context,
-            measure,
-            guard,
-            resume,
-            patience_s=self._patience_s,
-        )
+        return plan_together(self._together, self._planner, context, measure, resume)
 
     def _recognised(self, save: Save) -> TrainingState:
         """This rank's tensors, as if the model had these alone."""
@@ -257,9 +244,7 @@ class Background:
         if job.exact:
             return context
         options = self._config.scheme_options
-        together = partial(
-            self._mailbox.combine, f"{job.number}/sums", timeout_s=self._config.commit_timeout_s
-        )
+        together = self._together.combine
         if self._config.scheme == "auto":
             own = Auto(options=options, save_context=context).sums(context.state)
             return replace(context, sums=WeightSums.from_json(together(own.to_json(), added_sums)))
@@ -315,11 +300,11 @@ class Background:
     def _forget_messages(self, number: int) -> None:
         """Of the save before, which all ranks know the outcome of: they have agreed to begin this one."""
         if self._publisher is not None and number > 0:
-            several = [f"{number}/{what}/{r}" for what in ("part", "sums") for r in range(self._mailbox.size)]
-            if self._leader is not None:
-                several += self._leader.messages + self._probe.messages(number, self._mailbox.size)
+            size = self._mailbox.size
+            several = [f"{number}/part/{rank}" for rank in range(size)]
+            several += self._together.messages + self._probe.messages(number, size)
             try:
-                self._mailbox.drop([*several, f"{number}/own", f"{number}/sums", f"{number}/outcome"])
+                self._mailbox.drop([*several, f"{number}/own", f"{number}/outcome"])
             except StoreError as error:
                 warn(str(error))
 

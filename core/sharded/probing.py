@@ -133,15 +133,13 @@ class Probe:
         self._fatal: Exception | None = None
         self._warned = False
         self._made: dict[int, int] = {}
+        self._began = 0.0
+        self.seconds = 0.0
+        """Time that evaluations have taken from the first rank's training so far; the same on every rank."""
         self.takes_steps = True
         """Whether there was always memory for the state that trial steps begin from; the same on every rank."""
         self.leaves_trace = False
         """Whether an evaluation has changed what cannot be put back; the same on every rank."""
-
-    @property
-    def seconds(self) -> float:
-        """Time that evaluations have taken from training so far."""
-        return self._desk.seconds
 
     # ---- the background threads' side
 
@@ -240,6 +238,7 @@ class Probe:
         return 0.0, bool(most[2])
 
     def _evaluate(self, save: ProbedSave) -> float:
+        self._began = time.perf_counter()
         seconds = self._desk.serve(
             lambda weights: self._losses(save, weights),
             lambda tensors, marks: self._resumed(save, tensors, marks),
@@ -314,6 +313,7 @@ class Probe:
         except Exception as error:
             self._fatal = error
             raise
+        self.seconds = together.get("seconds", self.seconds)
         if "error" in together:
             self.leaves_trace |= bool(together.get("trace"))
             self._warn_failed(together["error"], own)
@@ -347,7 +347,8 @@ class Probe:
             except ConfigError as error:
                 self._mailbox.post(key, {"error": str(error)})
                 raise
-        together = self._combined(save, found)
+        seconds = self._desk.seconds + time.perf_counter() - self._began
+        together = self._combined(save, found) | {"seconds": seconds}
         self._mailbox.post(key, together)
         return together
 

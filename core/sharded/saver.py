@@ -112,7 +112,7 @@ class ShardedSaver(StateSaver):
         self._background: Background | None = None
         self._mailbox: Mailbox | None = None
         self._probe: Probe | None = None
-        self._session = ""
+        self._session, self._began = "", time.perf_counter()
 
     # ---- beginning
 
@@ -246,6 +246,7 @@ class ShardedSaver(StateSaver):
             blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
             began=self._publisher.open().now() if self._publisher else 0.0,
             takeover=takeover,
+            clock_s=agreed.clock_s,
             measures=agreed.measures,
             steps=agreed.steps,
         )
@@ -309,6 +310,7 @@ class ShardedSaver(StateSaver):
             failed=not busy and background.failed,
             fatal=fatal,
             error=error,
+            clock_s=time.perf_counter() - self._began if self._group.is_first else 0.0,
         )
         if fatal is not None:
             background.fatal = None

@@ -89,7 +89,9 @@ def test_plans_of_all_ranks_carry_every_element(
 
         plan = ExchangePlan(rank, world, {"w": spec}, {"w": sources}, {"w": targets}, bucket=16)
         memory = plan.buffers(torch.device("cpu"))
-        return plan.run(SimpleNamespace(group=None), memory, give, lambda name, box: filled[box, rank])  # type: ignore[arg-type]
+        return plan.run(
+            SimpleNamespace(process_group=None), memory, give, lambda name, box: filled[box, rank]
+        )  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
         together(world, work, patch)

@@ -1,5 +1,6 @@
 """One plan for all ranks, which are threads here: the first one chooses, by what all of them have."""
 
+import json
 import math
 import threading
 import time
@@ -13,6 +14,7 @@ import torch
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import StoreError
+from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.strategy import Plan
@@ -20,20 +22,20 @@ from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.inshrinkerator.partition import added_scores
 from shrinkpoint.schemes.inshrinkerator.scheme import weights_of
-from shrinkpoint.sharded.planning import Leader, follow, lead, measurable
+from shrinkpoint.sharded.planning import Together, measurable, plan_together
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec, TrainingState
 
 CONFIG = SaverConfig(scheme="uniform", options={"bits": 8}, commit_timeout_s=5)
 
 
-class Messages:
-    """Of a mailbox, what planning uses."""
+class Messages(Mailbox):
+    """A mailbox of threads."""
 
-    def __init__(self, kept: dict[str, Any], rank: int, world: int) -> None:
-        self._kept, self.rank, self.world = kept, rank, world
+    def __init__(self, kept: dict[str, Any], rank: int, size: int) -> None:
+        self._kept, self.rank, self.size = kept, rank, size
 
     def post(self, key: str, value: Mapping[str, Any]) -> None:
-        self._kept[key] = dict(value)
+        self._kept[key] = json.dumps(value)
 
     def wait(self, key: str, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
@@ -41,10 +43,10 @@ class Messages:
             if time.monotonic() > deadline:
                 raise StoreError(f"{key} was not there in time")
             time.sleep(0.001)
-        return dict(self._kept[key])
+        return dict(json.loads(self._kept[key]))
 
 
-class Together:
+class Losses:
     """Losses of all threads' weights: the squares of how far these are from the true ones."""
 
     def __init__(self, world: int, true: Mapping[str, torch.Tensor], steepness: float) -> None:
@@ -98,6 +100,7 @@ def planned(
     action: Callable[[int], None] = lambda rank: None,
     broken: int | None = None,
     config: SaverConfig = CONFIG,
+    prepare: Callable[[int, Planner], None] = lambda rank, planner: None,
 ) -> list[Any]:
     """What each rank has planned, or its error; and the losses that were measured.
 
@@ -107,6 +110,7 @@ def planned(
         action: of a rank before it makes its part.
         broken: a rank with a weight that is no number.
         config: of all ranks.
+        prepare: gets a rank's planner before it plans.
     """
     world, kept = 2, {}
     contexts = [context(rank, broken=rank == broken) for rank in range(world)]
@@ -115,41 +119,23 @@ def planned(
         scores = added_scores(config.scheme_options.alpha, own)
         contexts = [replace(one, scores=scores) for one in contexts]
     true = {name: tensor for one in contexts for name, tensor in one.state.tensors.items()}
-    together = Together(world, true, steepness)
+    losses = Losses(world, true, steepness)
     found: list[Any] = [None] * world
 
     def run(rank: int) -> None:
-        mailbox: Any = Messages(kept, rank, world)
-        planner = Planner(config, lambda: 0.0, warns=False)
-
-        guard: Any = Refusing(f"rank {rank} refuses" if rank == refuses else None)
+        planner = Planner(config, lambda: 0.0, clock=lambda: 0.0, warns=False)
+        prepare(rank, planner)
+        planner.guard = Refusing(f"rank {rank} refuses" if rank == refuses else None)
+        together = Together(Messages(kept, rank, world), 1, config.commit_timeout_s)
 
         def measure(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
             action(rank)
-            return together.measure(rank, weights)
+            return losses.measure(rank, weights)
 
         try:
-            if rank == 0:
-                planner.guard = guard
-                leader = Leader(mailbox, 1, 5.0)
-                try:
-                    found[0] = lead(leader, planner, contexts[0], measure)
-                except Exception as error:
-                    leader.say("fail", error=str(error))
-                    raise
-            else:
-                assert planner.strategy is not None
-                found[rank] = follow(
-                    mailbox,
-                    1,
-                    config,
-                    planner.strategy,
-                    contexts[rank],
-                    measure,
-                    guard,
-                    patience_s=10.0,
-                )
+            found[rank] = plan_together(together, planner, contexts[rank], measure)
         except Exception as error:  # noqa: BLE001 - compared
+            together.fail(error)
             found[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
@@ -158,7 +144,7 @@ def planned(
     for thread in threads:
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads)
-    return [*found, together.seen]
+    return [*found, losses.seen]
 
 
 def test_the_losses_are_those_of_all_parts() -> None:
@@ -203,14 +189,12 @@ def test_the_search_of_inshrinkerator_is_that_of_one_process(steepness: float) -
         {name: tensor for part in parts for name, tensor in part.tensors.items()},
         {name: spec for part in parts for name, spec in part.specs.items()},
     )
-    together = Together(1, whole.tensors, steepness)
+    losses = Losses(1, whole.tensors, steepness)
     planner = Planner(config, lambda: 0.0, warns=False)
-    alone = planner.plan(SaveContext(state=whole, step=1), lambda weights: together.measure(0, weights))
+    alone = planner.plan(SaveContext(state=whole, step=1), lambda weights: losses.measure(0, weights))
     assert alone.configuration == first.configuration
     noise = 1  # is drawn for each rank
-    assert together.seen[:noise] + together.seen[noise + 1 :] == pytest.approx(
-        seen[:noise] + seen[noise + 1 :]
-    )
+    assert losses.seen[:noise] + losses.seen[noise + 1 :] == pytest.approx(seen[:noise] + seen[noise + 1 :])
     for name, tensor in whole.tensors.items():
         plan = first if name in parts[0].tensors else second
         restored = plan.scheme.weights.restored(plan.scheme.configuration)[name]
@@ -244,9 +228,11 @@ def test_a_rank_that_fails_fails_the_save_on_all() -> None:
     def refuse(self: Any, *arguments: Any, **options: Any) -> Any:
         raise MemoryError("no room")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shrinkpoint.sharded.planning.restored_model", refuse)
-        first, second, _ = planned(1e-9)
+    def prepare(rank: int, planner: Planner) -> None:
+        if rank == 1:
+            planner.plan = refuse  # type: ignore[method-assign]
+
+    first, second, _ = planned(1e-9, prepare=prepare)
     assert isinstance(first, StoreError)
     assert "on rank 1: no room" in str(first)
     assert isinstance(second, MemoryError)
@@ -261,6 +247,36 @@ def test_evaluations_that_cannot_be_had_store_exactly() -> None:
     assert second.is_exact
     assert "could not be measured" in second.reason
     assert not seen
+
+
+def test_one_rank_that_cannot_measure_stores_exactly_on_all() -> None:
+    def leave(rank: int) -> None:
+        if rank == 1:
+            raise EvaluationUnavailableError("training has ended")
+        time.sleep(0.2)
+        raise EvaluationUnavailableError("another rank does not plan this save any more")
+
+    first, second, _ = planned(1e-9, action=leave)
+    assert first.is_exact
+    assert second.is_exact
+
+
+def test_planners_that_have_come_apart_go_on_together() -> None:
+    """As after a save that failed on one rank alone."""
+
+    def prepare(rank: int, planner: Planner) -> None:
+        if rank == 1:
+            state = planner.state_dict()
+            planner.load_state_dict({**state, "baseline": [1, 2.0], "restores": None})
+
+    planners: list[Planner] = []
+    first, second, _ = planned(
+        1e-9, prepare=lambda rank, planner: (prepare(rank, planner), planners.append(planner))[0]
+    )
+    assert not first.is_exact
+    assert first.reason == second.reason
+    states = [planner.state_dict() for planner in planners]
+    assert states[0] == states[1]
 
 
 def test_what_is_measured() -> None:

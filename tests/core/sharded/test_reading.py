@@ -82,7 +82,7 @@ def test_ranks_read_less_than_twice_what_they_need(
     found: dict[str, torch.Tensor] = {}
     for rank in range(world):
         counted = Counted(monkeypatch)
-        ranks: Any = SimpleNamespace(rank=rank, world=world)
+        ranks: Any = SimpleNamespace(rank=rank, size=world)
         decoded = restoring._decode(store, ranks, plan, 1, BLOCK_ELEMENTS)
         monkeypatch.undo()
         print(f"rank {rank} of {world}: read {counted.fetched}, needed {counted.needed}")
@@ -149,7 +149,7 @@ def test_values_are_forgotten_as_they_are_moved(run: Path, monkeypatch: pytest.M
     store = RunStore(run)
     alone: Any = SimpleNamespace(
         rank=0,
-        world=1,
+        size=1,
         device=torch.device("cpu"),
         on_every=lambda work: work(),
         gather=lambda value: [value],
