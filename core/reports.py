@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from shrinkpoint.schemes.exactness import ExactPart, parts_json
 from shrinkpoint.state.tree import JSON
@@ -141,6 +141,11 @@ class SaveReport:
     def ratio(self) -> float:
         """Compression ratio: bytes of the tensors in memory over the container's."""
         return self.raw_bytes / self.bytes
+
+    @staticmethod
+    def of_message(fields: Mapping[str, Any]) -> "SaveReport":
+        """Make a report of what ``asdict`` gave of one, after its way through JSON."""
+        return SaveReport(**{**fields, "exact": tuple(ExactPart(**part) for part in fields["exact"])})
 
     def to_json(self) -> dict[str, JSON]:
         """The report in the form of a manifest's ``meta``; numbers that are not finite are null, since JSON cannot

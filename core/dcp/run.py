@@ -26,7 +26,7 @@ from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
 from shrinkpoint.sharded.own import OwnState
-from shrinkpoint.sharded.publishing import Publisher, posted
+from shrinkpoint.sharded.publishing import Publisher
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, tensor_names
 from shrinkpoint.store.connect import StorageOptions
@@ -143,7 +143,7 @@ class Run:
         # part 0 is the coordinator's, with the tree
         stored = self._store_part(own.state, link, Place(place.rank + 1, place.world + 1))
         self._pending = _Pending(self._step, after, stored.reference)
-        return posted(stored.part, stored.report) | {
+        return stored.message() | {
             "plain": own.plain,
             "parent": parent,
             "place": [place.rank, place.world],
@@ -179,7 +179,7 @@ class Run:
         first = self._store_part(whole_state(metadata, plain), link, Place(0, len(answers) + 1), table)
         self._keep_lineage()
         report = publisher.publish(
-            [posted(first.part, first.report), *answers],
+            [first.message(), *answers],
             step=self._step,
             delta=parent is not None,
             metrics={},

@@ -44,7 +44,7 @@ from shrinkpoint.saving.planned import (
     settings_of,
     unstored,
 )
-from shrinkpoint.saving.reporting import Job, Link, provenance, report_of, with_updates
+from shrinkpoint.saving.reporting import Job, Link, provenance
 from shrinkpoint.saving.takeover import NotAdoptedError, Takeover
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.state.averages import confirmed
@@ -212,7 +212,7 @@ class AdoptingCommitter(Committer):
 
         def report_for(encoded: EncodedState, size: int) -> SaveReport:
             return replace(
-                with_updates(report_of(job, plan, encoded, size), job, plan, guard),
+                job.report(plan, encoded, size, guard),
                 not_finite=not_finite(state, baseline=plan.baseline),
                 search_s=self._spent_s() - spent,
                 adopt_s=takeover.seconds,
@@ -335,7 +335,7 @@ class AdoptingCommitter(Committer):
 
         def report_for(encoded: EncodedState, size: int) -> SaveReport:
             return replace(
-                report_of(job, plan, encoded, size),
+                job.report(plan, encoded, size),
                 not_finite=not_finite(state),
                 encode_s=time.perf_counter() - started,
             )

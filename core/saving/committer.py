@@ -27,7 +27,7 @@ from shrinkpoint.runtime.memory import give_back
 from shrinkpoint.runtime.scratch import Scratch
 from shrinkpoint.saving.finite import LOSS_ALONE, not_finite
 from shrinkpoint.saving.meta import ANCHORS, WEIGHTS_ONLY, anchors_of, lineage_of
-from shrinkpoint.saving.reporting import Job, Link, provenance, report_of, with_updates
+from shrinkpoint.saving.reporting import Job, Link, provenance
 from shrinkpoint.saving.retention import policy_of, record_of
 from shrinkpoint.saving.slimming import Slimmer
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
@@ -279,11 +279,11 @@ class Committer(RunCommits):
         if job.snapshot.lasting:
             give_back()  # what candidates took, before coding takes its own
         encoded = self._encode(job, state, link, plan)
-        report = report_of(job, plan, encoded)
+        report = job.report(plan, encoded, guard=guard)
         container = write_container(encoded.checkpoint, uses_up=True)
         encoded_at = time.perf_counter()
         report = replace(
-            with_updates(report, job, plan, guard),
+            report,
             bytes=len(container),
             not_finite=not_finite(state, baseline=plan.baseline),
             search_s=self._spent_s() - spent,

@@ -1,9 +1,10 @@
 """What a save is handed over with, its report, and the provenance in its container."""
 
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
 
 import torch
 
@@ -15,14 +16,14 @@ from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.reports import SaveReport, finite_or_none
 from shrinkpoint.saving.takeover import Takeover
 from shrinkpoint.schemes.base import ReferenceState
-from shrinkpoint.schemes.exactness import exact_parts
+from shrinkpoint.schemes.exactness import added_parts, exact_parts
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.manifest import Anchor, Manifest
 from shrinkpoint.version import __version__
 
-__all__ = ["Job", "Link", "measured_of", "provenance", "report_of", "with_updates"]
+__all__ = ["Job", "Link", "merged", "provenance", "report_of", "with_untried", "with_updates"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,27 @@ class Job:
     takeover: Takeover | None = None
     """Of a planned save that training goes on from."""
 
+    def report(
+        self, plan: Plan, encoded: EncodedState, size: int = 0, guard: Guard | None = None
+    ) -> SaveReport:
+        """The report before it is committed, as `report_of`.
+
+        Args:
+            plan: by which it was encoded.
+            encoded: the checkpoint.
+            size: bytes of the container.
+            guard: that has seen the next updates; None where they are not wanted.
+        """
+        blocked_s = max(self.blocked_s, self.snapshot.stalled_s)
+        report = report_of(
+            plan, encoded, step=self.step, size=size, blocked_s=blocked_s, metrics=self.metrics
+        )
+        if guard is None or plan.is_exact:
+            return report
+        if guard.untried is not None and self.optimizers:
+            report = with_untried(report, guard.untried)
+        return with_updates(report, guard)
+
 
 @dataclass(frozen=True)
 class Link:
@@ -59,29 +81,52 @@ class Link:
     """Of the anchor."""
 
 
-def with_updates(report: SaveReport, job: Job, plan: Plan, guard: Guard) -> SaveReport:
-    """With what a restore does to the optimizer's next updates, or why that is not known."""
-    if plan.is_exact:
-        return report
-    if guard.untried is not None and job.optimizers:
-        untried = f"what a restore does to the next updates was not tried: {guard.untried}"
-        report = replace(report, reason=f"{report.reason}; {untried}")
+def with_updates(report: SaveReport, guard: Guard) -> SaveReport:
+    """With what a restore does to the optimizer's next updates, as far as the guard has tried them."""
     if guard.updates is None:
         return report
-    updates = guard.updates
     return replace(
         report,
-        update_error=updates.error,
-        update_length=updates.length,
+        update_error=guard.updates.error,
+        update_length=guard.updates.length,
         lost_steps=guard.lost_steps,
     )
 
 
-def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> SaveReport:
-    """The report of a save before it is committed, in a container of `size` bytes; times but `blocked_s` are not known yet."""
+def with_untried(report: SaveReport, why: str, where: str = "") -> SaveReport:
+    """With why it is not known what a restore does to the next updates.
+
+    Args:
+        report: of the save.
+        why: the reason.
+        where: on which ranks, as in " on rank 1"; empty for a process alone.
+    """
+    told = f"what a restore does to the next updates was not tried{where}: {why}"
+    return replace(report, reason=f"{report.reason}; {told}")
+
+
+def report_of(
+    plan: Plan,
+    encoded: EncodedState,
+    *,
+    step: int,
+    size: int = 0,
+    blocked_s: float = 0.0,
+    metrics: Mapping[str, float] = MappingProxyType({}),
+) -> SaveReport:
+    """The report of a save, or of a rank's part of one, before it is committed; further times are not known yet.
+
+    Args:
+        plan: by which it was encoded.
+        encoded: the checkpoint.
+        step: training step.
+        size: bytes of the container.
+        blocked_s: seconds that training waited.
+        metrics: of the save.
+    """
     entries = encoded.checkpoint.entries
     return SaveReport(
-        step=job.step,
+        step=step,
         seq=-1,
         kind=encoded.checkpoint.kind,
         scheme=plan.scheme.name,
@@ -91,12 +136,25 @@ def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> Sav
         raw_bytes=sum(entry.spec.nbytes for entry in entries),
         sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
         raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
-        **measured_of(plan),
-        blocked_s=max(job.blocked_s, job.snapshot.stalled_s),
+        degradation=plan.degradation,
+        degradation_low=plan.degradation_low,
+        degradation_high=plan.degradation_high,
+        degradation_luck=plan.degradation_luck,
+        cost=finite_or_none(plan.whole.mean) if plan.whole is not None else None,
+        cost_high=finite_or_none(plan.whole.high) if plan.whole is not None else None,
+        cost_delay=finite_or_none(plan.whole.delay) if plan.whole is not None else None,
+        measured=plan.measured,
+        allowed=plan.allowed,
+        resumed={str(steps): rise.mean for steps, rise in plan.resumed.items()},
+        resumed_high={str(steps): rise.high for steps, rise in plan.resumed.items()},
+        baseline=plan.baseline,
+        overhead=plan.overhead,
+        evaluations=plan.evaluations,
+        blocked_s=blocked_s,
         search_s=0.0,
         encode_s=0.0,
         write_s=0.0,
-        metrics=job.metrics,
+        metrics=metrics,
         kept_exactly={
             **{e.spec.name: e.spec.tag.why for e in entries if e.spec.tag.why is not None},
             **encoded.kept_exactly,
@@ -105,31 +163,54 @@ def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> Sav
     )
 
 
-def measured_of(plan: Plan) -> dict[str, Any]:
-    """What a report says of the measurements behind a plan."""
-    return {
-        "degradation": plan.degradation,
-        "degradation_low": plan.degradation_low,
-        "degradation_high": plan.degradation_high,
-        "degradation_luck": plan.degradation_luck,
-        "cost": finite_or_none(plan.whole.mean) if plan.whole is not None else None,
-        "cost_high": finite_or_none(plan.whole.high) if plan.whole is not None else None,
-        "cost_delay": finite_or_none(plan.whole.delay) if plan.whole is not None else None,
-        "measured": plan.measured,
-        "allowed": plan.allowed,
-        "resumed": {str(steps): rise.mean for steps, rise in plan.resumed.items()},
-        "resumed_high": {str(steps): rise.high for steps, rise in plan.resumed.items()},
-        "baseline": plan.baseline,
-        "overhead": plan.overhead,
-        "evaluations": plan.evaluations,
-    }
-
-
 def _by_role(sizes: Sequence[tuple[TensorSpec, int]]) -> dict[str, int]:
     totals: dict[str, int] = {}
     for spec, size in sizes:
         totals[spec.tag.role.value] = totals.get(spec.tag.role.value, 0) + size
     return totals
+
+
+def merged(parts: Sequence[SaveReport], untried: Sequence[str | None]) -> SaveReport:
+    """The report of a save of several ranks: settings of the first one that is not exact, sums of bytes, the most of times and errors.
+
+    Args:
+        parts: of each rank.
+        untried: of each rank, why it is not known what a restore does to its next updates; None where it is.
+    """
+    chosen = next((part for part in parts if part.measured != "exact"), parts[0])
+    bad = [f"rank {rank}: {part.not_finite}" for rank, part in enumerate(parts) if part.not_finite]
+    report = replace(
+        chosen,
+        kind=parts[0].kind,
+        bytes=sum(part.bytes for part in parts),
+        raw_bytes=sum(part.raw_bytes for part in parts),
+        sections=_added([part.sections for part in parts]),
+        raw_sections=_added([part.raw_sections for part in parts]),
+        encode_s=max(part.encode_s for part in parts),
+        write_s=max(part.write_s for part in parts),
+        not_finite="; ".join(bad) or None,
+        kept_exactly={name: why for part in parts for name, why in part.kept_exactly.items()},
+        exact=added_parts(row for part in parts for row in part.exact),
+    )
+    tried = [part for part in parts if part.update_error is not None]
+    if tried:
+        most = max(tried, key=lambda part: part.update_error or 0.0)
+        lost_steps = max(part.lost_steps or 0.0 for part in tried)
+        report = replace(
+            report, update_error=most.update_error, update_length=most.update_length, lost_steps=lost_steps
+        )
+    ranks = [rank for rank, why in enumerate(untried) if why is not None]
+    if not ranks:
+        return report
+    where = " on all ranks" if len(ranks) == len(parts) else f" on rank {', '.join(map(str, ranks))}"
+    return with_untried(report, untried[ranks[0]] or "", where)
+
+
+def _added(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for own in sizes:
+        totals.update(own)
+    return dict(totals)
 
 
 def provenance() -> JSON:

@@ -5,7 +5,7 @@ shown unchanged.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # torch, for which the command line does not wait
 
 __all__ = [
     "ExactPart",
+    "added_parts",
     "advice",
     "exact_parts",
     "explained",
@@ -86,6 +87,15 @@ class ExactPart:
     raw_bytes: int
     """In memory."""
 
+    def added(self, other: "ExactPart") -> "ExactPart":
+        """The two together, which have the same role and reason."""
+        return replace(
+            self,
+            tensors=self.tensors + other.tensors,
+            bytes=self.bytes + other.bytes,
+            raw_bytes=self.raw_bytes + other.raw_bytes,
+        )
+
 
 def explained(code: str) -> str:
     """The message of a reason's code."""
@@ -109,18 +119,22 @@ def exact_parts(
         stored: each tensor with its bytes in the container.
         reasons: codes by name, of those that are exact.
     """
-    sums: dict[tuple[str, str], tuple[int, int, int]] = {}
-    for spec, size in stored:
-        if spec.name in reasons:
-            code = reasons[spec.name]
-            key = _EVERY if code.startswith(f"{_EVERY}:") else spec.tag.role.value, code
-            tensors, coded, raw = sums.get(key, (0, 0, 0))
-            sums[key] = tensors + 1, coded + size, raw + spec.nbytes
-    parts = [
-        ExactPart(role=role, code=code, tensors=tensors, bytes=coded, raw_bytes=raw)
-        for (role, code), (tensors, coded, raw) in sums.items()
-    ]
-    return tuple(sorted(parts, key=lambda part: -part.bytes))
+
+    def part(spec: "TensorSpec", size: int) -> ExactPart:
+        code = reasons[spec.name]
+        role = _EVERY if code.startswith(f"{_EVERY}:") else spec.tag.role.value
+        return ExactPart(role=role, code=code, tensors=1, bytes=size, raw_bytes=spec.nbytes)
+
+    return added_parts(part(spec, size) for spec, size in stored if spec.name in reasons)
+
+
+def added_parts(parts: Iterable[ExactPart]) -> tuple[ExactPart, ...]:
+    """One part for each role and reason, the one with the most bytes first."""
+    sums: dict[tuple[str, str], ExactPart] = {}
+    for one in parts:
+        before = sums.get((one.role, one.code))
+        sums[one.role, one.code] = one if before is None else before.added(one)
+    return tuple(sorted(sums.values(), key=lambda part: -part.bytes))
 
 
 def large_share(parts: Iterable[ExactPart], size: int, subject: str) -> tuple[str, str] | None:

@@ -310,7 +310,7 @@ class AdoptingBackground(Background):
         assert self._chain.last is not None
         last = replace(self._chain.last, stand_ins=frozenset(staged.stood_in))
         self._coming = PlannedChain(last, stored.reference)
-        return replace(stored, report={**stored.report, "stand_ins": sorted(staged.stood_in)})
+        return replace(stored, stand_ins=sorted(staged.stood_in))
 
     def _plan_here(
         self,

@@ -18,19 +18,19 @@ from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.saving.reporting import with_updates
 from shrinkpoint.saving.takeover import Takeover
 from shrinkpoint.saving.under_way import Failures
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext
-from shrinkpoint.schemes.exactness import ExactPart
 from shrinkpoint.schemes.inshrinkerator.partition import added_scores
 from shrinkpoint.schemes.inshrinkerator.scheme import weights_of
 from shrinkpoint.schemes.sums import WeightSums, added_sums
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
 from shrinkpoint.sharded.planning import Together, plan_together
 from shrinkpoint.sharded.probing import Probe, owned_weights
-from shrinkpoint.sharded.publishing import AdoptedPart, Publisher, posted
+from shrinkpoint.sharded.publishing import AdoptedPart, Publisher
 from shrinkpoint.sharded.trees import with_blocks, without_tensors
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.training import TrainingState
@@ -164,7 +164,7 @@ class Background:
                 known = self._mailbox.wait(key, _OWN_S)
             self._warmup.wait()
             stored = self._code(save, known)
-            post = posted(stored.part, stored.report)
+            post = stored.message()
         except Exception as error:  # noqa: BLE001 - the first rank gets it, and reports it
             post = {"error": f"{type(error).__name__}: {error}"}
             self._together.fail(error)
@@ -198,7 +198,7 @@ class Background:
         stored = store_part(self._store, self._config, job, plan, known, tree=state.tree)
         if plan.is_exact or not self._config.guards or not save.optimizers:
             return stored
-        return replace(stored, report={**stored.report, **_next_updates(guard)})
+        return replace(stored, report=with_updates(stored.report, guard), untried=guard.untried)
 
     def _plan(self, save: Save, state: TrainingState, guard: Guard) -> Plan:
         job = save.job
@@ -293,9 +293,7 @@ class Background:
             return
         self.link, self.failed = Link(job.number, outcome["digest"], stored.reference), False
         self._failures.over()
-        report = dict(outcome["report"])
-        exact = tuple(ExactPart(**part) for part in report.pop("exact"))
-        self.reports.append(SaveReport(**report, exact=exact))
+        self.reports.append(SaveReport.of_message(outcome["report"]))
 
     def _forget_messages(self, number: int) -> None:
         """Of the save before, which all ranks know the outcome of: they have agreed to begin this one."""
@@ -307,12 +305,3 @@ class Background:
                 self._mailbox.drop([*several, f"{number}/own", f"{number}/outcome"])
             except StoreError as error:
                 warn(str(error))
-
-
-def _next_updates(guard: Guard) -> dict[str, Any]:
-    """What a restore does to the next updates of this rank's parameters, or why that was not tried; for the first rank's report."""
-    updates = guard.updates
-    return {
-        "untried": guard.untried,
-        "updates": None if updates is None else [updates.error, updates.length, guard.lost_steps],
-    }

@@ -1,8 +1,8 @@
 """The background half of one rank: codes the tensors that it owns, and stores them as its part of the checkpoint."""
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shrinkpoint.coding.encode import EncodedState, encode_state
@@ -11,16 +11,15 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.layout import PartOf
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.quality.strategy import Plan
+from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.finite import not_finite
-from shrinkpoint.saving.reporting import measured_of, provenance
+from shrinkpoint.saving.reporting import provenance, report_of
 from shrinkpoint.schemes.base import ReferenceState
-from shrinkpoint.schemes.exactness import exact_parts
 from shrinkpoint.sharded.own import OwnState
 from shrinkpoint.state.snapshot import DeviceCopy
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.keys import data_key
-from shrinkpoint.store.manifest import BlobRef
 from shrinkpoint.store.parts import Part
 from shrinkpoint.store.run import RunStore
 
@@ -63,8 +62,22 @@ class StoredPart:
 
     part: Part
     reference: dict[str, ReferenceState]
-    report: dict[str, Any]
-    """What the first rank's report is made of, as JSON."""
+    report: SaveReport
+    """Of this part alone."""
+    untried: str | None = None
+    """Why it is not known what a restore does to the next updates of this rank's parameters."""
+    stand_ins: Sequence[str] = ()
+    """Tensors that no container has as they were quantized, where the training adopts."""
+
+    def message(self) -> dict[str, Any]:
+        """What the first rank is told."""
+        return {
+            "ref": self.part.ref.to_json(),
+            "state_digest": self.part.state_digest,
+            "report": asdict(self.report),
+            "untried": self.untried,
+            "stand_ins": list(self.stand_ins),
+        }
 
 
 def store_part(
@@ -109,9 +122,14 @@ def store_part(
     container = write_container(checkpoint)
     encoded_at = time.perf_counter()
     ref = store.put_part(data_key(job.step, job.session), container)
-    seconds = {"encode_s": encoded_at - started, "write_s": time.perf_counter() - encoded_at}
     part = Part(ref=ref, state_digest=checkpoint.state_digest)
-    report = _report(encoded, state, ref, plan) | seconds | {"redundancy": store.redundancy}
+    report = replace(
+        report_of(plan, encoded, step=job.step, size=ref.size),
+        not_finite=not_finite(state, baseline=plan.baseline),
+        redundancy=store.redundancy,
+        encode_s=encoded_at - started,
+        write_s=time.perf_counter() - encoded_at,
+    )
     return StoredPart(part, dict(encoded.reference), report)
 
 
@@ -132,33 +150,3 @@ def _encode(
         lasting=job.copy is None,
         staged=staged,
     )
-
-
-def _report(encoded: EncodedState, state: TrainingState, ref: BlobRef, plan: Plan) -> dict[str, Any]:
-    entries = encoded.checkpoint.entries
-    coded: dict[str, int] = {}
-    raw: dict[str, int] = {}
-    for entry in entries:
-        role = entry.spec.tag.role.value
-        coded[role] = coded.get(role, 0) + entry.encoded.nbytes
-        raw[role] = raw.get(role, 0) + entry.spec.nbytes
-    exact: list[JSON] = [
-        [part.role, part.code, part.tensors, part.bytes, part.raw_bytes]
-        for part in exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact)
-    ]
-    return {
-        "kind": encoded.checkpoint.kind,
-        "bytes": ref.size,
-        "raw_bytes": sum(entry.spec.nbytes for entry in entries),
-        "sections": coded,
-        "raw_sections": raw,
-        "kept_exactly": dict(encoded.kept_exactly),
-        "exact": exact,
-        "not_finite": not_finite(state, baseline=plan.baseline),
-        "scheme": plan.scheme.name,
-        "configuration": plan.configuration,
-        "reason": plan.reason,
-        "is_exact": plan.is_exact,
-        "is_explained": plan.is_explained,
-        "measured": measured_of(plan) if plan.baseline is not None else None,
-    }

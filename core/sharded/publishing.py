@@ -6,17 +6,17 @@ from typing import Any, Literal
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import StoreError
-from shrinkpoint.reports import Measured, SaveReport
+from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.committer import RunCommits
 from shrinkpoint.saving.meta import KEY as ADOPTION
 from shrinkpoint.saving.meta import Adopted
-from shrinkpoint.schemes.exactness import ExactPart
+from shrinkpoint.saving.reporting import merged
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.parts import Part
 from shrinkpoint.store.run import RunStore
 
-__all__ = ["AdoptedPart", "Publisher", "posted"]
+__all__ = ["AdoptedPart", "Publisher"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,7 @@ class AdoptedPart:
         """The same, with the tensors of all ranks that no container has as they were quantized."""
         if not self.last.planned:
             return self.last
-        return replace(
-            self.last, stand_ins=frozenset(name for post in posts for name in post["report"]["stand_ins"])
-        )
+        return replace(self.last, stand_ins=frozenset(name for post in posts for name in post["stand_ins"]))
 
 
 class Publisher(RunCommits):
@@ -80,7 +78,7 @@ class Publisher(RunCommits):
         """Commit the parts that the ranks have stored.
 
         Args:
-            posts: of each rank, as `posted`.
+            posts: of each rank, as `StoredPart.message`.
             step: the training step.
             delta: whether they build on `parent`.
             metrics: stored with the checkpoint.
@@ -99,8 +97,9 @@ class Publisher(RunCommits):
             raise StoreError(
                 "; ".join(failed[:4]) + (f" and {len(failed) - 4} more" if len(failed) > 4 else "")
             )
-        report = _report([post["report"] for post in posts], step, metrics, blocked_s)
-        report = replace(report, search_s=search_s)
+        own = [SaveReport.of_message(post["report"]) for post in posts]
+        report = merged(own, [post["untried"] for post in posts])
+        report = replace(report, blocked_s=blocked_s, metrics=dict(metrics), search_s=search_s)
         meta = {"lineage": self._lineage_of_this(), "ranks": len(posts)}
         if search is not None:
             meta["search"] = search
@@ -125,90 +124,11 @@ class Publisher(RunCommits):
         if adoption is None or adoption.last.planned:
             self.parent = manifest
         self._collect()
-        return replace(
-            report, seq=manifest.seq, redundancy=self._redundancy(posts), parity=self._store.parity
-        )
+        return replace(report, seq=manifest.seq, redundancy=self._redundancy(own), parity=self._store.parity)
 
-    def _redundancy(self, posts: Sequence[Mapping[str, Any]]) -> int | None:
+    def _redundancy(self, reports: Sequence[SaveReport]) -> int | None:
         """By the rank to which the most of several stores fail: its part has the fewest shards to spare."""
-        known = [post["report"]["redundancy"] for post in posts]
         own = self._store.redundancy
-        return None if own is None else min([own, *(number for number in known if number is not None)])
-
-
-def posted(part: Part, report: Mapping[str, Any]) -> dict[str, Any]:
-    """The message of a rank that has stored its part."""
-    return {"ref": part.ref.to_json(), "state_digest": part.state_digest, "report": dict(report)}
-
-
-def _report(
-    parts: Sequence[Mapping[str, Any]], step: int, metrics: Mapping[str, float], blocked_s: float
-) -> SaveReport:
-    lossy = [part for part in parts if not part["is_exact"]] or list(parts)
-    measured: Measured = "exact" if all(part["is_exact"] for part in parts) else "unmeasured"
-    known: Mapping[str, Any] | None = parts[0][
-        "measured"
-    ]  # only the first rank plans where losses are measured
-    bad = [f"rank {rank}: {part['not_finite']}" for rank, part in enumerate(parts) if part["not_finite"]]
-    report = SaveReport(
-        step=step,
-        seq=-1,
-        kind=str(parts[0]["kind"]),
-        scheme=str(lossy[0]["scheme"]),
-        configuration=str(lossy[0]["configuration"]),
-        reason=str(lossy[0]["reason"]),
-        bytes=sum(part["bytes"] for part in parts),
-        raw_bytes=sum(part["raw_bytes"] for part in parts),
-        sections=_added([part["sections"] for part in parts]),
-        raw_sections=_added([part["raw_sections"] for part in parts]),
-        degradation=0.0 if measured == "exact" else None,
-        measured=measured,
-        resumed={},
-        baseline=None,
-        evaluations=0,
-        blocked_s=blocked_s,
-        search_s=0.0,
-        encode_s=max(part["encode_s"] for part in parts),
-        write_s=max(part["write_s"] for part in parts),
-        metrics=dict(metrics),
-        not_finite="; ".join(bad) or None,
-        kept_exactly={name: why for part in parts for name, why in part["kept_exactly"].items()},
-        exact=_exact([tuple(row) for part in parts for row in part["exact"]]),
-    )
-    report = _with_updates(report, parts)
-    return report if known is None else replace(report, **known)
-
-
-def _with_updates(report: SaveReport, parts: Sequence[Mapping[str, Any]]) -> SaveReport:
-    """With what a restore does to the next updates of the rank where that is most, and on which ranks it is not known."""
-    untried = [(rank, part["untried"]) for rank, part in enumerate(parts) if part.get("untried")]
-    if untried:
-        ranks = "all ranks" if len(untried) == len(parts) else f"rank {', '.join(str(r) for r, _ in untried)}"
-        warned = f"what a restore does to the next updates was not tried on {ranks}: {untried[0][1]}"
-        report = replace(report, reason=f"{report.reason}; {warned}")
-    tried = [part["updates"] for part in parts if part.get("updates")]
-    if not tried:
-        return report
-    error, length, _ = max(tried)
-    lost = max(steps for *_, steps in tried)
-    return replace(report, update_error=error, update_length=length, lost_steps=lost)
-
-
-def _added(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for own in sizes:
-        for role, size in own.items():
-            totals[role] = totals.get(role, 0) + size
-    return totals
-
-
-def _exact(rows: Sequence[Sequence[Any]]) -> tuple[ExactPart, ...]:
-    totals: dict[tuple[str, str], list[int]] = {}
-    for role, code, *numbers in rows:
-        known = totals.setdefault((role, code), [0, 0, 0])
-        totals[role, code] = [a + b for a, b in zip(known, numbers, strict=True)]
-    parts = (
-        ExactPart(role=role, code=code, tensors=count, bytes=size, raw_bytes=raw)
-        for (role, code), (count, size, raw) in totals.items()
-    )
-    return tuple(sorted(parts, key=lambda part: -part.bytes))
+        return (
+            None if own is None else min([own, *(r.redundancy for r in reports if r.redundancy is not None)])
+        )
