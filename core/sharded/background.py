@@ -231,7 +231,8 @@ class Background:
             return self._probe.measure(owned_weights(state, weights))
 
         resume = self._probe.resume if save.steps else None
-        return plan_together(self._together, self._planner, context, measure, resume)
+        leave = self._probe.leave
+        return plan_together(self._together, self._planner, context, measure, resume, leave=leave)
 
     def _recognised(self, save: Save) -> TrainingState:
         """This rank's tensors, as if the model had these alone."""

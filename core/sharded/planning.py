@@ -127,6 +127,8 @@ def plan_together(
     save_context: SaveContext,
     measure: Measure,
     resume: ResumedSteps | None = None,
+    *,
+    leave: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Choose the plan of a save on every rank.
 
@@ -136,6 +138,7 @@ def plan_together(
         save_context: with this rank's tensors, and the sums of all ranks.
         measure: the losses of all ranks, for this rank's part of a candidate.
         resume: the losses of all ranks after some steps, from this rank's part of a state; None where some rank takes none.
+        leave: called when this rank measures no more, before it waits for the others' plans.
 
     Raises:
         StoreError: another rank has failed, or has come to another plan.
@@ -146,7 +149,9 @@ def plan_together(
     if planner.guard is not None:
         planner.guard = _SharedGuard(together, planner.guard)
     snapshot = _SharedSnapshot(together, save_context.state, measure)
-    return together.agree(planner.plan(save_context, None, resume, snapshot=snapshot))
+    plan = planner.plan(save_context, None, resume, snapshot=snapshot)
+    leave()
+    return together.agree(plan)
 
 
 def _one_state(messages: list[Message]) -> Message:
