@@ -4,7 +4,6 @@ import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
 
@@ -112,7 +111,7 @@ def report_of(
     step: int,
     size: int = 0,
     blocked_s: float = 0.0,
-    metrics: Mapping[str, float] = MappingProxyType({}),
+    metrics: Mapping[str, float] | None = None,
 ) -> SaveReport:
     """The report of a save, or of a rank's part of one, before it is committed; further times are not known yet.
 
@@ -154,7 +153,7 @@ def report_of(
         search_s=0.0,
         encode_s=0.0,
         write_s=0.0,
-        metrics=metrics,
+        metrics=dict(metrics or {}),
         kept_exactly={
             **{e.spec.name: e.spec.tag.why for e in entries if e.spec.tag.why is not None},
             **encoded.kept_exactly,
