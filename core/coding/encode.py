@@ -20,7 +20,7 @@ from shrinkpoint.coding.staging import StagedState
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.runtime.memory import Returns
-from shrinkpoint.schemes.base import Coded, Context, Quantizer, ReferenceState, Scheme, TensorCodec
+from shrinkpoint.schemes.base import Coded, Context, ReferenceState, Scheme, Stages, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import pack_reasons
 from shrinkpoint.schemes.reasons import reasons_of
@@ -195,8 +195,8 @@ def _restore_one(
     try:
         codec = maker()
         context = for_codec(context, codec.id, spec)
-        if isinstance(codec, Quantizer):
-            return codec.restored(tensor, spec, context), []
+        if isinstance(codec, Stages):
+            return codec.stage(tensor, spec, context).value, []
         coded = codec.encode(tensor, spec, context)
     except CannotRepresentError:
         return tensor, []

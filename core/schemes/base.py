@@ -1,6 +1,6 @@
 """The interfaces of schemes and tensor codecs."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, runtime_checkable
@@ -22,7 +22,6 @@ __all__ = [
     "Makers",
     "PackedPlanes",
     "Planes",
-    "Quantizer",
     "ReadsSiblingPlanes",
     "Rebasable",
     "ReferenceState",
@@ -200,30 +199,20 @@ class TensorCodec(Protocol):
         ...
 
 
-@runtime_checkable
-class Quantizer(Protocol):
-    """A codec that can compute the restored tensor without entropy coding, for the candidates of a search."""
+class Stages(ABC):
+    """A codec that quantizes first and codes later, so that the candidates of a search cost no entropy coding."""
 
-    def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
-        """The ``value`` that ``encode`` would return.
-
-        Raises:
-            CannotRepresentError: as ``encode``.
-        """
-        ...
-
-
-@runtime_checkable
-class Stages(Protocol):
-    """A codec that quantizes first and codes later: ``encode`` is ``stage(...).coded()``."""
-
+    @abstractmethod
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """Quantize a host tensor, which nobody changes until it is coded.
 
         Raises:
-            CannotRepresentError: as ``encode``.
+            CannotRepresentError: the tensor is then stored exactly instead.
         """
-        ...
+
+    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
+        """See `TensorCodec.encode`; refuses what `stage` refuses."""
+        return self.stage(tensor, spec, context).coded()
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged, Stages
 from shrinkpoint.schemes.codec_io import check_sections
 from shrinkpoint.state.training import Role, TensorSpec
 
@@ -17,7 +17,7 @@ __all__ = ["CopiedCodec"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopiedCodec:
+class CopiedCodec(Stages):
     """Stores nothing; the tensor is its weight as restored.
 
     Guarantees: where the weight is restored exactly, so is its copy.
@@ -31,24 +31,15 @@ class CopiedCodec:
 
     weight: torch.Tensor | None = None
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; refuses what differs from the weight."""
-        return self.stage(tensor, spec, context).coded()
-
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `Stages.stage`; refuses what `encode` refuses."""
-        value = self.restored(tensor, spec, context)
-        return Staged(value, lambda: Coded(EncodedTensor(self.id, {}, {}), {}, value))
-
-    def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
-        """See `Quantizer.restored`."""
+        """See `Stages.stage`; refuses what differs from the weight."""
         weight = self.weight
         if weight is None or weight.dtype != tensor.dtype or not torch.equal(weight, tensor):
             raise CannotRepresentError(f"{spec.name} is no copy of its weight: stored exactly")
         value = _copied(spec, context)
         if value is None:
             raise CannotRepresentError(f"{spec.name}: its weight is not stored before it: stored exactly")
-        return value
+        return Staged(value, lambda: Coded(EncodedTensor(self.id, {}, {}), {}, value))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`; the next checkpoint's copy follows from its own weight."""

@@ -33,7 +33,7 @@ from shrinkpoint.schemes.auto.moment_units import (
     RootUnits,
     check_dtype,
 )
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged, Stages
 from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
     as_float32,
@@ -64,7 +64,7 @@ _SAMPLE = 1 << 16  # elements by which a step size is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CentroidCodec(MomentCodec):
+class _CentroidCodec(MomentCodec, Stages):
     """Levels of a moment, and their centroids.
 
     Raises:
@@ -85,12 +85,8 @@ class _CentroidCodec(MomentCodec):
         if not 0 < self.loss <= 1:
             raise ConfigError(f"loss must be above 0 and at most 1, not {self.loss}")
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; what has no unit, or is not finite, is refused."""
-        return self.stage(tensor, spec, context).coded()
-
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `Stages.stage`; refuses what `encode` refuses."""
+        """See `Stages.stage`; refuses what has no unit, or is not finite."""
         quantized = self._quantize(tensor, spec, context)
         value = _in_range(quantized.value(spec), spec)
         quantized = replace(quantized, units=_NOTHING)  # which coding does not need
@@ -105,10 +101,6 @@ class _CentroidCodec(MomentCodec):
             return Coded(encoded, {}, value)
 
         return Staged(value, coded)
-
-    def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
-        """See `Quantizer.restored`."""
-        return _in_range(self._quantize(tensor, spec, context).value(spec), spec)
 
     def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
         from shrinkpoint.schemes.auto import moment_kernels  # numba

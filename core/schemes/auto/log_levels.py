@@ -40,7 +40,7 @@ from shrinkpoint.schemes.auto.log_residuals import (
     values_of,
 )
 from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, Staged
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, Staged, Stages
 from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
     as_float32,
@@ -59,7 +59,7 @@ _WIDEST = 2 * PER_OCTAVE
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogLevelsCodec:
+class LogLevelsCodec(Stages):
     """Sizes as ``2 ** (k / 16)``, and signs where there are any.
 
     Guarantees: zeros alone are restored as zeros, signs are kept, and no element is restored farther from itself than a factor of
@@ -86,12 +86,8 @@ class LogLevelsCodec:
         if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < SEEDS):
             raise ConfigError(f"seed={self.seed!r} must be an integer from 0 to {SEEDS - 1}, or None")
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; what is not finite is refused."""
-        return self.stage(tensor, spec, context).coded()
-
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `Stages.stage`; refuses what `encode` refuses."""
+        """See `Stages.stage`; refuses what is not finite."""
         values = as_float32(tensor, spec, CODED_DTYPES)
         levels, negative = self._levels(values, context), _negative(values)
         prediction = self._prediction(levels, values, spec, context)

@@ -19,7 +19,7 @@ from shrinkpoint.arrays import Float32s, Float64s
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged, Stages
 from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, check_sections, emit, finite, matrix_shape
 from shrinkpoint.state.training import TensorSpec
 
@@ -31,7 +31,7 @@ beta2 = 0.999, ended 3.8 to 5.1 and 2.1 to 4.4 % worse with 1, 1.5 to 2.1 and 1.
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactoredSecondMomentCodec:
+class FactoredSecondMomentCodec(Stages):
     """``v = row x column``, each a power of ``2 ** (1/4)``.
 
     Rows are half the way from a mean of ``v / v'`` of 1, v' being what is restored, to the length of ``m / sqrt(v)``; without a first
@@ -46,22 +46,14 @@ class FactoredSecondMomentCodec:
     factors: Factors | None = None
     """Of `rank_one`, where it is known; only encoding needs them."""
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; second moments that are negative or not finite are refused."""
-        return self.stage(tensor, spec, context).coded()
-
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `Stages.stage`; refuses what `encode` refuses."""
+        """See `Stages.stage`; refuses what is negative or not finite."""
         factors, value = self._factored(tensor, spec)
 
         def coded() -> Coded:
             return Coded(EncodedTensor(self.id, {}, {"factors": factors.encode()}), {}, value)
 
         return Staged(value, coded)
-
-    def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
-        """See `Quantizer.restored`."""
-        return self._factored(tensor, spec)[1]
 
     def _factored(self, tensor: torch.Tensor, spec: TensorSpec) -> tuple[Factors, torch.Tensor]:
         values = as_float32(tensor, spec, CODED_DTYPES)

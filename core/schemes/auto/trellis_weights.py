@@ -50,6 +50,7 @@ from shrinkpoint.schemes.base import (
     Planes,
     ReferenceState,
     Staged,
+    Stages,
 )
 from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
@@ -69,7 +70,7 @@ _CHUNK = 1 << 18  # elements that are handled at a time where a plane of wide in
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrellisWeightCodec:
+class TrellisWeightCodec(Stages):
     """Codes each weight's point on a trellis, given where it is expected.
 
     Guarantees: the error of a weight is independent of it, of a mean square of 0.0663 square steps, and less than two steps, but for a
@@ -103,12 +104,8 @@ class TrellisWeightCodec:
         if not 0 <= self.slack <= 100:
             raise ConfigError(f"slack={self.slack} must be between 0 and 100")
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
-        return self.stage(tensor, spec, context).coded()
-
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `Stages.stage`; refuses what `encode` refuses."""
+        """See `Stages.stage`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
         found = self._quantize(tensor, spec, context)
         value = _tensor(_checked(found.restored(spec), spec), spec)
 
@@ -129,11 +126,6 @@ class TrellisWeightCodec:
         if found.rows is not None and self.kept is not None:
             sections["kept"] = write_rows(self.kept)
         return EncodedTensor(self.id, params, sections, is_delta), found.planes(spec)
-
-    def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
-        """See `Quantizer.restored`."""
-        found = self._quantize(tensor, spec, context)
-        return _tensor(_checked(found.restored(spec), spec), spec)
 
     def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
         values, columns = as_float32(tensor, spec, CODED_DTYPES), matrix_shape(spec.shape)[1]

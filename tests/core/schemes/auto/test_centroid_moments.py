@@ -18,7 +18,7 @@ from shrinkpoint.schemes.auto import moment_kernels
 from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer, SaveContext
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, SaveContext, Stages
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
 from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.schemes.moments import FirstMomentCodec
@@ -42,7 +42,9 @@ def code(codec: Any, first: torch.Tensor, context: Context) -> tuple[Coded, torc
     restored = read(type(codec)(), coded.encoded, spec, context)
     assert restored.dtype == first.dtype
     assert torch.equal(restored.view(torch.int32), coded.value.view(torch.int32))
-    assert torch.equal(codec.restored(first, spec, context).view(torch.int32), coded.value.view(torch.int32))
+    assert torch.equal(
+        codec.stage(first, spec, context).value.view(torch.int32), coded.value.view(torch.int32)
+    )
     return coded, restored
 
 
@@ -81,7 +83,7 @@ def test_first_moments_are_read_as_written_never_longer_and_never_worse_than_zer
         _, restored = code(codec, first, context)
     except CannotRepresentError:  # a gradient whose square is not to be told
         with pytest.raises(CannotRepresentError):
-            codec.restored(first, spec_of(first), context)
+            codec.stage(first, spec_of(first), context).value
         return
     units = units_of(codec, first, context)
     assert not bool(restored[units == 0].any())
@@ -418,7 +420,7 @@ def test_levels_may_be_as_large_as_numbers_are():
 def test_bytes_do_not_depend_on_threads(codec):
     first, second = moments(600, 700)
     made = codec(step=1.0)
-    assert isinstance(made, Quantizer)
+    assert isinstance(made, Stages)
     siblings = {Role.EXP_AVG_SQ.value: second}
     context = Context(siblings=siblings)
     one, two = (in_team(n, lambda: made.encode(first, spec_of(first), context)) for n in (1, 2))

@@ -11,7 +11,7 @@ from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.quantize import matrix_kernels
 from shrinkpoint.schemes.auto.factors import EMPTY, Factors
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, rank_one
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Stages
 from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.state.training import Role
 
@@ -30,7 +30,7 @@ def code(second: torch.Tensor, first: torch.Tensor | None = None) -> tuple[Coded
     )
     assert torch.equal(restored.view(torch.int32), coded.value.view(torch.int32))
     assert torch.equal(
-        codec.restored(second, spec, Context()).view(torch.int32), coded.value.view(torch.int32)
+        codec.stage(second, spec, Context()).value.view(torch.int32), coded.value.view(torch.int32)
     )
     return coded, restored
 
@@ -299,7 +299,7 @@ def test_malformed_factors_are_refused(section):
 def test_bytes_do_not_depend_on_threads():
     first, second = moments(600, 700)
     codec = FactoredSecondMomentCodec(first_moment=first)
-    assert isinstance(codec, Quantizer)
+    assert isinstance(codec, Stages)
     one, two = (in_team(n, lambda: codec.encode(second, spec_of(second), Context())) for n in (1, 2))
     assert one.encoded == two.encoded
 

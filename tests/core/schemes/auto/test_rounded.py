@@ -10,7 +10,7 @@ from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
-from shrinkpoint.schemes.base import Context, EncodedTensor, Quantizer
+from shrinkpoint.schemes.base import Context, EncodedTensor, Stages
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -95,7 +95,7 @@ def test_what_is_not_finite_or_has_no_master_is_refused():
     master = torch.ones(2, 2)
     spec = TensorSpec(name="w", dtype=torch.float16, shape=(2, 2), tag=Tag(role=Role.WEIGHT))
     given = Context(siblings={"master": torch.full((2, 2), 1e6)})
-    assert isinstance(RoundedCodec(), Quantizer)
+    assert isinstance(RoundedCodec(), Stages)
     with pytest.raises(CannotRepresentError, match="not finite"):
         RoundedCodec(master=master).encode(master.half(), spec, given)
     with pytest.raises(CannotRepresentError, match="not stored before"):

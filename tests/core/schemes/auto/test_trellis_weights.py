@@ -20,7 +20,7 @@ from shrinkpoint.schemes.auto.random_walk import LAST_WALK
 from shrinkpoint.schemes.auto.row_and_column_steps import curvature_exponents
 from shrinkpoint.schemes.auto.trellis_points import WIDER, zero_places
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer, Rebasable, ReferenceState
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Rebasable, ReferenceState, Stages
 from shrinkpoint.state.training import TensorSpec
 
 SHAPES = [(1,), (7,), (1, 1), (3, 5), (1, 40), (40, 1), (64, 3, 3, 3), (2, 1, 7), (30, 70), (200,)]
@@ -95,9 +95,9 @@ def test_a_chain_is_read_as_it_was_written(states, chosen, curved):
             coded = codec.encode(tensor, spec, context)
         except CannotRepresentError:
             with pytest.raises(CannotRepresentError):
-                codec.restored(tensor, spec, context)
+                codec.stage(tensor, spec, context).value
             return
-        assert torch.equal(codec.restored(tensor, spec, context), coded.value)
+        assert torch.equal(codec.stage(tensor, spec, context).value, coded.value)
         _, reading = reread(coded, spec, reading)
         context = reading if forgotten else reference(coded)
 
@@ -113,8 +113,8 @@ def test_every_shape_and_dtype_goes_through_a_chain_and_stands_alone_after_it(sh
         codec = TrellisWeightCodec(step=0.1, exponents=exponents, seed=save, after_restore=after_restore)
         coded = codec.encode(weight.to(dtype), spec, context)
         reread(coded, spec, context)
-        assert torch.equal(codec.restored(weight.to(dtype), spec, context), coded.value)
-        assert isinstance(codec, Quantizer)
+        assert torch.equal(codec.stage(weight.to(dtype), spec, context).value, coded.value)
+        assert isinstance(codec, Stages)
         assert isinstance(codec, Rebasable)
         context = reference(coded)
         base = TrellisWeightCodec().rebase(coded.encoded, context.reference, spec, {})
@@ -654,7 +654,7 @@ def save(tensor: torch.Tensor, context: Context, **options: Any) -> tuple[Coded,
     spec = spec_of(tensor)
     codec = TrellisWeightCodec(**{"step": 0.1, **options})
     coded = codec.encode(tensor, spec, context)
-    assert torch.equal(codec.restored(tensor, spec, context), coded.value)
+    assert torch.equal(codec.stage(tensor, spec, context).value, coded.value)
     value, _ = reread(coded, spec, context)
     return coded, value, reference(coded)
 
