@@ -226,10 +226,11 @@ class Saver(StateSaver):
         self._continuation.begin(TrainingState(None, tensors, specs), step)
         self._settle_if_idle()
 
-    @in_turn
     def accept(self, request: SaveRequest) -> Accepted | None:
         """See `StateSaver.accept`. `poll`, `save` and `flush` alone call `evaluate` and `resumed`."""
-        request = request.checked()
+        return self._turns.take("save", lambda: self._accept(request.checked()))
+
+    def _accept(self, request: SaveRequest) -> Accepted | None:
         adoption, evaluate, resumed = request.adoption, request.evaluate, request.resumed
         if adoption is not None and not self.config.adopt:
             raise ConfigError("adoption needs a saver with adopt=True")

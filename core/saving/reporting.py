@@ -100,8 +100,8 @@ def with_untried(report: SaveReport, why: str, where: str = "") -> SaveReport:
         why: the reason.
         where: on which ranks, as in " on rank 1"; empty for a process alone.
     """
-    told = f"what a restore does to the next updates was not tried{where}: {why}"
-    return replace(report, reason=f"{report.reason}; {told}")
+    reason = f"{report.reason}; what a restore does to the next updates was not tried{where}: {why}"
+    return replace(report, reason=reason)
 
 
 def report_of(

@@ -230,10 +230,9 @@ class _SharedGuard:
         self.update_error = max(found["update_error"], default=None)
         if not found["refused"]:
             return None
-        self.refuses_moments, told = min(
-            found["refused"], key=lambda one: one[0]
-        )  # one for the weights first
-        return str(told)
+        first = min(found["refused"], key=lambda one: one[0])  # one for the weights first
+        self.refuses_moments = bool(first[0])
+        return str(first[1])
 
 
 def _joined(messages: list[Message]) -> Message:

@@ -33,6 +33,7 @@ from shrinkpoint.integrations.lightning import resume as lightning_resume
 from shrinkpoint.integrations.lightning.io import load_checkpoint, open_as_ckpt
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.request import SaveRequest
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -421,13 +422,13 @@ def test_gradients_are_averaged_where_the_optimizer_does_not(saving: Make) -> No
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             saver = callback._session._saver
             assert saver is not None
-            save = saver.save
+            accept = saver.accept
 
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                given.append(kwargs["gradients"])
-                return save(*args, **kwargs)
+            def watched(request: SaveRequest) -> Any:
+                given.append(request.gradients)
+                return accept(request)
 
-            saver.save = watched  # type: ignore[method-assign]
+            saver.accept = watched  # type: ignore[method-assign]
 
     outcome = fit(callback, Watch(), setup=Setup(width=512, optimizer=torch.optim.SGD), max_epochs=1)
     names = dict(outcome.module.named_parameters()).keys()

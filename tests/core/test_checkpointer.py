@@ -748,7 +748,7 @@ def test_the_process_ends_as_asked_whatever_the_save_raises(tmp_path, monkeypatc
     def broken(*args, **options):
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(run.checkpointer.saver, "save", broken)
+    monkeypatch.setattr(run.checkpointer.saver, "accept", broken)
     signal.raise_signal(signal.SIGTERM)
     with (
         pytest.warns(ShrinkpointWarning, match="step 1 could not be saved: RuntimeError: CUDA error"),

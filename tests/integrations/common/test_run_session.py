@@ -13,7 +13,8 @@ import torch
 from shrinkpoint.errors import NoCheckpointError, SaveFailedError, ShrinkpointWarning, StoreError
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import RunSettings
-from shrinkpoint.state.training import Role, Tag, plain
+from shrinkpoint.saving.request import SaveRequest
+from shrinkpoint.state.training import Role, Tag
 
 Make = Callable[..., RunSession]
 
@@ -32,9 +33,8 @@ def _session(request: pytest.FixtureRequest) -> Make:
 
 
 def save(run: RunSession, step: int, *, last: bool = False, **more: Any) -> bool:
-    given = {"describe": plain, "metrics": {}, "evaluate": None, "gradients": None, "exact": False}
-    given |= {"optimizers": ()} | more
-    return run.hand_over({"model": {"w": torch.full((4,), float(step))}}, step=step, last=last, **given)
+    state = {"model": {"w": torch.full((4,), float(step))}}
+    return run.hand_over(SaveRequest(state=state, step=step, wait=last, **more))
 
 
 class Hold:
@@ -175,9 +175,8 @@ def test_a_failing_evaluation_is_told_once_and_costs_no_checkpoint(session: Make
 
     def save_measured(step: int) -> None:
         tag = Tag(role=Role.WEIGHT, parameter="w")
-        given: dict[str, Any] = {"metrics": {}, "gradients": None, "exact": False, "last": False}
-        given["optimizers"] = ()
-        run.hand_over(wide, step=step, describe=lambda path, tensor: tag, evaluate=evaluate, **given)
+        described = SaveRequest(state=wide, step=step, describe=lambda path, tensor: tag, evaluate=evaluate)
+        run.hand_over(described)
         run.finish(lambda: None)
 
     with pytest.warns(ShrinkpointWarning, match="cannot be measured.*no batch"):
