@@ -5,17 +5,17 @@ checkpoints; it is written and verified before
 anything old is removed, and the old chain is removed by the ordinary garbage collection, after its grace.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from shrinkpoint.coding.decode import decode_checkpoint
-from shrinkpoint.coding.encode import Decoded, decode_chain, encode_state
+from shrinkpoint.coding.encode import encode_state
+from shrinkpoint.coding.selective import Row, decode_chain, decode_rows, in_memory, sources_of_run
 from shrinkpoint.container.layout import Checkpoint, Entry
-from shrinkpoint.container.reader import read_container
+from shrinkpoint.container.reader import Header
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import (
     CannotRepresentError,
@@ -90,11 +90,13 @@ def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Rebased:
         StoreError: the store cannot be read.
     """
     _check_source(store, manifest)
-    decoded = decode_checkpoint(manifest, store.fetch(manifest), threads=threads)
-    checkpoint, exactly = rebase_checkpoint(decoded, threads=threads)
+    header, _, rows = decode_rows(
+        sources_of_run(store, manifest), lambda header: header.tensors.keys(), threads=threads
+    )
+    checkpoint, exactly = rebase_checkpoint(header, rows, threads=threads)
     container = write_container(checkpoint)
-    again = decode_chain([read_container(container)], threads=threads)
-    if _digests(again.checkpoint) != _digests(decoded.checkpoint):
+    again = decode_chain([in_memory(container)], threads=threads).header
+    if _digests(again) != _digests(header):
         raise CorruptionError(
             f"the base made of {manifest.chain[-1].key} contains another state; nothing was written"
         )
@@ -106,7 +108,7 @@ def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Rebased:
     return Rebased(
         source=manifest,
         container=container,
-        state_digest=again.checkpoint.state_digest,
+        state_digest=again.state_digest,
         sections=sections,
         stored_exactly=exactly,
         exact=exact_parts(((entry.spec, entry.encoded.nbytes) for entry in checkpoint.entries), reasons),
@@ -145,8 +147,8 @@ def compact(store: RunStore, rebased: Rebased, *, grace_s: float = DEFAULT_GRACE
     return Compacted(manifest=manifest, source=source, pins=pins)
 
 
-def _digests(checkpoint: Checkpoint) -> dict[str, str]:
-    return {entry.spec.name: entry.digest for entry in checkpoint.entries}
+def _digests(header: Header) -> dict[str, str]:
+    return {name: record.digest for name, record in header.tensors.items()}
 
 
 def _check_source(store: RunStore, manifest: Manifest) -> None:
@@ -191,29 +193,34 @@ def _meta(rebased: Rebased) -> dict[str, Any]:
 # ---- one checkpoint
 
 
-def rebase_checkpoint(decoded: Decoded, *, threads: int = 1) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Code a decoded checkpoint without references.
+def rebase_checkpoint(
+    header: Header, rows: Sequence[Row], *, threads: int = 1
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Code a decoded checkpoint, or some of its tensors, without references.
 
     Args:
-        decoded: the checkpoint with the decoder's state.
+        header: of the checkpoint; its tree has these tensors alone.
+        rows: the tensors.
         threads: parameters handled side by side.
 
     Returns:
         The base, with the same tensor digests; and the tensors that had to be stored exactly to get there.
     """
-    source = decoded.checkpoint
     coded = encode_state(
-        decoded.state,
-        _Again(decoded),
-        step=source.step,
+        TrainingState(
+            header.tree,
+            {entry.spec.name: value for entry, _, value in rows},
+            {entry.spec.name: entry.spec for entry, _, _ in rows},
+        ),
+        _Again(header.scheme, rows),
+        step=header.step,
         reference=None,
         parent=None,
-        provenance=source.provenance,
+        provenance=header.provenance,
         threads=threads,
     )
-    codecs = {entry.spec.name: entry.encoded.codec for entry in source.entries}
-    exactly = tuple(name for name in coded.kept_exactly if codecs[name] != ExactCodec.id)
-    reasons = unpack_reasons(source.exact, [entry.spec.name for entry in source.entries])
+    exactly = tuple(name for name in coded.kept_exactly if header.tensors[name].codec != ExactCodec.id)
+    reasons = unpack_reasons(header.exact, list(header.tensors))
     reasons |= {name: "refused:its codec needs a predecessor" for name in exactly if name not in reasons}
     order = (entry.spec.name for entry in coded.checkpoint.entries)
     return replace(coded.checkpoint, exact=pack_reasons(order, reasons)), exactly
@@ -224,20 +231,16 @@ class _Again:
 
     name: ClassVar[str] = "again"
 
-    def __init__(self, decoded: Decoded) -> None:
-        self._decoded = decoded
+    def __init__(self, described: JSON, rows: Sequence[Row]) -> None:
+        self._described, self._rows = described, rows
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`."""
-        reference = self._decoded.reference
-        return {
-            entry.spec.name: partial(_AgainCodec, entry, reference[entry.spec.name])
-            for entry in self._decoded.checkpoint.entries
-        }
+        return {entry.spec.name: partial(_AgainCodec, entry, now) for entry, now, _ in self._rows}
 
     def describe(self) -> JSON:
         """See `Scheme.describe`: the checkpoint's own."""
-        return self._decoded.checkpoint.scheme
+        return self._described
 
 
 class _AgainCodec:

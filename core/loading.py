@@ -7,13 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from shrinkpoint.coding.selective import AnySource, Source, decode_selected, sources_of_run
+from shrinkpoint.coding.selective import AnySource, decode_selected, in_memory, sources_of_run
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import Header
 from shrinkpoint.errors import (
     CannotRepresentError,
     ConfigError,
-    CorruptionError,
     NoCheckpointError,
     StateMismatchError,
 )
@@ -304,7 +303,7 @@ def read_chain(
         if address is None:
             data = read_file(text, _of_one(storage_options))
             with naming(text):
-                return *read([lambda: Source(len(data), lambda: data)]), None
+                return *read([in_memory(data)]), None
         return _read_run(address, RunStore(address.url, storage_options=storage_options), read)
 
 
@@ -317,12 +316,7 @@ def _read_run(
     address: Address, store: RunStore, read: Callable[[Chain], tuple[Header, T]]
 ) -> tuple[Header, T, Manifest]:
     def of(manifest: Manifest) -> tuple[Header, T]:
-        header, found = read(sources_of_run(store, manifest))
-        if (header.state_digest, header.step) != (manifest.state_digest, manifest.step):
-            raise CorruptionError(
-                f"{manifest.chain[-1].key} contains another state than its manifest (commit {manifest.seq}) states"
-            )
-        return header, found
+        return read(sources_of_run(store, manifest))
 
     if not store.manifests() and not store.exists():
         raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shrinkpoint.coding.decode import decode_checkpoint
-from shrinkpoint.coding.encode import Decoded
+from shrinkpoint.coding.selective import Decoded, decode_checkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import (
     ConfigError,
@@ -526,9 +525,9 @@ class Saver(StateSaver):
         """The training that the next checkpoint belongs to; None before the first one of a new training."""
         return self._committer.lineage
 
-    def _decode(self, manifest: Manifest, containers: list[bytes]) -> Decoded:
+    def _decode(self, manifest: Manifest) -> Decoded:
         with self._warmup.paused():
-            return decode_checkpoint(manifest, containers, threads=self.config.encoder_threads)
+            return decode_checkpoint(self.store, manifest, threads=self.config.encoder_threads)
 
     def _settle_if_idle(self) -> None:
         if not self.busy:

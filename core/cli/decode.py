@@ -15,7 +15,7 @@ from shrinkpoint.store.single import looks_like_file, naming
 from shrinkpoint.store.urls import parse_url
 
 if TYPE_CHECKING:
-    from shrinkpoint.coding.decode import Decoded
+    from shrinkpoint.coding.selective import Decoded
     from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["ContainerFile", "Loaded", "load"]
@@ -94,19 +94,18 @@ def load(url: str, options: StorageOptions, step: int | None = None, seq: int | 
     address = addressed(url, step, seq)
     url = address.url
     with waiting_for(f"reading {url}") as waiting:
-        from shrinkpoint.coding.decode import decode_chain, decode_checkpoint
+        from shrinkpoint.coding.selective import decode_chain, decode_checkpoint, in_memory
         from shrinkpoint.config import SaverConfig
-        from shrinkpoint.container.reader import read_container
 
         threads = SaverConfig().encoder_threads
         if looks_like_file(url):
             file = ContainerFile(url, options)
             with naming(file.url):
-                decoded = decode_chain([read_container(file.read(0, file.size))], threads=threads)
+                decoded = decode_chain([in_memory(file.read(0, file.size))], threads=threads)
             return Loaded(file.url, decoded, file.size, None)
         run = open_run(url, options)
         if address.is_newest:
-            found = run.store.newest_sound(lambda m, data: decode_checkpoint(m, data, threads=threads))
+            found = run.store.newest_readable(lambda m: decode_checkpoint(run.store, m, threads=threads))
             if found is None:
                 raise NoCheckpointError(
                     f"{run.store.display} is a run without a checkpoint yet: there is nothing to read"
@@ -115,5 +114,5 @@ def load(url: str, options: StorageOptions, step: int | None = None, seq: int | 
         else:
             manifest = pick(run, address)
             waiting.say(f"reading step {manifest.step} of {run.store.display}")
-            decoded = decode_checkpoint(manifest, run.store.fetch(manifest), threads=threads)
+            decoded = decode_checkpoint(run.store, manifest, threads=threads)
         return Loaded(run.store.display, decoded, manifest.chain[-1].total, manifest)

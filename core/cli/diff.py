@@ -14,7 +14,7 @@ from shrinkpoint.cli.runs import describe_manifest
 if TYPE_CHECKING:
     import torch
 
-    from shrinkpoint.container.layout import Entry
+    from shrinkpoint.container.reader import Record
 
 __all__ = ["diff"]
 
@@ -46,39 +46,37 @@ def diff(
 
 def _side(loaded: Loaded) -> dict[str, Any]:
     noted = describe_manifest(loaded.manifest) if loaded.manifest is not None else None
-    checkpoint = loaded.decoded.checkpoint
+    header = loaded.decoded.header
     return {
         "url": loaded.shown,
-        "step": checkpoint.step,
+        "step": header.step,
         "seq": noted["seq"] if noted else None,
-        "kind": checkpoint.kind,
+        "kind": header.kind,
         "bytes": loaded.bytes,
-        "raw_bytes": sum(entry.spec.nbytes for entry in checkpoint.entries),
-        "state_digest": checkpoint.state_digest,
+        "raw_bytes": header.decoded_nbytes,
+        "state_digest": header.state_digest,
         "loss": noted["baseline"] if noted else None,
         "metrics": noted["metrics"] if noted else {},
     }
 
 
 def _tensors(one: Loaded, other: Loaded) -> list[dict[str, Any]]:
-    entries_a, entries_b = (
-        {entry.spec.name: entry for entry in loaded.decoded.checkpoint.entries} for loaded in (one, other)
-    )
+    records_a, records_b = one.decoded.header.tensors, other.decoded.header.tensors
     rows = []
-    for name in dict.fromkeys((*entries_a, *entries_b)):
-        entry_a, entry_b = entries_a.get(name), entries_b.get(name)
+    for name in dict.fromkeys((*records_a, *records_b)):
+        record_a, record_b = records_a.get(name), records_b.get(name)
         row: dict[str, Any] = {
             "name": name,
-            "a": _tensor(entry_a),
-            "b": _tensor(entry_b),
+            "a": _tensor(record_a),
+            "b": _tensor(record_b),
             "rms": None,
             "relative": None,
         }
-        if entry_a is None or entry_b is None:
-            row["state"] = "only in B" if entry_a is None else "only in A"
-        elif entry_a.digest == entry_b.digest:
+        if record_a is None or record_b is None:
+            row["state"] = "only in B" if record_a is None else "only in A"
+        elif record_a.digest == record_b.digest:
             row["state"] = _IDENTICAL
-        elif (entry_a.spec.dtype, entry_a.spec.shape) != (entry_b.spec.dtype, entry_b.spec.shape):
+        elif (record_a.spec.dtype, record_a.spec.shape) != (record_b.spec.dtype, record_b.spec.shape):
             row["state"] = _OTHER
         else:
             row["state"] = _DIFFERS
@@ -90,18 +88,18 @@ def _tensors(one: Loaded, other: Loaded) -> list[dict[str, Any]]:
     return rows
 
 
-def _tensor(entry: "Entry | None") -> dict[str, Any] | None:
+def _tensor(record: "Record | None") -> dict[str, Any] | None:
     from shrinkpoint.state.dtypes import dtype_name
 
-    if entry is None:
+    if record is None:
         return None
-    spec = entry.spec
+    spec = record.spec
     return {
         "role": spec.tag.role.value,
         "dtype": dtype_name(spec.dtype),
         "shape": list(spec.shape),
-        "codec": entry.encoded.codec,
-        "bytes": entry.encoded.nbytes,
+        "codec": record.codec,
+        "bytes": record.nbytes,
     }
 
 
@@ -125,7 +123,7 @@ def _double(values: "torch.Tensor") -> "torch.Tensor":
 
 def _data(one: Loaded, other: Loaded) -> list[dict[str, Any]]:
     """Plain data that differs: learning rates, counters, positions."""
-    trees = (one.decoded.checkpoint.tree, other.decoded.checkpoint.tree)
+    trees = (one.decoded.header.tree, other.decoded.header.tree)
     return [{"name": path, "a": a, "b": b} for path, a, b in _leaves(*trees, "")]
 
 

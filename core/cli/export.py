@@ -144,4 +144,4 @@ def _state(
         weights = load_weights(str(address), storage_options=options, step_log_url=step_log_url)
         return TrainingState.capture({"model": weights}), {"step": address.step, "seq": None, "logged": True}
     number = loaded.manifest.seq if loaded.manifest is not None else None
-    return loaded.decoded.state, {"step": loaded.decoded.checkpoint.step, "seq": number, "logged": False}
+    return loaded.decoded.state, {"step": loaded.decoded.header.step, "seq": number, "logged": False}

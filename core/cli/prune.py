@@ -135,12 +135,14 @@ def _newest_sound(run: OpenRun) -> set[int]:
     Raises:
         ChainError: there are checkpoints, and none is sound; then nothing is removed.
     """
-    from shrinkpoint.coding.decode import decode_checkpoint
+    from shrinkpoint.coding.selective import decode_checkpoint
     from shrinkpoint.config import SaverConfig
 
     threads = SaverConfig().encoder_threads
     with waiting_for("looking for the newest sound checkpoint"):
-        found = run.store.newest_sound(lambda m, data: decode_checkpoint(m, data, threads=threads))
+        found = run.store.newest_readable(
+            lambda manifest: decode_checkpoint(run.store, manifest, threads=threads)
+        )
     return set() if found is None else {found[0].seq}
 
 

@@ -84,7 +84,7 @@ def _verify_run(
 
 
 def _verify_one(run: OpenRun, manifest: "Manifest") -> dict[str, Any]:
-    from shrinkpoint.coding.decode import decode_checkpoint
+    from shrinkpoint.coding.selective import decode_checkpoint
     from shrinkpoint.config import SaverConfig
 
     about: dict[str, Any] = {
@@ -94,9 +94,8 @@ def _verify_one(run: OpenRun, manifest: "Manifest") -> dict[str, Any]:
         "key": manifest.chain[-1].key,
     }
     try:
-        decoded = decode_checkpoint(
-            manifest, run.store.fetch(manifest), threads=SaverConfig().encoder_threads
-        )
+        run.store.fetch(manifest)  # every byte, also those that a restore passes over
+        decoded = decode_checkpoint(run.store, manifest, threads=SaverConfig().encoder_threads)
     except (FormatError, ChainError) as error:
         return _result(**about, error=str(error))
     return _result(**about, tensors=len(decoded.state.tensors), state_digest=manifest.state_digest)
@@ -104,13 +103,14 @@ def _verify_one(run: OpenRun, manifest: "Manifest") -> dict[str, Any]:
 
 def _verify_file(file: ContainerFile) -> dict[str, Any]:
     """Decode a base; of a delta, whose chain is not available, verify the checksums."""
-    from shrinkpoint.coding.encode import decode_chain
+    from shrinkpoint.coding.selective import decode_chain, in_memory
     from shrinkpoint.container.reader import read_container
 
     try:
-        checkpoint = read_container(file.read(0, file.size))
+        data = file.read(0, file.size)
+        checkpoint = read_container(data)
         if checkpoint.kind == "base":
-            decode_chain([checkpoint])
+            decode_chain([in_memory(data)])
     except (FormatError, ChainError) as error:
         return _result(key=file.url, error=str(error))
     return _result(

@@ -1,29 +1,24 @@
-"""Checkpoints back to states: the chain's codecs over all tensors, or over those that are wanted and what they need."""
+"""What of one checkpoint must be decoded, and the codecs over it; `shrinkpoint.coding.selective` reads whole chains."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from shrinkpoint.coding.grouping import for_codec, groups_of, mapped, matching, sibling_planes_of, siblings_of
-from shrinkpoint.coding.parts import checkpoints_of
-from shrinkpoint.container.layout import Checkpoint, Entry
+from shrinkpoint.container.layout import Entry
 from shrinkpoint.container.reader import Record
-from shrinkpoint.errors import ChainError, CorruptionError, FormatError
+from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReadsSiblingPlanes, ReferenceState, TensorCodec
 from shrinkpoint.schemes.catalogue import codec_for_reading
 from shrinkpoint.state.digest import tensor_digest
-from shrinkpoint.state.training import TensorSpec, TrainingState
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.state.training import TensorSpec
 
 __all__ = [
     "EXPANSION",
-    "Decoded",
     "check_sizes",
-    "decode_chain",
-    "decode_checkpoint",
     "decode_planes",
     "decode_values",
     "required",
@@ -38,59 +33,6 @@ _FOLLOW = (
 )  # use the memory of another tensor of the same parameter and shape
 _UNSUSPICIOUS = 2**30
 """Bytes that any base may decode to."""
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """A restored state, and what its reader holds for the next delta."""
-
-    state: TrainingState
-    reference: Mapping[str, ReferenceState]
-    checkpoint: Checkpoint = field(repr=False)
-
-
-def decode_chain(chain: Iterable[Checkpoint], *, threads: int = 1) -> Decoded:
-    """Restore the last checkpoint of a chain.
-
-    Args:
-        chain: base first, each the predecessor of the next; consumed one at a time.
-        threads: parameters decoded side by side.
-
-    Raises:
-        ChainError: the chain is empty, does not start with a base, or its members do not belong together.
-        CorruptionError: a restored tensor's digest is not the one that was stored.
-        FormatError: sections are malformed.
-    """
-    reference: Mapping[str, ReferenceState] = {}
-    previous: Checkpoint | None = None
-    for checkpoint in chain:
-        _check_link(checkpoint, previous)
-        alone = [entry for entry in checkpoint.entries if stands_alone(entry.encoded)]
-        check_sizes(checkpoint.step, [(entry.spec, entry.encoded.nbytes) for entry in alone])
-        if previous is not None:
-            reference = decode_planes(previous.entries, reference, threads)
-        previous = checkpoint
-    if previous is None:
-        raise ChainError("the chain is empty")
-    rows = list(decode_values(previous.entries, previous.step, reference, threads))
-    tensors = {entry.spec.name: value for entry, _, value in rows}
-    specs = {entry.spec.name: entry.spec for entry, _, _ in rows}
-    state = TrainingState(previous.tree, tensors, specs)
-    return Decoded(state, {entry.spec.name: now for entry, now, _ in rows}, previous)
-
-
-def decode_checkpoint(manifest: Manifest, containers: Iterable[bytes], *, threads: int = 1) -> Decoded:
-    """Decode a fetched chain and check it against its manifest.
-
-    Raises:
-        FormatError, ChainError, CorruptionError: the chain is not sound.
-    """
-    decoded = decode_chain(checkpoints_of(manifest.chain, containers), threads=threads)
-    if decoded.checkpoint.state_digest != manifest.state_digest or decoded.checkpoint.step != manifest.step:
-        raise CorruptionError(
-            f"{manifest.chain[-1].key} holds another state than its manifest (commit {manifest.seq}) says"
-        )
-    return decoded
 
 
 def required(wanted: Collection[str], stored: Iterable[Record], *, values: bool) -> set[str]:
@@ -117,16 +59,6 @@ def required(wanted: Collection[str], stored: Iterable[Record], *, values: bool)
             if values:
                 needed.update(siblings[role] for role in codec.needs if role in siblings)
     return needed
-
-
-def _check_link(checkpoint: Checkpoint, previous: Checkpoint | None) -> None:
-    if previous is None and checkpoint.kind != "base":
-        raise ChainError(f"the chain starts with the delta of step {checkpoint.step}: its base is missing")
-    if previous is not None and checkpoint.parent != previous.state_digest:
-        raise ChainError(
-            f"the checkpoint of step {checkpoint.step} is a delta against state {checkpoint.parent}, but the one"
-            f" before it in the chain (step {previous.step}) is {previous.state_digest}"
-        )
 
 
 def stands_alone(stored: EncodedTensor | Record) -> bool:

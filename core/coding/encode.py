@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shrinkpoint.coding.decode import EXPANSION, Decoded, decode_chain, stands_alone
+from shrinkpoint.coding.decode import EXPANSION, stands_alone
 from shrinkpoint.coding.grouping import (
     for_codec,
     groups_of,
@@ -28,7 +28,7 @@ from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["Decoded", "EncodedState", "decode_chain", "encode_state", "restored_values"]
+__all__ = ["EncodedState", "encode_state", "restored_values"]
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,16 @@
 """Several containers that are one checkpoint: put together, they are read like any other."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shrinkpoint.container.layout import Checkpoint, PartOf
-from shrinkpoint.container.reader import Header, Record, read_container
+from shrinkpoint.container.layout import PartOf
+from shrinkpoint.container.reader import Header, Record
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.schemes.exactness import pack_reasons, unpack_reasons
-from shrinkpoint.state.digest import state_digest
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.store.manifest import BlobRef
 from shrinkpoint.store.parts import Head
 
-__all__ = ["PartsHeader", "checkpoints_of", "merged", "merged_headers"]
-
-
-@dataclass(frozen=True)
-class _Merged(Checkpoint):
-    """A checkpoint whose digest is that of its head."""
-
-    digest: str = ""
-
-    @property
-    def state_digest(self) -> str:
-        """The digest of the whole reconstructed state."""
-        return self.digest
+__all__ = ["PartsHeader", "merged_headers"]
 
 
 @dataclass(frozen=True)
@@ -41,51 +27,6 @@ class PartsHeader(Header):
     def state_digest(self) -> str:
         """The digest of the whole reconstructed state."""
         return self.digest
-
-
-def checkpoints_of(chain: Sequence[BlobRef], containers: Iterable[bytes]) -> Iterator[Checkpoint]:
-    """The checkpoints of a chain.
-
-    Args:
-        chain: as a manifest has it.
-        containers: as `shrinkpoint.store.run.RunStore.fetch` gives them; consumed one checkpoint at a time.
-
-    Raises:
-        FormatError: a container is malformed, or they do not belong together.
-    """
-    left = iter(containers)
-    for ref in chain:
-        if ref.parts:
-            yield merged([read_container(next(left)) for _ in range(ref.parts)])
-        else:
-            yield read_container(next(left))
-
-
-def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
-    """One checkpoint of all its parts.
-
-    Args:
-        parts: in the order of the ranks that wrote them.
-
-    Raises:
-        FormatError: they are not the parts of one checkpoint.
-    """
-    _check_same(
-        [(p.kind, p.step, p.parent) for p in parts], [p.part for p in parts], range(len(parts)), len(parts)
-    )
-    entries = tuple(entry for part in parts for entry in part.entries)
-    exact = _exact((part.exact, [entry.spec.name for entry in part.entries]) for part in parts)
-    return _Merged(
-        kind=parts[0].kind,
-        step=parts[0].step,
-        tree=parts[0].tree,
-        entries=entries,
-        scheme=parts[0].scheme,
-        parent=parts[0].parent,
-        provenance=parts[0].provenance,
-        exact=exact,
-        digest=_digest([part.state_digest for part in parts]),
-    )
 
 
 def merged_headers(head: Head, headers: Mapping[int, Header]) -> Header:
@@ -127,10 +68,6 @@ def merged_headers(head: Head, headers: Mapping[int, Header]) -> Header:
         places={name: number for number, part in headers.items() for name in part.tensors},
         own={number: part.part.own for number, part in headers.items() if part.part is not None},
     )
-
-
-def _digest(digests: Sequence[str]) -> str:
-    return state_digest({str(number): digest for number, digest in enumerate(digests)})
 
 
 def _check_same(

@@ -1,15 +1,18 @@
-"""Some tensors of a checkpoint, with as little read and decoded of its chain as they need.
+"""A checkpoint, or some of its tensors, with as little read and decoded of its chain as they need.
 
 The plan is made from the containers' headers, newest first: what the wanted tensors need of the last checkpoint, what those
-need of the one before, until nothing uses a reference any more. Then only these sections are fetched and decoded. Everything
-is compared as in a whole restore: checksums of sections, the parents' digests with each other, tensors with their digests.
+need of the one before, until nothing uses a reference any more. Then only these sections are fetched, those of one checkpoint while
+the one before is decoded. Everything is compared: checksums of what is read, the parents' digests with each other, the last
+checkpoint's with its manifest, and tensors with their digests.
 """
 
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -18,24 +21,31 @@ from shrinkpoint.coding.grouping import groups_of
 from shrinkpoint.coding.parts import merged_headers
 from shrinkpoint.container.layout import Entry
 from shrinkpoint.container.reader import ContainerReader, Header
-from shrinkpoint.errors import ChainError, CorruptionError
+from shrinkpoint.errors import ChainError, CorruptionError, FormatError
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.state.blocks import joined
+from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.parts import Head
 from shrinkpoint.store.run import RunStore
 
 __all__ = [
     "AnySource",
+    "Decoded",
     "PartsSource",
     "Row",
     "Source",
     "decode_batches",
+    "decode_chain",
+    "decode_checkpoint",
     "decode_rows",
     "decode_selected",
     "header_of",
+    "in_memory",
     "sources_of_run",
 ]
+
+T = TypeVar("T")
 
 _WHOLE_BYTES = 2**20
 """Containers up to this size are fetched whole: one request costs more than their bytes."""
@@ -53,6 +63,15 @@ _READERS = 8
 
 Row: TypeAlias = tuple[Entry, ReferenceState, torch.Tensor]
 """A stored tensor, what a reader holds of it for the next delta, and its value."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A restored state, and what its reader holds for the next delta."""
+
+    header: Header
+    state: TrainingState
+    reference: Mapping[str, ReferenceState]
 
 
 class Source:
@@ -77,7 +96,7 @@ class Source:
             self._whole = fetch()
         try:
             self._reader = ContainerReader(self._read, size)
-        except CorruptionError:
+        except (FormatError, ChainError):
             if self._whole is not None:
                 raise
             self._whole = fetch()  # what was damaged on its way is right the next time
@@ -173,10 +192,15 @@ class PartsSource:
 AnySource: TypeAlias = Source | PartsSource
 
 
+def in_memory(container: bytes) -> Callable[[], Source]:
+    """What opens a container that is in memory."""
+    return lambda: Source(len(container), lambda: container)
+
+
 def sources_of_run(
     store: RunStore, manifest: Manifest, parts: Callable[[int], Collection[int]] | None = None
 ) -> list[Callable[[], AnySource]]:
-    """What opens each checkpoint of a checkpoint's chain, base first.
+    """What opens each checkpoint of a checkpoint's chain, base first; it refuses another state than the manifest's.
 
     Args:
         store: the run.
@@ -191,15 +215,22 @@ def sources_of_run(
             lambda start, end: store.fetch_range(ref, start, end),
         )
 
-    def open_at(at: int) -> AnySource:
-        ref = manifest.chain[at]
-        if not ref.parts:
-            return open_blob(ref)
+    def open_parts(at: int, ref: BlobRef) -> PartsSource:
         head = store.head(ref)
         numbers = range(len(head.parts)) if parts is None else sorted(parts(at)) or range(len(head.parts))
         with ThreadPoolExecutor(_READERS, thread_name_prefix="shrinkpoint-read") as pool:
             opened = pool.map(lambda number: open_blob(head.parts[number].ref), numbers)
             return PartsSource(head, dict(zip(numbers, opened, strict=True)))
+
+    def open_at(at: int) -> AnySource:
+        ref = manifest.chain[at]
+        source = open_parts(at, ref) if ref.parts else open_blob(ref)
+        found = source.header.state_digest, source.header.step
+        if at == len(manifest.chain) - 1 and found != (manifest.state_digest, manifest.step):
+            raise CorruptionError(
+                f"{ref.key} holds another state than its manifest (commit {manifest.seq}) says"
+            )
+        return source
 
     return [partial(open_at, at) for at in range(len(manifest.chain))]
 
@@ -226,9 +257,45 @@ def header_of(store: RunStore, ref: BlobRef, parts: Collection[int] | None = Non
 
 def _header_alone(store: RunStore, ref: BlobRef) -> Header:
     def read(offset: int, length: int) -> bytes:
-        return store.fetch_range(ref, offset, offset + length)
+        return store.fetch_range(ref, offset, offset + length, near=False)
 
     return ContainerReader(read, ref.size).header
+
+
+def decode_checkpoint(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Decoded:
+    """Restore a run's checkpoint.
+
+    Args:
+        store: the run.
+        manifest: of the checkpoint.
+        threads: parameters decoded side by side.
+
+    Raises:
+        ShrinkpointError: as `decode_selected`, or the store cannot be read.
+    """
+    return decode_chain(sources_of_run(store, manifest), threads=threads)
+
+
+def decode_chain(chain: Sequence[Callable[[], AnySource]], *, threads: int = 1) -> Decoded:
+    """Restore the last checkpoint of a chain; blocks of tensors stay what they are.
+
+    Args:
+        chain: as of `decode_selected`.
+        threads: parameters decoded side by side.
+
+    Raises:
+        ShrinkpointError: as `decode_selected`.
+    """
+    header, _, batches = decode_batches(
+        chain, lambda header: header.tensors.keys(), threads=threads, batch=sys.maxsize
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    reference: dict[str, ReferenceState] = {}
+    for rows in batches:
+        for entry, now, value in rows:
+            reference[entry.spec.name], tensors[entry.spec.name] = now, value
+    specs = {name: header.tensors[name].spec for name in tensors}
+    return Decoded(header, TrainingState(header.tree, tensors, specs), reference)
 
 
 def decode_selected(
@@ -302,6 +369,8 @@ def decode_batches(
     Raises:
         ShrinkpointError: as `decode_selected`; damage of a section where its batch is asked for.
     """
+    if not chain:
+        raise ChainError("the chain is empty")
     newest = chain[-1]()
     header = newest.header
     wanted = _stored(set(choose(header)), header)
@@ -310,15 +379,30 @@ def decode_batches(
         least, most = _BATCH_BYTES
         batch = min(max(sum(header.tensors[name].spec.nbytes for name in wanted) // _BATCHES, least), most)
 
-    def rows_of(names: set[str]) -> Iterator[Row]:
-        reference: Mapping[str, ReferenceState] = {}
-        for source, needed in steps[:-1]:
-            reference = decode_planes(source.entries(needed & names), reference, threads)
-        source, needed = steps[-1]
-        entries = source.entries(needed & names)
-        return decode_values(entries, header.step, reference, threads, lasting=lasting)
+    names_of = list(_batches(steps, batch))
+    reads = (partial(source.entries, needed & names) for names in names_of for source, needed in steps)
+    read = _ahead(reads)
 
-    return header, wanted, map(rows_of, _batches(steps, batch))
+    def rows() -> Iterator[Row]:
+        reference: Mapping[str, ReferenceState] = {}
+        for _ in steps[:-1]:
+            reference = decode_planes(next(read), reference, threads)
+        return decode_values(next(read), header.step, reference, threads, lasting=lasting)
+
+    return header, wanted, (rows() for _ in names_of)
+
+
+def _ahead(reads: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """The results in order; while one is used, the next one is read."""
+    with ThreadPoolExecutor(1, thread_name_prefix="shrinkpoint-ahead") as pool:
+        coming: Future[T] | None = None
+        for read in reads:
+            coming, before = pool.submit(read), coming
+            if before is not None:
+                yield before.result()
+            del before
+        if coming is not None:
+            yield coming.result()
 
 
 def _batches(steps: Sequence[tuple[AnySource, set[str]]], limit: int) -> Iterator[set[str]]:

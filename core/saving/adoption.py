@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from shrinkpoint.coding.decode import Decoded, decode_chain
 from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.selective import Decoded, decode_chain, sources_of_run
 from shrinkpoint.coding.staging import StagedState
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, ConfigError
 from shrinkpoint.optimizers.recognition import recognised
@@ -161,11 +160,11 @@ class AdoptingCommitter(Committer):
     def _planned_before(self, manifest: Manifest, last: Adopted) -> tuple[Decoded, Manifest | None] | None:
         if manifest.kind == "base" or not last.count:
             return None
-        containers = self._store.fetch(manifest)[:-1]
-        decoded = decode_chain(map(read_container, containers), threads=self._config.encoder_threads)
-        if decoded.checkpoint.step != last.step:
+        chain = sources_of_run(self._store, manifest)[:-1]
+        decoded = decode_chain(chain, threads=self._config.encoder_threads)
+        if decoded.header.step != last.step:
             return None
-        digest = decoded.checkpoint.state_digest
+        digest = decoded.header.state_digest
         parents = (m for m in self._store.manifests() if m.state_digest == digest and m.step == last.step)
         return decoded, next(parents, None)
 

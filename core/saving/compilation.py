@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shrinkpoint.coding.encode import decode_chain, encode_state
+from shrinkpoint.coding.encode import encode_state
+from shrinkpoint.coding.selective import decode_chain, in_memory
+from shrinkpoint.container.writer import write_container
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
@@ -174,7 +176,7 @@ def _make_and_restore_one(scheme: str, options: Any, training: "_SmallTraining")
         coder = build(scheme, options, save_context)
         coded = encode_state(state, coder, step=step, reference=reference, parent=parent)
         reference, parent = dict(coded.reference), coded.checkpoint.state_digest
-        chain.append(coded.checkpoint)
+        chain.append(in_memory(write_container(coded.checkpoint)))
     decode_chain(chain)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from shrinkpoint.coding.encode import Decoded
+from shrinkpoint.coding.selective import Decoded
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.runtime.progress import waiting_for
@@ -18,15 +18,15 @@ __all__ = ["CheckpointReader", "Continuation"]
 
 
 class CheckpointReader:
-    """Reads and verifies whole chains.
+    """Reads and verifies checkpoints.
 
     Args:
         store: the run.
         url: its URL, without credentials.
-        decode: decodes the containers of a chain.
+        decode: reads and decodes one.
     """
 
-    def __init__(self, store: RunStore, url: str, decode: Callable[[Manifest, list[bytes]], Decoded]) -> None:
+    def __init__(self, store: RunStore, url: str, decode: Callable[[Manifest], Decoded]) -> None:
         self._store = store
         self._url = url
         self._decode = decode
@@ -46,7 +46,7 @@ class CheckpointReader:
 
         def read(manifest: Manifest) -> Decoded:
             begins(manifest)
-            return self._decode(manifest, self._store.fetch(manifest))
+            return self._decode(manifest)
 
         with waiting_for(f"reading the newest checkpoint of {self._store.display}"):
             return self._store.newest_readable(read)
@@ -68,7 +68,7 @@ class CheckpointReader:
             else Address(url=self._url, step=which).find(self._store.manifests())
         )
         with waiting_for(f"reading the checkpoint of step {manifest.step} of {self._store.display}"):
-            return manifest, self._decode(manifest, self._store.fetch(manifest))
+            return manifest, self._decode(manifest)
 
     def warn_if_diverged(self, manifest: Manifest) -> None:
         """Warn if a checkpoint is not finite, with the way to the last one that is."""

@@ -5,12 +5,12 @@ the place of the old checkpoint, and only then is the old one let go, by the ord
 moment, the run holds the old checkpoint, or both. A delta stays one if its references are there as weights too.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from shrinkpoint.coding.decode import decode_checkpoint, required
-from shrinkpoint.coding.selective import AnySource, Source, decode_selected, sources_of_run
+from shrinkpoint.coding.decode import required
+from shrinkpoint.coding.selective import AnySource, decode_chain, decode_rows, in_memory, sources_of_run
 from shrinkpoint.compaction import rebase_checkpoint
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Header
@@ -90,10 +90,6 @@ def make_weights(
     chain = sources_of_run(store, manifest)
     source = chain[-1]()
     header = source.header
-    if header.state_digest != manifest.state_digest:
-        raise CorruptionError(
-            f"{manifest.chain[-1].key} holds another state than its manifest (commit {manifest.seq}) says"
-        )
     tensor_names(header.tree)  # refuses a tree that is nested too deeply
     tree = _cleared(header.tree)
     kept = tensor_names(tree)
@@ -130,22 +126,10 @@ def make_weights(
 
 
 def _as_base(store: RunStore, manifest: Manifest, tree: JSON, threads: int) -> Slimmed:
-    decoded = decode_checkpoint(manifest, store.fetch(manifest), threads=threads)
     kept = tensor_names(tree)
-
-    def only(named: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: item for name, item in named.items() if name in kept}
-
-    entries = tuple(entry for entry in decoded.checkpoint.entries if entry.spec.name in kept)
-    names = [entry.spec.name for entry in decoded.checkpoint.entries]
-    exact = _reasons_of(entries, decoded.checkpoint.exact, names)
-    weights = replace(
-        decoded,
-        state=TrainingState(tree, only(decoded.state.tensors), only(decoded.state.specs)),
-        reference=only(decoded.reference),
-        checkpoint=replace(decoded.checkpoint, tree=tree, entries=entries, exact=exact),
-    )
-    checkpoint, _ = rebase_checkpoint(weights, threads=threads)
+    header, _, rows = decode_rows(sources_of_run(store, manifest), lambda _: kept, threads=threads)
+    weights = [row for row in rows if row[0].spec.name in kept]
+    checkpoint, _ = rebase_checkpoint(replace(header, tree=tree), weights, threads=threads)
     return Slimmed(source=manifest, parent=None, checkpoint=checkpoint, container=write_container(checkpoint))
 
 
@@ -159,10 +143,8 @@ def _is_sound(made: Slimmed, old: Header, before: Sequence[Callable[[], AnySourc
     """Whether it restores to the very weights that the old checkpoint has, by its digests."""
     if any(entry.digest != old.tensors[entry.spec.name].digest for entry in made.checkpoint.entries):
         return False
-    own: Callable[[], AnySource] = lambda: Source(len(made.container), lambda: made.container)  # noqa: E731
-    chain = [*before, own]
     try:
-        decode_selected(chain, lambda header: header.tensors.keys(), threads=threads)
+        decode_chain([*before, in_memory(made.container)], threads=threads)
     except ShrinkpointError:
         return False
     return True

@@ -232,8 +232,14 @@ class RunStore:
             shown = self._objects.show(ref.key)
             raise ChainError(f"{shown}, which checkpoint {manifest.seq} needs, is missing") from error
 
-    def fetch_range(self, ref: BlobRef, start: int, end: int) -> bytes:
+    def fetch_range(self, ref: BlobRef, start: int, end: int, *, near: bool = True) -> bytes:
         """Bytes ``start`` (included) to ``end`` (excluded) of one container; the caller checks them.
+
+        Args:
+            ref: The container.
+            start: The first byte.
+            end: The byte after the last one.
+            near: Whether a copy on this node is good enough: only if the caller goes on to `fetch_blob` where it is damaged.
 
         Raises:
             ConfigError: The range is not within the container.
@@ -242,6 +248,8 @@ class RunStore:
         """
         if not 0 <= start <= end <= ref.size:
             raise ConfigError(f"range {start}..{end} is not within the {ref.size} bytes of {ref.key}")
+        if near and self._near is not None and (copy := self._near.read(ref, start, end)) is not None:
+            return copy
         try:
             return self._objects.get(ref.key, start, end, max_size=end - start)
         except MissingKeyError as error:

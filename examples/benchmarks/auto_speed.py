@@ -27,8 +27,8 @@ import torch
 import zstandard
 from auto_speed_stages import Stages
 
-from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
-from shrinkpoint.container.reader import read_container
+from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.selective import decode_chain, in_memory
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.schemes.base import SaveContext
@@ -144,7 +144,7 @@ def _write(
 
 
 def _read(chain: Sequence[bytes], threads: int) -> None:
-    decode_chain(map(read_container, chain), threads=threads)
+    decode_chain([*map(in_memory, chain)], threads=threads)
 
 
 def run(states: list[TrainingState], threads: int) -> Row:

@@ -22,8 +22,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpt import GPT, GPTConfig, build_optimizer
 
-from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
-from shrinkpoint.container.reader import read_container
+from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.selective import decode_chain, in_memory
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
@@ -118,12 +118,10 @@ def main() -> None:
             files = [write_container(each.checkpoint) for each in (base, delta)]
             ratio = f"{megabytes * 1e6 / len(files[1]):.1f}"
             table.add_row(f"{name}: encode a delta", f"{threads}", f"{megabytes / seconds:.0f}", ratio)
-            seconds, _ = timed(
-                lambda files=files, n=threads: decode_chain([read_container(files[0])], threads=n)
-            )
+            seconds, _ = timed(lambda files=files, n=threads: decode_chain([in_memory(files[0])], threads=n))
             table.add_row(f"{name}: decode a base", f"{threads}", f"{megabytes / seconds:.0f}", "")
             seconds, _ = timed(
-                lambda files=files, n=threads: decode_chain(map(read_container, files), threads=n)
+                lambda files=files, n=threads: decode_chain([*map(in_memory, files)], threads=n)
             )
             table.add_row(f"{name}: decode base and delta", f"{threads}", f"{megabytes / seconds:.0f}", "")
     Console().print(table)

@@ -25,8 +25,8 @@ import torch.distributed.checkpoint as dcp
 import zstandard
 from codec import train
 
-from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
-from shrinkpoint.container.reader import read_container
+from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.selective import decode_chain, in_memory
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.quality.trial import restored_model
 from shrinkpoint.quantize.movement import MovementTracker
@@ -93,7 +93,7 @@ def ours(scheme: str, states: list[TrainingState], gigabytes: float) -> None:
     """A base and a delta."""
     saving, base = cpu(lambda: encode(states, scheme, None))
     files = [write_container(base.checkpoint)]
-    reading, _ = cpu(lambda: decode_chain([read_container(files[0])]))
+    reading, _ = cpu(lambda: decode_chain([in_memory(files[0])]))
     row(f"{scheme}: base", gigabytes, saving, reading, len(files[0]))
     if scheme != "lossless":
         row(
@@ -105,7 +105,7 @@ def ours(scheme: str, states: list[TrainingState], gigabytes: float) -> None:
         )
     saving, delta = cpu(lambda: encode(states, scheme, base))
     files.append(write_container(delta.checkpoint))
-    both, _ = cpu(lambda: decode_chain(map(read_container, files)))
+    both, _ = cpu(lambda: decode_chain([*map(in_memory, files)]))
     row(f"{scheme}: delta", gigabytes, saving, both - reading, len(files[1]))
     if scheme != "lossless":
         row(
@@ -143,7 +143,7 @@ def profile(states: list[TrainingState]) -> None:
     files = [write_container(each.checkpoint) for each in (base, delta)]
     for what in (
         lambda: encode(states, "auto", base),
-        lambda: decode_chain(map(read_container, files)),
+        lambda: decode_chain([*map(in_memory, files)]),
     ):
         profiler, told = cProfile.Profile(), io.StringIO()
         profiler.runcall(what)

@@ -224,7 +224,14 @@ def _exchanged(bench: Bench, scheme: str, spent: list[float], add: Callable[...,
 def restore(bench: Bench) -> None:
     """From a new Checkpointer to the first step, beside ``torch.load``."""
     with bench.report.table(
-        "stored by", "of", "resume, s", "of it decoding, s", "first step, s", "GB/s", "over torch.load", "MB"
+        "stored by",
+        "of",
+        "resume, s",
+        "of it reading and decoding, s",
+        "first step, s",
+        "GB/s",
+        "over torch.load",
+        "MB",
     ) as rows:
         training = Training(bench.shape)
         size, path = training.nbytes, bench.folder / "state.pt"

@@ -11,7 +11,8 @@ import zstandard
 from schemes_models import Training, Undisturbed
 from schemes_settings import SLOW, Setting
 
-from shrinkpoint.coding.encode import Decoded, EncodedState, decode_chain, encode_state
+from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.selective import Decoded, decode_chain, in_memory
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.quantize.movement import MovementTracker
@@ -98,13 +99,13 @@ class Chain:
 
     def read(self, count: int | None = None, threads: int = 1) -> Decoded:
         """What a reader gets of the last one of so many checkpoints; None counts all."""
-        return decode_chain(map(read_container, self.files[:count]), threads=threads)
+        return decode_chain([*map(in_memory, self.files[:count])], threads=threads)
 
     def restore(self) -> Decoded:
         """The same of the last checkpoint, from which training, and the chain, then go on."""
         decoded = self.read()
         self._held, self._restored = dict(decoded.reference), True
-        self._movement.note(decoded.state, decoded.checkpoint.step)
+        self._movement.note(decoded.state, decoded.header.step)
         return decoded
 
     def summary(self) -> dict[str, Any]:

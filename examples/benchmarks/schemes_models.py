@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, VOCABULARY, GPTConfig, build_optimizer, load_corpus, val_batches
 from schemes_cache import digest
 
-from shrinkpoint.coding.encode import decode_chain, encode_state
-from shrinkpoint.container.reader import read_container
+from shrinkpoint.coding.encode import encode_state
+from shrinkpoint.coding.selective import decode_chain, in_memory
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.state.roles import describe_training
@@ -256,8 +256,7 @@ class Undisturbed:
     def state(self, step: int) -> TrainingState:
         """The state that was saved after this step."""
         if self._read is None or self._read[0] != step:
-            checkpoint = read_container(self._file(step).read_bytes())
-            self._read = step, decode_chain([checkpoint]).state
+            self._read = step, decode_chain([in_memory(self._file(step).read_bytes())]).state
         return self._read[1]
 
     @property

@@ -149,9 +149,9 @@ def restore(rank: int, world: int, meeting: str, url: str, options: Any, out: An
     fetched, needed = [0], [0]
     ranged, blob, entries = RunStore.fetch_range, RunStore.fetch_blob, Source.entries
 
-    def fetch_range(store: RunStore, ref: Any, start: int, end: int) -> bytes:
+    def fetch_range(store: RunStore, ref: Any, start: int, end: int, **how: Any) -> bytes:
         fetched[0] += end - start
-        return ranged(store, ref, start, end)
+        return ranged(store, ref, start, end, **how)
 
     def fetch_blob(store: RunStore, ref: Any, *rest: Any) -> bytes:
         fetched[0] += ref.size

@@ -247,7 +247,7 @@ def test_no_further_pin_is_left(store: RunStore) -> None:
 
 def test_a_damaged_chain_is_never_made_a_base(folder: Path, store: RunStore) -> None:
     manifest = store.manifests()[0]
-    blob = folder / manifest.chain[0].key
+    blob = folder / manifest.chain[-1].key
     data = bytearray(blob.read_bytes())
     data[len(data) // 2] ^= 1
     blob.write_bytes(data)

@@ -10,8 +10,7 @@ import pytest
 from support.golden import CASES, OWN, chain_of
 from support.golden import EXPECTED as EACH
 
-from shrinkpoint.coding.encode import decode_chain
-from shrinkpoint.coding.selective import Source, decode_selected
+from shrinkpoint.coding.selective import Source, decode_chain, decode_selected, in_memory
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.schemes.catalogue import CODECS
 from shrinkpoint.state.dtypes import tensor_to_bytes
@@ -26,7 +25,7 @@ WITHOUT_DELTAS = {
 
 
 def decoded(paths: Iterable[Path], threads: int) -> dict[str, str]:
-    state = decode_chain((read_container(path.read_bytes()) for path in paths), threads=threads).state
+    state = decode_chain([in_memory(path.read_bytes()) for path in paths], threads=threads).state
     return {
         n: hashlib.sha256(tensor_to_bytes(tensor).data).hexdigest() for n, tensor in state.tensors.items()
     }

@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from support.cli_runs import Model, make_run
 from support.containers import identical
 from torch import nn
+from typer.testing import CliRunner
 
 import shrinkpoint
+from shrinkpoint.cli.app import app
 from shrinkpoint.coding import decode
 from shrinkpoint.coding.selective import Source, decode_selected
 from shrinkpoint.config import SaverConfig
@@ -316,3 +319,33 @@ def test_what_is_not_finite_is_told(tmp_path: Path) -> None:
     saver.close()
     with pytest.warns(ShrinkpointWarning, match="step 1 .* is not finite"):
         shrinkpoint.load(tmp_path / "run")
+
+
+def test_a_restore_passes_over_damage_that_it_does_not_need_and_verify_does_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shrinkpoint.coding.selective._WHOLE_BYTES", 0)
+    wanted = restored(folder, 50)
+    manifest = next(m for m in RunStore(folder).manifests() if m.step == 50)
+    base, newest = (folder / ref.key for ref in manifest.chain)
+    after = ContainerReader(_ranges(newest), newest.stat().st_size).header.tensors
+    reader = ContainerReader(_ranges(base), base.stat().st_size)
+    records = reader.header.tensors
+    needed = decode.required({n for n in after if after[n].uses_reference}, records.values(), values=False)
+    unneeded = [name for name, record in records.items() if name not in needed and record.nbytes]
+    assert unneeded
+    data = bytearray(base.read_bytes())
+    for name in unneeded:
+        data[reader.span(name)[0]] ^= 1
+    base.write_bytes(data)
+    assert identical(restored(folder, 50), wanted)
+    assert CliRunner().invoke(app, ["verify", f"{folder}#step=50"]).exit_code == 1
+    for name in needed:
+        data[reader.span(name)[0]] ^= 1
+        base.write_bytes(data)
+        with pytest.raises(CorruptionError, match="the stored bytes are damaged"):
+            restored(folder, 50)
+
+
+def _ranges(path: Path) -> Callable[[int, int], bytes]:
+    return lambda offset, length: path.read_bytes()[offset : offset + length]

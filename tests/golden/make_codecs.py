@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from shrinkpoint.coding.encode import decode_chain, encode_state
-from shrinkpoint.container.reader import read_container
+from shrinkpoint.coding.encode import encode_state
+from shrinkpoint.coding.selective import decode_chain, in_memory
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
@@ -67,7 +67,7 @@ def main() -> None:
         )
         reference, parent = encoded.reference, encoded.checkpoint.state_digest
         written.append(write_container(encoded.checkpoint))
-        told.append(expected(decode_chain(map(read_container, written)).state))
+        told.append(expected(decode_chain([*map(in_memory, written)]).state))
     for step, data in enumerate(written):
         path = HERE / f"v1_{step}.shrink"
         if path.exists():

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
+from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.selective import decode_chain, in_memory
 from shrinkpoint.container.layout import Checkpoint
-from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.schemes.auto.copied import CopiedCodec
@@ -358,7 +358,7 @@ def digests(chain: list[bytes]) -> list[dict[str, str]]:
     """SHA-256 of every tensor's bytes by name, for each checkpoint of a chain."""
     told = []
     for length in range(1, len(chain) + 1):
-        tensors = decode_chain(map(read_container, chain[:length])).state.tensors
+        tensors = decode_chain([*map(in_memory, chain[:length])]).state.tensors
         told.append({n: hashlib.sha256(tensor_to_bytes(t).data).hexdigest() for n, t in tensors.items()})
     return told
 

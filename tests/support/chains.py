@@ -1,6 +1,6 @@
 """Chains of checkpoints under any scheme: states that move like trainings, round trips, and malformed copies."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,11 @@ import torch
 from hypothesis import strategies as st
 from support.containers import identical
 
+from shrinkpoint.coding import selective
 from shrinkpoint.coding.decode import decode_values
-from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
+from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.selective import Decoded, in_memory
+from shrinkpoint.container.layout import Checkpoint
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ShrinkpointError
@@ -104,6 +107,12 @@ def save_chain(
         after, parent = dict(coded.reference), coded.checkpoint.state_digest
         told.append(coded)
     return checkpoints, told
+
+
+def decode_chain(checkpoints: Iterable[Checkpoint], *, threads: int = 1) -> Decoded:
+    """Restore the last one, from containers in memory."""
+    chain = [in_memory(write_container(checkpoint)) for checkpoint in checkpoints]
+    return selective.decode_chain(chain, threads=threads)
 
 
 def check_chain(states: Sequence[TrainingState], make: MakeScheme) -> list[TrainingState]:

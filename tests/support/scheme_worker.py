@@ -17,11 +17,10 @@ from unittest import mock
 import numpy as np
 import torch
 from support.baseline_schemes import BASELINES
-from support.chains import save_chain
+from support.chains import decode_chain, save_chain
 from support.version_worker import digests, versions
 
 from shrinkpoint.arrays import Float64s
-from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.entropy.lstm import coder as lstm
@@ -222,10 +221,9 @@ def _decode(paths: list[Path]) -> dict[str, Any]:
         decoded = decode_chain(read_container(path.read_bytes()) for path in paths)
     except ShrinkpointError as error:  # told by the test, beside the other cases
         return {"error": f"{type(error).__name__}: {error}"}
-    entries = decoded.checkpoint.entries
     return {
-        "kind": decoded.checkpoint.kind,
-        "codecs": {entry.spec.name: entry.encoded.codec for entry in entries},
+        "kind": decoded.header.kind,
+        "codecs": {name: record.codec for name, record in decoded.header.tensors.items()},
         "tensors": digests(decoded.state),
         "held": {name: _held_digest(reference) for name, reference in decoded.reference.items()},
         "tree": repr(decoded.state.tree),

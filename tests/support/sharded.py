@@ -33,8 +33,9 @@ LIMIT_S = float(os.environ.get("SHRINKPOINT_RANKS_LIMIT_S", "120"))
 
 def warm() -> None:
     """Load the coders' kernels, so that forked processes have them."""
-    from shrinkpoint.coding.decode import decode_chain
     from shrinkpoint.coding.encode import encode_state
+    from shrinkpoint.coding.selective import decode_chain, in_memory
+    from shrinkpoint.container.writer import write_container
     from shrinkpoint.schemes.lossless import Lossless
     from shrinkpoint.state.training import TrainingState
 
@@ -44,7 +45,7 @@ def warm() -> None:
         state = TrainingState.capture({"w": weights, "n": torch.tensor(step)})
         encoded = encode_state(state, Lossless(), step=step, reference=reference, parent=parent)
         reference, parent = dict(encoded.reference), encoded.checkpoint.state_digest
-        chain.append(encoded.checkpoint)
+        chain.append(in_memory(write_container(encoded.checkpoint)))
     decode_chain(chain)
 
 

@@ -5,12 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chains import decode_chain
 from support.containers import identical
 from support.states import states
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, capture, train
 
 from shrinkpoint.coding.decode import decode_values
-from shrinkpoint.coding.encode import decode_chain, encode_state
+from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, FormatError, UnsupportedFormatError

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.adopting import OPTIMIZERS, Training
+from support.chains import decode_chain
 
-from shrinkpoint.coding.decode import decode_chain
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.coding.staging import stage_state
 from shrinkpoint.optimizers.recognition import recognised

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support import format_baselines, golden  # noqa: F401 - with the baselines' codecs
-from support.chains import spec_of
+from support.chains import decode_chain, spec_of
 from support.containers import identical
 from support.format_codecs import CODECS, Tensor, read_chain
 from support.format_matrix import coder_width, read_matrix
@@ -20,7 +20,7 @@ from support.format_reader import (
     read_symbol_plane,
 )
 
-from shrinkpoint.coding.encode import decode_chain, encode_state
+from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.entropy.lanes import coder as lanes

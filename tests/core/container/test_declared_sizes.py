@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.chains import decode_chain
 from support.containers import assemble, take_apart
 from support.golden import chain_of
 
 from shrinkpoint.coding import decode
-from shrinkpoint.coding.encode import decode_chain, encode_state
+from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import FormatError

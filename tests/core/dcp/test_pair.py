@@ -139,7 +139,7 @@ def test_a_rank_reads_the_parts_that_it_needs(made: tuple[str, str], monkeypatch
     fetch, ranged = RunStore.fetch_blob, RunStore.fetch_range
     monkeypatch.setattr(RunStore, "fetch_blob", lambda s, ref, m: read.append(ref.key) or fetch(s, ref, m))
     monkeypatch.setattr(
-        RunStore, "fetch_range", lambda s, ref, a, b: read.append(ref.key) or ranged(s, ref, a, b)
+        RunStore, "fetch_range", lambda s, ref, *a, **how: read.append(ref.key) or ranged(s, ref, *a, **how)
     )
     store = RunStore(made[0])
     newest = store.manifests()[0]

@@ -5,7 +5,7 @@ from support.fake_objects import FakeObjects, InjectedError
 from support.losses import nearly_flat
 from support.training import OPTIMIZERS, TinyMLP, capture, train
 
-from shrinkpoint.coding.decode import decode_checkpoint
+from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.errors import RunMismatchError, ShrinkpointWarning
@@ -75,7 +75,7 @@ def test_deltas_name_their_parent(objects):
 
 def of_newest(store):
     manifest = store.manifests()[0]
-    return manifest, decode_checkpoint(manifest, store.fetch(manifest))
+    return manifest, decode_checkpoint(store, manifest)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def seeds_of_a_chain(objects, codec, **options):
     for restored in (False, False, True, False):
         if restored:
             newest = training.store.manifests()[0]
-            decoded = decode_checkpoint(newest, training.store.fetch(newest))
+            decoded = decode_checkpoint(training.store, newest)
             training.committer.forget()
             training.committer.adopt(newest, decoded.reference, decoded.state)
         training.commit(measure=nearly_flat)
@@ -241,7 +241,7 @@ def test_weights_are_told_to_have_been_restored_once(objects):
     for restored in (False, False, True, False):
         if restored:
             newest = training.store.manifests()[0]
-            decoded = decode_checkpoint(newest, training.store.fetch(newest))
+            decoded = decode_checkpoint(training.store, newest)
             training.committer.forget()
             training.committer.adopt(newest, decoded.reference, decoded.state)
         training.commit(measure=nearly_flat)
@@ -258,7 +258,7 @@ def test_a_dither_begins_anew_after_a_checkpoint_that_is_exact(objects, resumed)
     before = seeds_of(training.store)
     if resumed:
         newest = training.store.manifests()[0]
-        decoded = decode_checkpoint(newest, training.store.fetch(newest))
+        decoded = decode_checkpoint(training.store, newest)
         training.committer.adopt(newest, decoded.reference, decoded.state)
     training.commit(exact=True)
     assert seeds_of(training.store) == []

@@ -3,13 +3,12 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from support.baseline_schemes import BASELINES, GoboOptions
-from support.chains import check_chain, save_chain, state_of, walks
+from support.chains import check_chain, decode_chain, save_chain, state_of, walks
 from support.containers import identical
 from support.matrices import some_fast
 from support.scheme_worker import CASES, SAVES, encode
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, capture, train
 
-from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ConfigError

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import format_baselines  # noqa: F401 - which are read too
 from support.baseline_schemes import TopN, Uniform
-from support.chains import save_chain, state_of
+from support.chains import decode_chain, save_chain, state_of
 from support.containers import take_apart
 from support.format_codecs import read_chain
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, capture, train
@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 
 import shrinkpoint
 from shrinkpoint.cli.app import app
-from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
+from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.selective import decode_rows, in_memory
 from shrinkpoint.compaction import rebase_checkpoint
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
@@ -190,7 +191,9 @@ def test_compaction_keeps_the_reasons() -> None:
     save_context = SaveContext(state=state, step=2, reference=reference)
     scheme = Auto(options=AutoOptions(weight_scale=0.5), save_context=save_context)
     delta = encode_state(state, scheme, step=2, reference=reference, parent=base.checkpoint.state_digest)
-    rebased, _ = rebase_checkpoint(decode_chain([base.checkpoint, delta.checkpoint]))
+    chain = [in_memory(write_container(each.checkpoint)) for each in (base, delta)]
+    header, _, rows = decode_rows(chain, lambda header: header.tensors.keys())
+    rebased, _ = rebase_checkpoint(header, rows)
     names = [entry.spec.name for entry in rebased.entries]
     assert unpack_reasons(rebased.exact, names).items() >= delta.exact.items()
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import format_baselines  # noqa: F401 - which are read too
 from support.baseline_schemes import Uniform, UniformOptions
+from support.chains import decode_chain
 from support.containers import identical
 from support.format_codecs import read_chain
 from support.training import OPTIMIZERS, TinyGPT, TinyMLP, capture, train
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shrinkpoint.checkpointer import Checkpointer
-from shrinkpoint.coding.encode import decode_chain, encode_state, restored_values
+from shrinkpoint.coding.encode import encode_state, restored_values
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.quality.guards import Guard

@@ -4,12 +4,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.chains import save_chain, state_of
+from support.chains import decode_chain, save_chain, state_of
 from support.containers import identical
 from support.parts import blocks_in, part_of
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, capture, train
 
-from shrinkpoint.coding.encode import decode_chain, encode_state, restored_values
+from shrinkpoint.coding.encode import encode_state, restored_values
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.trial import restored_model

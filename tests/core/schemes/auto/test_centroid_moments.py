@@ -8,11 +8,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.baseline_schemes import BASELINES
-from support.chains import check_malformed, save_chain, spec_of, state_of
+from support.chains import check_malformed, decode_chain, save_chain, spec_of, state_of
 from support.moments import KINDS, SCALES, SHAPES, given_second, moments
 from support.teams import in_team
 
-from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
 from shrinkpoint.schemes.auto import moment_kernels
 from shrinkpoint.schemes.auto.factors import Factors

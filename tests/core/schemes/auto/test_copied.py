@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from support.chains import decode_chain
 from support.containers import identical
 
-from shrinkpoint.coding.encode import decode_chain, encode_state, restored_values
+from shrinkpoint.coding.encode import encode_state, restored_values
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import CannotRepresentError, FormatError

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.chains import (
     check_chain,
     check_malformed,
+    decode_chain,
     relative_step,
     save_chain,
     spec_of,
@@ -16,7 +17,6 @@ from support.chains import (
 )
 from support.containers import identical
 
-from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.schemes.published.lc_checkpoint import (
