@@ -1,209 +1,274 @@
-"""Speed and memory of ``scheme="auto"`` from a snapshot to a container and back, by threads and stage.
+"""Speed of the coders on one thread, in CPU time, beside torch.save and zstd; and how well threads share their work.
 
-    OMP_NUM_THREADS=1 python examples/benchmarks/auto_speed.py --threads 1 2
+    OMP_NUM_THREADS=1 python examples/benchmarks/auto_speed.py [--width 512] [--matrices 6] [--small 1000]
 
-The state is Adam's, fp32, of a GPT of a few million or a few hundred million parameters (``--layers``, ``--width``): no
-training, but tensors with the shapes and statistics of one. Second moments are rows times columns times a scatter, the
-first are a few outer products and noise in units of their roots, and weights move between saves so that about one in
-fifteen leaves its cell. A base and two deltas are coded, and read as a chain.
+The state is AdamW's in fp32: matrices, and an embedding that has a third of it. Nothing is trained. Second moments are rows times
+columns times a scatter, first ones are noise in units of their roots, and weights move by noise, which no prediction makes shorter.
 
-MB/s are of raw state per second, a delta's being the second one's; reading is done twice, and the faster one counts,
-for memory that a virtual machine has never touched costs more than all decoding. Stages are CPU time per megabyte of state, of all
-threads together, each without the stages that it calls. ``memory`` is the largest growth of the process during the
-save, without what the reader holds, as a share of the state. The machine's own speed is in the first line: memcpy, and
-zstd at level 3 on the same state.
+The first table has microseconds per tensor of many small matrices and their moments.
+
+The second one has MB of raw state per CPU second, of a chain of eight checkpoints, from snapshots to containers and back. ``1 link``
+is what each further checkpoint of the chain adds to reading. ``memory`` is the most that a save takes beside its snapshot, with what a
+reader would hold and the container, as a share of the state (Linux).
+
+The third one has the efficiency of threads: the time of one over that of n, over n. It is simulated from the CPU time of every unit that
+threads share (`shrinkpoint.runtime.team`), and measured by the clock where there are that many processors.
+
+Other numbers have benches of their own: stages (``cost.py profile``), memory of whole saves (``memory.py``), Python's lock
+(``launches.py``), kernels that must be compiled (``first_save.py --cpu``), a GPU (``gpu.py``).
 """
 
 import argparse
-import ctypes
+import heapq
+import math
 import os
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 import zstandard
-from auto_speed_stages import Stages
 
-from shrinkpoint.coding.encode import EncodedState, encode_state
-from shrinkpoint.coding.selective import decode_chain, in_memory
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+from cost import cpu
+from demo_report import markdown_table
+from torch import nn
+
+from shrinkpoint.coding import grouping
+from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
+from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.schemes.auto.scheme import AutoOptions
+from shrinkpoint.quantize.movement import MovementTracker
+from shrinkpoint.runtime import team
+from shrinkpoint.schemes.auto.options import AutoOptions
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import build
 from shrinkpoint.state.dtypes import tensor_to_bytes
-from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import TrainingState
 
-_SAVES = 3
-_WEIGHT_ROLES = {"weight": Role.WEIGHT, "exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ}
+_CHAIN, _INTERVAL = 8, 10
+_THREADS = (2, 4, 8, 16)
 
-
-class Shape(NamedTuple):
-    """A GPT's sizes."""
-
-    layers: int
-    width: int
-    tokens: int
-
-    def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes."""
-        d = self.width
-        yield "token.weight", (self.tokens, d)
-        yield "position.weight", (256, d)
-        for layer in range(self.layers):
-            for name, rows, columns in (
-                ("qkv", 3 * d, d),
-                ("out", d, d),
-                ("up", 4 * d, d),
-                ("down", d, 4 * d),
-            ):
-                yield f"blocks.{layer}.{name}.weight", (rows, columns)
-                yield f"blocks.{layer}.{name}.bias", (rows,)
-            for norm in ("norm1", "norm2"):
-                yield f"blocks.{layer}.{norm}.weight", (d,)
+Phases = list[tuple[float, list[float]]]
+"""Of one parameter: seconds on its own thread, then those of parts that others may take; and so on."""
 
 
-def states_of(shape: Shape, seed: int = 0) -> Iterator[TrainingState]:
-    """The states of `_SAVES` saves; weights move on in place of being drawn again."""
-    generator = torch.Generator().manual_seed(seed)
-    found: dict[str, dict[str, torch.Tensor]] = {
-        name: {"weight": 0.02 * torch.randn(size, generator=generator)} for name, size in shape.parameters()
-    }
-    for _ in range(_SAVES):
-        for parts in found.values():
-            _advance(parts, generator)
-        yield TrainingState.capture(
-            {name: dict(parts) for name, parts in found.items()}, lambda path, _: _tag(path)
+def saves_of(shapes: Sequence[tuple[int, int]], count: int) -> Iterator[SaveContext]:
+    """States of a training, some steps apart."""
+    draw = torch.Generator().manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(0.02 * torch.randn(shape, generator=draw)) for shape in shapes])
+    optimizer = torch.optim.AdamW(model.parameters())
+    describe = describe_training(model, [optimizer], model_path=("model",), optimizers_path=("optimizers",))
+    tracker = MovementTracker()
+    for step in range(_INTERVAL, _INTERVAL * (count + 1), _INTERVAL):
+        for weight in model.parameters():
+            rows, columns = weight.shape
+            scales = torch.randn(rows, 1, generator=draw).exp() * torch.randn(columns, generator=draw).exp()
+            second = (1e-3 * scales) ** 2 * (0.5 + torch.rand(weight.shape, generator=draw))
+            first = 0.3 * second.sqrt() * torch.randn(weight.shape, generator=draw)
+            weight.data += 1e-4 * torch.randn(weight.shape, generator=draw)
+            optimizer.state[weight] = {
+                "step": torch.tensor(float(step)),
+                "exp_avg": first,
+                "exp_avg_sq": second,
+            }
+        weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+        state = TrainingState.capture({"model": weights, "optimizers": [optimizer.state_dict()]}, describe)
+        yield SaveContext(state=state, step=step, movement=tracker.since(state, step))
+        tracker.note(state, step)
+
+
+class Chain:
+    """Checkpoints of one scheme, each built on the one before."""
+
+    def __init__(self, scheme: str) -> None:
+        self.files: list[bytes] = []
+        self.seconds: list[float] = []
+        self.memory = 0.0
+        self.size = 0
+        self._scheme, self._options = scheme, AutoOptions(weight_scale=1.0) if scheme == "auto" else None
+        self._last: EncodedState | None = None
+
+    def encode(self, save: SaveContext, threads: int = 1) -> tuple[EncodedState, bytes]:
+        """The next checkpoint, which is not kept."""
+        known = {"reference": self._last and dict(self._last.reference)}
+        context = SaveContext(state=save.state, step=save.step, movement=save.movement, **known)
+        encoded = encode_state(
+            save.state,
+            build(self._scheme, self._options, context),
+            step=save.step,
+            parent=self._last and self._last.checkpoint.state_digest,
+            threads=threads,
+            lasting=True,
+            **known,
         )
+        assert self._scheme != "auto" or not encoded.kept_exactly, encoded.kept_exactly
+        return encoded, write_container(encoded.checkpoint)
 
+    def add(self, save: SaveContext) -> None:
+        """Keep the next checkpoint."""
+        best, encoded, data = math.inf, None, b""
+        for _ in range(2):
+            encoded, data = None, b""
+            before, began = memory()[0], time.thread_time()
+            encoded, data = self.encode(save)
+            best = min(best, time.thread_time() - began)
+            self.memory = max(self.memory, (memory()[1] - before) / save.state.nbytes)
+        self._last, self.size = encoded, save.state.nbytes
+        self.seconds.append(best)
+        self.files.append(data)
 
-def _tag(path: tuple[Any, ...]) -> Tag:
-    kind = LayerType.NORM if "norm" in str(path[0]) else LayerType.LINEAR
-    return Tag(role=_WEIGHT_ROLES[str(path[1])], layer_type=kind, parameter=str(path[0]))
+    def read(self, links: int = _CHAIN, threads: int = 1) -> None:
+        """Restore the checkpoint after so many."""
+        decode_chain(map(read_container, self.files[:links]), threads=threads)
 
-
-def _advance(parts: dict[str, torch.Tensor], generator: torch.Generator) -> None:
-    size = parts["weight"].shape
-    rows, columns = size[0] if len(size) > 1 else 1, size[-1]
-    octaves = torch.randn((rows, 1), generator=generator) + torch.randn(columns, generator=generator)
-    roots = (1e-4 * 2 ** (octaves / 2)).reshape(rows, columns)
-    noise = torch.randn((rows, columns), generator=generator)
-    ranks = torch.randn((rows, 4), generator=generator) @ torch.randn((4, columns), generator=generator)
-    momentum = 0.2 * noise + 0.05 * ranks
-    parts["exp_avg"] = (roots * momentum).reshape(size)
-    scatter = 2 ** (0.5 * noise.roll(1))
-    parts["exp_avg_sq"] = (roots * roots * scatter).reshape(size)
-    parts["weight"] = parts["weight"] + (2e-3 * momentum).reshape(size)
+    def speeds(self) -> list[str]:
+        """Cells of the second table."""
+        megabytes = self.size / 1e6
+        base, second, last = (cpu(lambda n=n: self.read(n))[0] for n in (1, 2, _CHAIN))  # type: ignore[misc]
+        link = (last - second) / (_CHAIN - 2)
+        rates = [megabytes / seconds for seconds in (self.seconds[0], min(self.seconds[1:]), base, link)]
+        ratio = f"{self.size / len(self.files[-1]):.1f}x"
+        return [
+            *(f"{rate:.0f}" for rate in rates),
+            f"{1e3 * last / megabytes:.1f}",
+            ratio,
+            f"{self.memory:.2f}x",
+        ]
 
 
 def memory() -> tuple[int, int]:
-    """What the process has and the most that it had since the last call, in bytes (Linux with glibc)."""
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/status", encoding="ascii") as status:
-        fields = dict(line.split(":", 1) for line in status)
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as refs:
-        refs.write("5")
+    """What the process has, and the most that it had since the last call, in bytes; 0 where Linux does not tell."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0, 0
+    fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    Path("/proc/self/clear_refs").write_text("5")
     now, most = (int(fields[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
     return now, most
 
 
-class Timing(NamedTuple):
-    """One phase: seconds on the clock, and CPU seconds by stage."""
-
-    seconds: float
-    stages: Mapping[str, float]
-
-
-def timed(function: Callable[[], Any]) -> tuple[Any, Timing]:
-    """Run with the stages counted."""
-    with Stages() as stages:
-        start = time.perf_counter()
-        result = function()
-        seconds = time.perf_counter() - start
-    return result, Timing(seconds, stages.seconds)
+def others(state: TrainingState) -> Iterator[list[str]]:
+    """Rows of the second table: what else a state can be stored with."""
+    raw = b"".join(tensor_to_bytes(tensor) for tensor in state.tensors.values())
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "state.pt")
+        saving, _ = cpu(lambda: torch.save(dict(state.tensors), file))
+        reading, _ = cpu(lambda: torch.load(file))
+        yield _row("torch.save", state.nbytes, saving, reading, file.stat().st_size)
+    saving, packed = cpu(lambda: zstandard.ZstdCompressor(level=3).compress(raw))
+    reading, _ = cpu(lambda: zstandard.ZstdDecompressor().decompress(packed))
+    yield _row("zstd -3", state.nbytes, saving, reading, len(packed))
 
 
-class Row(NamedTuple):
-    """What one number of threads gave."""
-
-    phases: Mapping[str, Timing]
-    sizes: tuple[int, ...]
-    extra: float
+def _row(name: str, size: int, saving: float, reading: float, stored: int) -> list[str]:
+    rates = [f"{size / 1e6 / seconds:.0f}" for seconds in (saving, reading)]
+    return [name, rates[0], "", rates[1], "", f"{1e9 * reading / size:.1f}", f"{size / stored:.1f}x", ""]
 
 
-def _write(
-    state: TrainingState, number: int, before: EncodedState | None, threads: int
-) -> tuple[EncodedState, bytes]:
-    reference = before.reference if before is not None else None
-    digest = before.checkpoint.state_digest if before is not None else None
-    scheme = build("auto", AutoOptions(), SaveContext(state=state, step=number, reference=reference))
-    encoded = encode_state(state, scheme, step=number, reference=reference, parent=digest, threads=threads)
-    return encoded, write_container(encoded.checkpoint)
+class Units:
+    """Stands for a team of one: notes what each unit of work takes."""
+
+    def __init__(self) -> None:
+        self.found: list[Phases] = []
+        self._mark = 0.0
+
+    def share(self, parts: Any) -> list[Any]:
+        """Do the parts one after the other."""
+        serial, seconds, results = time.thread_time() - self._mark, [], []
+        for _, part in parts._waiting:
+            began = time.thread_time()
+            results.append(parts._function(part))
+            seconds.append(time.thread_time() - began)
+        self.found[-1].append((serial, seconds))
+        self._mark = time.thread_time()
+        return results
+
+    def of(self, action: Callable[[], Any]) -> list[Phases]:
+        """Of all that an action codes, the largest parameters first."""
+        in_order, sizes = grouping.map_in_order, []
+
+        def noting(function: Callable[[Any], Any], items: Any, threads: int, size: Any) -> Iterator[Any]:
+            for item in items:
+                self.found.append([])
+                sizes.append(size(item))
+                self._mark = time.thread_time()
+                yield function(item)
+                self.found[-1].append((time.thread_time() - self._mark, []))
+
+        self.found.clear()
+        grouping.map_in_order, team._local.team = noting, self  # type: ignore[assignment]
+        try:
+            action()
+        finally:
+            grouping.map_in_order, team._local.team = in_order, None
+        return [self.found[at] for at in sorted(range(len(sizes)), key=lambda at: -sizes[at])]
 
 
-def _read(chain: Sequence[bytes], threads: int) -> None:
-    decode_chain([*map(in_memory, chain)], threads=threads)
+def simulated(groups: list[Phases], threads: int) -> float:
+    """Seconds that threads take if each takes parameters, and parts of others' where none is left."""
+    waiting, shared = deque(groups), []
+
+    def do(parts: list[float], done: list[float]) -> Iterator[float | None]:
+        while parts:
+            seconds = parts.pop(0)
+            yield seconds
+            done.append(seconds)
+
+    def work() -> Iterator[
+        float | None
+    ]:  # seconds, or None: nothing can be done before another thread has done something
+        while waiting:
+            for serial, seconds in waiting.popleft():
+                yield serial
+                parts, done = list(seconds), []
+                shared.append((parts, done))
+                yield from do(parts, done)
+                while len(done) < len(seconds):
+                    yield None
+        while True:
+            for parts, done in shared:
+                yield from do(parts, done)
+            yield None
+
+    workers = [work() for _ in range(threads)]
+    now, events, idle = 0.0, [(0.0, number) for number in range(threads)], []
+    while events:
+        now, number = heapq.heappop(events)
+        idle.insert(0, number)  # it may have done what others wait for
+        look = True
+        while look:  # whoever waits looks again after whatever another one has begun
+            look = False
+            for each in list(idle):
+                if (seconds := next(workers[each])) is not None:
+                    idle.remove(each)
+                    heapq.heappush(events, (now + seconds, each))
+                    look = True
+    return now
 
 
-def run(states: list[TrainingState], threads: int) -> Row:
-    """Write the chain, and read it."""
-    encoded: EncodedState | None = None
-    files: list[bytes] = []
-    phases: dict[str, Timing] = {}
-    extra = 0.0
-    for number, state in enumerate(states):
-        before, _ = memory()
-        write = partial(_write, state, number, encoded, threads)
-        (encoded, data), phases[f"encode {'base' if number == 0 else 'delta'}"] = timed(write)
-        _, most = memory()
-        planes = sum(row.nbytes for row in encoded.reference.values())
-        extra = max(extra, (most - before - planes) / state.nbytes)
-        files.append(data)
-        assert not encoded.kept_exactly, encoded.kept_exactly
-    for name, chain in (("decode base", files[:1]), ("decode chain", files)):
-        runs = [timed(partial(_read, chain, threads))[1] for _ in range(2)]
-        phases[name] = min(runs, key=lambda timing: timing.seconds)
-    return Row(phases, tuple(map(len, files)), extra)
+def efficiencies(name: str, action: Callable[[int], Any]) -> list[str]:
+    """One row of the third table."""
+    groups = Units().of(lambda: action(1))
+    alone, cells = simulated(groups, 1), []
+    for threads in _THREADS:
+        cells.append(f"{alone / threads / simulated(groups, threads):.2f}")
+        if threads <= (os.cpu_count() or 1):
+            one, many = (_clock(lambda n=n: action(n)) for n in (1, threads))
+            cells[-1] += f" ({one / threads / many:.2f})"
+    return [name, *cells]
 
 
-def machine(state: TrainingState) -> tuple[float, float, float]:
-    """MB/s of memcpy, and of zstd at level 3 both ways, on one core."""
-    sample = np.concatenate([tensor_to_bytes(tensor)[: 1 << 22] for tensor in state.tensors.values()])
-    sample = sample[: 1 << 26]
-    copies = []
-    for _ in range(5):
-        start = time.perf_counter()
-        sample.copy()
-        copies.append(time.perf_counter() - start)
-    start = time.thread_time()
-    packed = zstandard.ZstdCompressor(level=3).compress(sample.data)
-    middle = time.thread_time()
-    zstandard.ZstdDecompressor().decompress(packed)
-    stop = time.thread_time()
-    megabytes = sample.nbytes / 1e6
-    return megabytes / min(copies), megabytes / (middle - start), megabytes / (stop - middle)
-
-
-def report(
-    row: Row, state: TrainingState, threads: int, zstd: tuple[float, float], least_share: float
-) -> None:
-    """Print what was measured, and the stages that take at least a share of a phase's CPU time."""
-    megabytes = state.nbytes / 1e6
-    ratios = " ".join(f"{state.nbytes / size:.1f}x" for size in row.sizes)
-    print(f"\n{threads} thread(s): {ratios}, memory +{row.extra:.2f} of the state")
-    for name, timing in row.phases.items():
-        cpu = sum(timing.stages.values())
-        files = _SAVES if name == "decode chain" else 1
-        speed, per_core = files * megabytes / timing.seconds, files * megabytes / cpu
-        against = zstd[name.startswith("decode")]
-        print(
-            f"  {name:13s} {speed:7.0f} MB/s {per_core:7.0f} per CPU second, {per_core / against:.2f} of zstd -3"
-        )
-        for stage, seconds in sorted(timing.stages.items(), key=lambda item: -item[1]):
-            if seconds > least_share * cpu:
-                print(f"      {stage:34s} {1000 * seconds / files / megabytes:7.3f} ms/MB")
+def _clock(action: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -211,27 +276,50 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument(
-        "--least-share", type=float, default=0.004, help="of a phase; 1 leaves the stages out"
-    )
-    args = parser.parse_args()
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--matrices", type=int, default=6)
+    parser.add_argument("--small", type=int, default=1000)
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    warm = list(states_of(Shape(1, 64, 512)))
-    states = list(states_of(Shape(args.layers, args.width, args.tokens)))
-    copy, *zstd = machine(states[0])
-    count = states[0].nbytes // 12
-    print(
-        f"{count / 1e6:.1f} M parameters, {states[0].nbytes / 1e6:.0f} MB; {os.cpu_count()} CPUs; "
-        f"memcpy {copy:.0f} MB/s, zstd -3 {zstd[0]:.0f} and {zstd[1]:.0f} MB/s"
-    )
-    run(warm, 1)  # compiles
-    for threads in args.threads:
-        row = run(states, threads)
-        report(row, states[0], threads, (zstd[0], zstd[1]), args.least_share)
+    width, matrices = arguments.width, arguments.matrices
+    shapes = [
+        (2 * matrices * width, width),
+        *([(4 * width, width), (width, 4 * width)] * matrices)[:matrices],
+    ]
+    chains = {scheme: Chain(scheme) for scheme in ("auto", "lossless")}
+    print(f"{arguments.small} matrices of 32 x 32, and their moments: microseconds per tensor\n")
+    rows = []
+    for scheme in chains:
+        small = Chain(scheme)
+        for tiny in saves_of([(32, 32)] * arguments.small, 2):
+            small.add(tiny)
+        seconds = [*small.seconds, cpu(lambda: small.read(2))[0] / 2]  # noqa: B023
+        rows.append([scheme, *(f"{1e6 * each / arguments.small / 3:.0f}" for each in seconds)])
+    print(*markdown_table(["", "saving a base", "a delta", "reading, per link"], rows), sep="\n", flush=True)
+
+    for save in saves_of(shapes, _CHAIN):
+        for chain in chains.values():
+            chain.add(save)
+    print(f"\n{save.state.nbytes / 1e6:.0f} MB\n")
+    names = [
+        "",
+        "saving a base",
+        "a delta",
+        "reading a base",
+        "1 link",
+        "the eighth, s/GB",
+        "its ratio",
+        "memory",
+    ]
+    rows = [[scheme, *chain.speeds()] for scheme, chain in chains.items()]
+    print(*markdown_table(names, [*others(save.state), *rows]), sep="\n", flush=True)
+
+    print("\nefficiency of threads\n")
+    rows = []
+    for scheme, chain in chains.items():
+        rows.append(efficiencies(f"{scheme}: saving", lambda n: chain.encode(save, n)))  # noqa: B023
+        rows.append(efficiencies(f"{scheme}: reading", lambda n: chain.read(threads=n)))  # noqa: B023
+    print(*markdown_table(["threads", *map(str, _THREADS)], rows), sep="\n")
 
 
 if __name__ == "__main__":
