@@ -10,6 +10,7 @@ unsigned integers.
 Sources: M. Loncaric, N. Jeffrey, M. Smith and others, "Pcodec" (arXiv 2502.06112); differences as in FastCheck (ENG ITEE 27(2):250034).
 """
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,16 @@ _PROBE = 1 << 14  # numbers that decide whether zstd is tried
 _REPETITIVE = 0.85  # of their bytes, for which it is
 _MAX_WINDOW_BYTES = 16 << 20  # of any zstd frame that we accept; a chunk needs no more than its own size
 _ITEM_SIZES = (1, 2, 4, 8)
+
+
+class _Local(threading.local):
+    """What a thread keeps for probes: making it takes longer than to compress a small tensor."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=1)
+
+
+_local = _Local()
 
 
 def encode_numbers(numbers: Unsigned) -> bytes:
@@ -124,7 +135,7 @@ def _repeats(numbers: Unsigned) -> bool:
     """Whether zstd may be shorter."""
     middle = max(numbers.size - _PROBE, 0) // 2
     probe = to_bytes(numbers[middle : middle + _PROBE])
-    return len(zstandard.ZstdCompressor(level=1).compress(probe)) < _REPETITIVE * len(probe)
+    return len(_local.compressor.compress(probe)) < _REPETITIVE * len(probe)
 
 
 def _decode(method: int, chunk: memoryview, out: Unsigned) -> None:

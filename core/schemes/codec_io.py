@@ -67,7 +67,7 @@ def as_float32(
 
 def finite(values: Float32s) -> bool:
     """Whether all values are finite, without a temporary array."""
-    return values.size == 0 or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
+    return values.size == 0 or (math.isfinite(values.min()) and math.isfinite(values.max()))
 
 
 def emit(values: Float32s, spec: TensorSpec, *, own: bool = False) -> torch.Tensor:
@@ -105,8 +105,8 @@ def normal(values: Float32s) -> Float32s:
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of a tensor: the first axis against all others; one row for what has a single axis."""
     if len(shape) < 2:
-        return 1, int(np.prod(shape, dtype=np.int64))
-    return shape[0], int(np.prod(shape[1:], dtype=np.int64))
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
 
 
 def section(encoded: EncodedTensor, spec: TensorSpec, name: str) -> bytes:

@@ -43,6 +43,15 @@ def _saving(one: Int64s, other: Int64s, apart: float, both: Int64s) -> float:
     return float(apart - _bits(both))
 
 
+@jit_part
+def _note_best(savings: Float64s, g: int) -> None:
+    """Keep what joining a table with the best one before it saves where it would be joined with itself."""
+    best = -np.inf
+    for h in range(g):
+        best = max(best, savings[h])
+    savings[g] = best
+
+
 @jit
 def fit(
     symbols: UInt8s,
@@ -78,14 +87,17 @@ def fit(
         for h in (g + 1, g + PHASES):
             if h < CONTEXTS and (h != g + 1 or h % PHASES):
                 savings[g, h] = savings[h, g] = _saving(counts[g], counts[h], bits[g] + bits[h], room)
+    for g in range(CONTEXTS):
+        _note_best(savings[g], g)
     while groups > 1:
         best, one, other = -np.inf, 0, 0
         for g in range(CONTEXTS):
-            for h in range(g):
-                if savings[g, h] > best:
-                    best, one, other = savings[g, h], h, g
+            if savings[g, g] > best:
+                best, other = savings[g, g], g
         if best < 0 and groups <= MAX_TABLES:
             break
+        while savings[other, one] < best:
+            one += 1
         for symbol in range(ALPHABET):
             counts[one, symbol] += counts[other, symbol]
         bits[one] = _bits(counts[one])
@@ -98,6 +110,8 @@ def fit(
             if joined and g != one and g != other:
                 saving = _saving(counts[one], counts[g], bits[one] + bits[g], room)
                 savings[one, g] = savings[g, one] = saving
+                _note_best(savings[g], g)
+        _note_best(savings[one], one)
     apart, together = _MAP_BITS, 0.0
     for symbol in range(ALPHABET):
         room[symbol] = 0

@@ -28,6 +28,8 @@ _QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
 EMPTY = -(2**15)
 """The exponent of zero."""
 _LOW, _HIGH = -126 * _PER_OCTAVE, 127 * _PER_OCTAVE  # of normal numbers
+_POWERS = np.append(np.float32(0), np.ldexp(np.tile(_QUARTERS, 254), np.repeat(np.arange(-126, 128), 4)))
+"""Of zero's exponent, then of those from the lowest."""
 _TINY = np.float32(np.finfo(np.float32).tiny)
 _SAMPLE = 1 << 16  # elements by which the misfit is measured
 
@@ -113,7 +115,7 @@ class Factors:
 
     def lengthened(self, octaves: Float64s) -> "Factors":
         """With each row's factor larger by so many octaves, to the nearest quarter."""
-        rows = np.clip(self.rows + np.rint(octaves * _PER_OCTAVE), _LOW, _HIGH)
+        rows = _within(self.rows + np.rint(octaves * _PER_OCTAVE))
         return Factors(rows=np.where(self.rows == EMPTY, EMPTY, rows).astype(np.int16), columns=self.columns)
 
     @classmethod
@@ -191,7 +193,7 @@ def _log_sum(values: Float32s) -> tuple[float, int]:
 def _exponents(octaves: Float64s) -> Int16s:
     """In quarter octaves."""
     with np.errstate(invalid="ignore"):
-        rounded = np.clip(np.rint(octaves * _PER_OCTAVE), _LOW, _HIGH)
+        rounded = _within(octaves * _PER_OCTAVE)
     return np.where(np.isfinite(octaves), rounded, EMPTY).astype(np.int16)
 
 
@@ -199,16 +201,17 @@ def _raised(exponents: Int16s, by: Float64s) -> Int16s:
     """Times so much, to the nearest quarter octave; as they are where that is nothing, or they are of zeros."""
     known = (exponents != EMPTY) & (by > 0) & np.isfinite(by)
     more = np.log2(by, where=known, out=np.zeros_like(by)) * _PER_OCTAVE
-    raised = np.clip(np.rint(exponents.astype(np.float64) + more), _LOW, _HIGH)
-    return np.where(known, raised, exponents).astype(np.int16)
+    return np.where(known, _within(exponents + more), exponents).astype(np.int16)
+
+
+def _within(exponents: Float64s) -> Float64s:
+    """Whole numbers, those of normal fp32 numbers."""
+    whole: Float64s = np.minimum(np.maximum(np.rint(exponents), _LOW), _HIGH)
+    return whole
 
 
 def _power(exponents: Int16s) -> Float32s:
-    octaves, rest = np.divmod(exponents.astype(np.int64), _PER_OCTAVE)
-    powers: Float32s = np.ldexp(_QUARTERS[rest], np.clip(octaves, -126, 127).astype(np.int32)).astype(
-        np.float32
-    )
-    powers[exponents == EMPTY] = 0
+    powers: Float32s = _POWERS[np.maximum(exponents, _LOW - 1) - (_LOW - 1)]
     return powers
 
 

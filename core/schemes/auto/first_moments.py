@@ -250,7 +250,7 @@ def _centroids(sums: Float64s, counts: Float64s, radius: int) -> tuple[int, ...]
     away = np.zeros(last)
     np.divide(sums[1 : last + 1], counts[1 : last + 1], out=away, where=used)
     away = np.where(used, away - np.arange(1, last + 1), 0.0)
-    parts = np.clip(np.rint(away * _PARTS), -_PARTS // 2, _PARTS // 2 - 1)
+    parts = np.minimum(np.maximum(np.rint(away * _PARTS), -_PARTS // 2), _PARTS // 2 - 1)
     parts[:1] = np.minimum(parts[:1], 0)
     return tuple(int(part) for part in parts)
 

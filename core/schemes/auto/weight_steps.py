@@ -23,7 +23,7 @@ import torch
 from shrinkpoint.arrays import Bools, Float64s, Int8s
 from shrinkpoint.schemes.auto.curvature import Curvature, curvature_of, size_of, square, sums_of
 from shrinkpoint.schemes.auto.options import AutoOptions
-from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT, curvature_exponents
+from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT, curvature_exponents, within
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.codec_io import matrix_shape
@@ -264,9 +264,7 @@ def narrowed(
     # of a row, over its columns: noise goes with the square of the step size
     spread = _PER_OCTAVE * math.log2(math.sqrt(float(np.exp2(columns / (_PER_OCTAVE / 2)).mean())))
     rows = np.floor(np.minimum(rows + exponents[1].mean(), most - spread))
-    shift = float(
-        rows.max()
-    )  # the widest row takes the tensor's own step size, and the others are within reach below it
-    lowered = np.clip(rows - shift, -MAX_EXPONENT, MAX_EXPONENT).astype(np.int8)
-    sides = (lowered, np.clip(columns, -MAX_EXPONENT, MAX_EXPONENT).astype(np.int8))
+    # the widest row takes the tensor's own step size, and the others are within reach below it
+    shift = float(rows.max())
+    sides = within(rows - shift, MAX_EXPONENT), within(columns, MAX_EXPONENT)
     return step * 2.0 ** (shift / _PER_OCTAVE), sides
