@@ -40,8 +40,8 @@ from demo_report import markdown_table
 from torch import nn
 
 from shrinkpoint.coding import grouping
-from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
-from shrinkpoint.container.reader import read_container
+from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.selective import decode_chain, in_memory
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.runtime import team
@@ -126,7 +126,7 @@ class Chain:
 
     def read(self, links: int = _CHAIN, threads: int = 1) -> None:
         """Restore the checkpoint after so many."""
-        decode_chain(map(read_container, self.files[:links]), threads=threads)
+        decode_chain([*map(in_memory, self.files[:links])], threads=threads)
 
     def speeds(self) -> list[str]:
         """Cells of the second table."""

@@ -57,15 +57,16 @@ class _Launches:
 
     def add(self) -> None:
         vector = torch.zeros(1, 64)
-        queued, began = _queued(), time.perf_counter()
-        last = began
+        began = last = time.perf_counter()
+        queued = _queued()
         with torch.no_grad():
             for _ in range(_PASSES):
                 self._stack(vector)
                 now = time.perf_counter()
                 self.longest = max(self.longest, now - last)
                 last = now
-        self.passes.append((last - began - (_queued() - queued)) / _PASSES)
+        queued = _queued() - queued
+        self.passes.append((time.perf_counter() - began - queued) / _PASSES)
 
 
 def _slowed(start: Callable[[], Callable[[], bool]]) -> list[str]:

@@ -16,14 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shrinkpoint.arrays import Float32s, Int64s
-from shrinkpoint.entropy.lanes.tile_kernels import (
-    LANES,
-    add_product,
-    grow,
-    invert,
-    project,
-    times,
-)
+from shrinkpoint.entropy.lanes.tile_kernels import LANES, add_product, invert, project
 from shrinkpoint.runtime.jit import jit_part
 
 __all__ = ["LowRank", "begin", "corrected", "follow", "learn", "new_low_rank"]
@@ -47,7 +40,7 @@ class LowRank(NamedTuple):
         sizes: fp32 (k,), of the directions in the running covariance.
         powers: fp32 (k,), mean squares of rows' coefficients.
         noise: fp32 (1,), mean square of what the directions leave.
-        gains: fp32 (s, k, k), inverse covariances of the coefficients after each segment.
+        gains: fp32 (s, k, k), inverse covariances of the coefficients after each segment, with the other sign.
         grams: fp32 (s, k, k), of the directions in each segment.
         u: fp32 (k, 16), the batch's coefficients so far.
         sums: fp32 (k, 16), its products with the directions.
@@ -112,9 +105,10 @@ def corrected(state: LowRank, x: Float32s, segment: int, first: int, last: int, 
     for a in range(LANES):
         for lane in range(LANES):
             state.sums[a, lane] += b[a, lane]
+            b[a, lane] = -b[a, lane]
     if follows:
-        add_product(state.grams[segment], state.u, -_ONE, b)
-        add_product(state.gains[segment], b, _ONE, state.u)
+        add_product(state.grams[segment], state.u, b, b)
+        add_product(state.gains[segment], b, state.u, state.u)
 
 
 @jit_part
@@ -143,7 +137,11 @@ def learn(state: LowRank, x: Float32s) -> None:
         left -= power
         state.sizes[a] *= KEPT
     state.noise[0] += (max(left, mean * _LEAST_NOISE) - state.noise[0]) * _SLOW
-    grow(state.v, x, state.sizes, of_x, state.next)
+    for j in range(columns):
+        for a in range(LANES):
+            state.next[j, a] = state.v[j, a] * state.sizes[a]
+            state.v[j, a] = _ZERO
+    add_product(x, of_x, state.next, state.next)
     project(state.next, state.next, gram)
     # Cholesky's factor R of the directions' products, and with its inverse directions that are orthogonal
     for a in range(LANES):
@@ -175,7 +173,7 @@ def learn(state: LowRank, x: Float32s) -> None:
             for i in range(b, a):
                 t += gram[a, i] * z[b, i]
             z[b, a] = -t / gram[a, a]
-    times(state.next, z, state.v)
+    add_product(state.next, z, state.v, state.v)
     for a in range(LANES):
         if state.sizes[a] == _ZERO:
             state.powers[a] = _ZERO
@@ -198,5 +196,5 @@ def follow(state: LowRank, bounds: Int64s) -> None:
         for a in range(LANES):
             for b in range(LANES):
                 sums[a, b] += gram[a, b]
-                gain[a, b] = sums[a, b]
+                gain[a, b] = -sums[a, b]
         invert(gain)

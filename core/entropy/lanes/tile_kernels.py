@@ -12,7 +12,7 @@ import numpy as np
 from shrinkpoint.arrays import Float32s
 from shrinkpoint.runtime.jit import jit_inlined, jit_part
 
-__all__ = ["LANES", "add_product", "grow", "invert", "predict", "project", "times"]
+__all__ = ["LANES", "add_product", "invert", "project"]
 
 
 LANES = 16
@@ -71,8 +71,8 @@ def _plus(t: _Row, v: np.float32, a: Float32s) -> _Row:
 
 
 @jit_part
-def predict(v: Float32s, u: Float32s, y: Float32s, out: Float32s) -> None:
-    """``out = y + v u``, of ``v`` (n, 16) and ``u`` (16, 16)."""
+def add_product(v: Float32s, u: Float32s, y: Float32s, out: Float32s) -> None:
+    """``out = y + v u``, of ``u`` (16, 16) and others (n, 16)."""
     for j in range(v.shape[0]):
         row, found = v[j], _load(y[j])
         for a in range(u.shape[0]):
@@ -88,38 +88,6 @@ def project(v: Float32s, x: Float32s, out: Float32s) -> None:
         for j in range(v.shape[0]):
             found = _plus(found, v[j, a], x[j])
         _store(out[a], found)
-
-
-@jit_part
-def add_product(t: Float32s, b: Float32s, sign: np.float32, out: Float32s) -> None:
-    """``out += sign t b``, all (16, 16)."""
-    for a in range(out.shape[0]):
-        found = _load(out[a])
-        for i in range(b.shape[0]):
-            found = _plus(found, sign * t[a, i], b[i])
-        _store(out[a], found)
-
-
-@jit_part
-def grow(v: Float32s, x: Float32s, of_v: Float32s, of_x: Float32s, out: Float32s) -> None:
-    """``out = v diag(of_v) + x of_x``, of ``v`` and ``x`` (n, 16), ``of_v`` (16,) and ``of_x`` (16, 16)."""
-    for j in range(v.shape[0]):
-        for a in range(LANES):
-            out[j, a] = v[j, a] * of_v[a]
-        row, found = x[j], _load(out[j])
-        for i in range(of_x.shape[0]):
-            found = _plus(found, row[i], of_x[i])
-        _store(out[j], found)
-
-
-@jit_part
-def times(g: Float32s, z: Float32s, out: Float32s) -> None:
-    """``out = g z``, of ``g`` (n, 16) and ``z`` (16, 16)."""
-    for j in range(g.shape[0]):
-        row, found = g[j], _zeros()
-        for i in range(z.shape[0]):
-            found = _plus(found, row[i], z[i])
-        _store(out[j], found)
 
 
 @jit_part

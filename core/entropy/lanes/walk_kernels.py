@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shrinkpoint.arrays import Float32s, Int16s, Int32s, Int64s, UInt8s, UInt16s, UInt32s
+from shrinkpoint.arrays import Float32s, Int16s, Int32s, Int64s, Integer, UInt8s, UInt16s, UInt32s
 from shrinkpoint.entropy.lanes.lowrank_kernels import LowRank, begin, corrected, follow, learn
-from shrinkpoint.entropy.lanes.tile_kernels import LANES, predict
+from shrinkpoint.entropy.lanes.tile_kernels import LANES, add_product
 from shrinkpoint.runtime.jit import jit_inlined, jit_part, jit_tiles
 
 __all__ = ["ACTIVITIES", "ALPHABET", "BIT_MARGIN", "PHASES", "Room", "Stream", "walk"]
@@ -92,14 +92,13 @@ def _half_octaves(x: np.float32) -> np.int32:
 
 
 @jit_inlined
-def _expect(expected: Float32s, activity: np.int32, on_trellis: bool, lanes: Int32s) -> None:
+def _expect(expected: Float32s, activity: np.int32, odd: np.int32, lanes: Int32s) -> None:
     """The nearest point of each lane's state, its context, and on which side of it the value is expected."""
     near, contexts, sides, states, rows = lanes[0], lanes[1], lanes[2], lanes[3], lanes[6]
-    offset = _HALF if on_trellis else _ZERO
     for lane in range(LANES):
         y = max(-_FARTHEST, min(_FARTHEST, expected[lane]))  # also of NaN
         expected[lane] = y
-        y -= offset * np.float32(states[lane] & np.int32(1))
+        y -= _HALF * np.float32(states[lane] & odd)
         whole = (y + _ROUND) - _ROUND
         rest = y - whole
         phase = np.int32((abs(rest) * _OF_PHASE + _ROUND) - _ROUND)
@@ -110,7 +109,7 @@ def _expect(expected: Float32s, activity: np.int32, on_trellis: bool, lanes: Int
 
 
 @jit_inlined
-def _settle(points: Int32s, on_trellis: bool, lanes: Int32s) -> None:
+def _settle(points: Int32s, odd: np.int32, lanes: Int32s) -> None:
     """Points and next states of a column, from the distances."""
     near, states, energies, distances = lanes[0], lanes[3], lanes[4], lanes[5]
     for lane in range(LANES):
@@ -119,10 +118,8 @@ def _settle(points: Int32s, on_trellis: bool, lanes: Int32s) -> None:
         s = states[lane]
         square = np.int32(min(abs(d), np.int32(1024)))
         energies[lane] = min(energies[lane] + square * square, np.int32(_MOST_ENERGY))
-        points[lane] = np.int32(2) * k + (s & np.int32(1)) if on_trellis else k
-        states[lane] = (
-            ((np.int32(2) * s) & np.int32(3)) | ((k ^ (s >> np.int32(1))) & np.int32(1)) if on_trellis else s
-        )
+        points[lane] = (k << odd) + (s & odd)
+        states[lane] = ((np.int32(2) * s) & np.int32(2)) | ((k ^ (s >> np.int32(1))) & odd)
 
 
 @jit_part
@@ -172,7 +169,7 @@ def _store(points: Int16s, at: int, some: int, size: int, columns: int, room: Ro
 
 
 @jit_inlined
-def _put(some: int, at: int, bit: int, lanes: Int32s, stream: Stream) -> int:
+def _put(some: int, at: Integer, bit: Integer, lanes: Int32s, stream: Stream) -> Integer:
     """Note the symbols of a column; the number of bits then."""
     contexts, sides, distances = lanes[1], lanes[2], lanes[5]
     largest = np.int32(0)
@@ -203,12 +200,14 @@ def _put(some: int, at: int, bit: int, lanes: Int32s, stream: Stream) -> int:
         stream.bits[byte] |= np.uint8(rest & 255)
         stream.bits[byte + 1] |= np.uint8((rest >> 8) & 255)
         stream.bits[byte + 2] |= np.uint8((rest >> 16) & 255)
-        bit += int(width) + 1
+        bit += np.int64(width) + 1
     return bit
 
 
 @jit_inlined
-def _take(some: int, position: int, bit: int, lanes: Int32s, stream: Stream) -> tuple[int, int]:
+def _take(
+    some: int, position: Integer, bit: Integer, lanes: Int32s, stream: Stream
+) -> tuple[Integer, Integer]:
     """Decode the distances of a column; the numbers of words and bits then."""
     contexts, sides, distances = lanes[1], lanes[2], lanes[5]
     for lane in range(some):
@@ -223,7 +222,7 @@ def _take(some: int, position: int, bit: int, lanes: Int32s, stream: Stream) -> 
         short = x < np.uint32(32768)
         x = ((x << np.uint32(16)) | np.uint32(stream.words[position])) if short else x
         stream.states[lane] = x
-        position += int(short)
+        position += np.int64(short)
         size, sign = np.int32((symbol + 1) >> 1), np.int32(symbol & 1)
         if symbol >= _BUCKETS:
             bucket = np.int32(symbol - _BUCKETS)
@@ -234,7 +233,7 @@ def _take(some: int, position: int, bit: int, lanes: Int32s, stream: Stream) -> 
             size = (np.int32(4) | (bucket & np.int32(3))) << width
             size |= (rest >> np.int32(1)) & ((np.int32(1) << width) - np.int32(1))
             sign = rest & np.int32(1)
-            bit += int(width) + 1
+            bit += np.int64(width) + 1
         distances[lane] = (size if sign else -size) * sides[lane]
     return position, bit
 
@@ -264,10 +263,12 @@ def walk(
         room: see there.
         stream: see there.
     """
-    encoding, on_trellis = stream.symbols.size > 0, places.size > 0
+    encoding = stream.symbols.size > 0
+    odd = np.int32(1) if places.size else np.int32(0)  # on a trellis, the bit of a state that points share
     size = points.size
-    at, position, bit = 0, 0, 0
-    step = _HALF if on_trellis else _ONE
+    # numba compiles a part that is called with a constant once more for that
+    at, position, bit = np.int64(0), np.int64(0), np.int64(0)
+    step = _HALF if places.size else _ONE
     of_mean = _ONE / mean
     lanes = room.lanes
     word_limit, bit_limit = stream.words.size - 2 * BIT_MARGIN, 8 * (stream.bits.size - BIT_MARGIN)
@@ -292,7 +293,7 @@ def walk(
         for segment in range(bounds.size - 1):
             first, last = bounds[segment], bounds[segment + 1]
             if known:
-                predict(
+                add_product(
                     directions.v[first:last], directions.u, room.places[first:last], room.expected[first:last]
                 )
             else:
@@ -304,16 +305,15 @@ def walk(
             for lane in range(LANES):
                 lanes[6, lane] = _half_octaves((np.float32(lanes[4, lane]) + seen) * weight)
             for j in range(first, last):
-                _expect(room.expected[j], room.activity[j], on_trellis, lanes)
+                _expect(room.expected[j], room.activity[j], odd, lanes)
                 some = rows if j < tail else rows - 1
                 if encoding:
                     of_column = room.points[j]
                     strange = np.int32(0)
                     for lane in range(LANES):
                         k = of_column[lane]
-                        if on_trellis:
-                            strange |= (k ^ lanes[3, lane]) & np.int32(1) if lane < some else np.int32(0)
-                            k = (k - (lanes[3, lane] & np.int32(1))) >> np.int32(1)
+                        strange |= (k ^ lanes[3, lane]) & odd if lane < some else np.int32(0)
+                        k = (k - (lanes[3, lane] & odd)) >> odd
                         lanes[5, lane] = k - lanes[0, lane] if lane < some else np.int32(0)
                     sound &= strange == 0
                     bit = _put(some, at, bit, lanes, stream)
@@ -325,7 +325,7 @@ def walk(
                     position, bit = _take(some, position, bit, lanes, stream)
                     for lane in range(some, LANES):
                         lanes[5, lane] = 0
-                _settle(room.points[j], on_trellis, lanes)
+                _settle(room.points[j], odd, lanes)
             _moved(room, first, last, step)
             if low_rank:
                 corrected(directions, room.moves, segment, first, last, known and segment + 2 < bounds.size)

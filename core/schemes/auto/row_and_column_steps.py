@@ -75,7 +75,9 @@ def _exponents(means: Float64s) -> Int8s:
 
 def within(exponents: Float64s, most: int) -> Int8s:
     """Whole numbers, those beyond `most` as that."""
-    found: Int8s = np.minimum(np.maximum(exponents, -most), most).astype(np.int8)  # in a third of np.clip's time
+    found: Int8s = np.minimum(np.maximum(exponents, -most), most).astype(
+        np.int8
+    )  # in a third of np.clip's time
     return found
 
 
