@@ -46,6 +46,7 @@ class CommitPoint:
         """The number that the next manifest is to have, if nobody else takes it."""
         self._opened_at = next_seq
         self._is_first = True
+        self._has_committed = False
         self.fenced: str | None = None
         """Why this writer may publish no more; None while it may."""
 
@@ -105,6 +106,7 @@ class CommitPoint:
                 self.next_seq += 1
                 raise
             if committed:
+                self._has_committed = True
                 self._catalog.note(key, manifest)
                 self.next_seq += 1
                 if self._is_met(manifest):
@@ -152,12 +154,20 @@ class CommitPoint:
         key = commit_key(manifest.seq, manifest.chain[-1].key)
         before()
         self._objects.put(key, manifest.to_bytes())
+        self._has_committed = True
         self._catalog.note(key, manifest)
         return manifest
 
     def _check_overtaken(self, other: Manifest) -> None:
-        """Higher epochs win; of two writers that opened at once, the one with the smaller nonce."""
-        if other.epoch > self._epoch or (other.epoch == self._epoch and other.session < self._session):
+        """Higher epochs win; of one epoch, whoever commits first; where both did so at once, the smaller nonce.
+
+        An epoch is taken by its first commit. A writer that was opened and stood still since, before a later one took its epoch,
+        must not go on from where it stands.
+        """
+        wins = self._has_committed and self._session <= other.session
+        if other.epoch > self._epoch or (
+            other.epoch == self._epoch and other.session != self._session and not wins
+        ):
             raise self._fence(
                 f"another writer (epoch {other.epoch}, session {other.session}) committed checkpoint {other.seq}, step"
                 f" {other.step}"

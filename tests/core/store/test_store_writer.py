@@ -155,16 +155,26 @@ def test_higher_number_of_a_lower_epoch_is_not_newest(store: RunStore, fake: Fak
     assert store.writer()._point.next_seq == 10
 
 
-def test_equal_epochs_smaller_nonce_wins(store: RunStore) -> None:
-    winner, loser = two_writers(store)
-    first = base(winner)
-    with pytest.raises(FencedError):
-        base(loser)
-    assert store.manifests() == [first]
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_one_epoch_whoever_commits_first_wins(store: RunStore, first: int) -> None:
+    """As where a process stood still before its first save, was given up, and wakes when the next one has saved."""
+    writers = two_writers(store)
+    winner, loser = writers[first], writers[1 - first]
+    kept = [base(winner, step=step) for step in (1, 2)]
+    for attempt in (lambda: base(loser, step=3), lambda: loser.collect([])):
+        with pytest.raises(FencedError):
+            attempt()
+    kept.append(base(winner, step=4))
+    assert store.manifests() == kept[::-1]
 
 
-def test_equal_epochs_loser_committed_first(store: RunStore) -> None:
+def test_of_one_epoch_and_both_at_once_the_smaller_nonce_wins(
+    store: RunStore, fake: FakeObjects | FakeSet
+) -> None:
+    """Where the store hides the other's first manifest until both are there."""
     winner, loser = two_writers(store)
+    for writer in (winner, loser):
+        writer._point._has_committed = True
     base(loser, step=1)
     kept = base(winner, step=2)
     assert kept.seq == 1
@@ -216,11 +226,13 @@ def test_newer_version_in_the_slot_is_a_fence(store: RunStore, fake: FakeObjects
 
 
 def test_far_behind_writer_catches_up_by_listing(store: RunStore, fake: FakeObjects | FakeSet) -> None:
-    winner, loser = two_writers(store)
+    old = store.writer()
+    base(old)
+    new = store.writer()
     for step in range(40):
-        base(loser, step=step)
+        base(old, step=step)
     fake.calls.clear()
-    assert base(winner, step=99).seq == 40
+    assert base(new, step=99).seq == 41
     assert sum(operation == "put_if_absent" for operation, _ in fake.calls) < 15
 
 
