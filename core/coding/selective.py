@@ -53,6 +53,8 @@ _WHOLE_SHARE = 0.75
 """Where more of a container than this is needed at once, it is fetched whole: one request, and a checksum over all of it."""
 _GAP = 64 * 2**10
 """Bytes between two needed ranges that are read with them, unless the second one is shorter: never more than as much again."""
+_SMALL_GAP = 4 * 2**10
+"""Bytes between two ranges that are always read with them: a request costs more."""
 _SPAN = 16 * 2**20
 """A longer range is read by several requests side by side."""
 _BATCHES = 8
@@ -136,7 +138,7 @@ class Source:
         spans: list[list[int]] = []
         for start, end in sorted(self._reader.span(name) for name in names):
             gap = start - spans[-1][1] if spans else 0
-            if spans and gap <= min(_GAP, end - start) and end - spans[-1][0] <= _SPAN:
+            if spans and gap <= max(_SMALL_GAP, min(_GAP, end - start)) and end - spans[-1][0] <= _SPAN:
                 spans[-1][1] = max(end, spans[-1][1])
             elif end > start:
                 spans.append([start, end])
@@ -286,9 +288,14 @@ def decode_chain(chain: Sequence[Callable[[], AnySource]], *, threads: int = 1) 
     Raises:
         ShrinkpointError: as `decode_selected`.
     """
-    header, _, batches = decode_batches(
-        chain, lambda header: header.tensors.keys(), threads=threads, batch=sys.maxsize
-    )
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="shrinkpoint-read") as pool:
+        opened = [pool.submit(open_source) for open_source in reversed(chain)][::-1]
+        header, _, batches = decode_batches(
+            [source.result for source in opened],
+            lambda header: header.tensors.keys(),
+            threads=threads,
+            batch=sys.maxsize,
+        )
     tensors: dict[str, torch.Tensor] = {}
     reference: dict[str, ReferenceState] = {}
     for rows in batches:
