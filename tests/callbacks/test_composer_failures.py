@@ -10,30 +10,30 @@ from composer import Callback
 from composer.core import Event, State
 from support.composer_callbacks import WHOLE, At, Make, first, steps, url_of
 from support.composer_models import Crash, Setup, assert_same, build, fit
+from support.reports import saver_of
 
-from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.errors import CannotRepresentError, SaveFailedError, ShrinkpointWarning, StoreError
 from shrinkpoint.saver import Saver
+from shrinkpoint.store.run import RunWriter
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
 
 
-def broken(callback: CompressedCheckpoint, monkeypatch: pytest.MonkeyPatch, *, times: int = 10**6) -> At:
+def broken(monkeypatch: pytest.MonkeyPatch, *, times: int = 10**6) -> At:
     """Makes so many commits fail from the start of training on."""
 
     def start(state: State) -> None:
-        committer = callback._session.run.saver._committer
-        commit, left = committer.commit, [times]
+        commit, left = RunWriter.commit, [times]
 
-        def fail(job: Any) -> Any:
+        def fail(*arguments: Any, **options: Any) -> Any:
             left[0] -= 1
             if left[0] < 0:
-                return commit(job)
+                return commit(*arguments, **options)
             raise StoreError("the disk is full")
 
-        monkeypatch.setattr(committer, "commit", fail)
+        monkeypatch.setattr(RunWriter, "commit", fail)
 
     return At(Event.FIT_START, start)
 
@@ -44,7 +44,7 @@ def test_failed_saves_warn_and_then_stop_training(saving: Make, monkeypatch: pyt
         pytest.warns(ShrinkpointWarning, match="the disk is full"),
         pytest.raises(SaveFailedError, match="in a row"),
     ):
-        fit(callback, broken(callback, monkeypatch))
+        fit(callback, broken(monkeypatch))
 
 
 @pytest.mark.parametrize("interval", ["32ba", "1000ba"])
@@ -53,7 +53,7 @@ def test_a_last_save_that_fails_is_made_up_for(
 ) -> None:
     callback = saving(save_interval=interval)
     with pytest.warns(ShrinkpointWarning, match="the disk is full"):
-        outcome = fit(callback, broken(callback, monkeypatch, times=1))
+        outcome = fit(callback, broken(monkeypatch, times=1))
     assert outcome.finished
     assert steps(callback) == [WHOLE]
 
@@ -63,13 +63,13 @@ def test_a_last_save_that_fails_for_good_ends_in_an_error(
 ) -> None:
     callback = saving(save_interval="1000ba", max_failures=2)
     with pytest.raises(SaveFailedError, match="the disk is full"):
-        fit(callback, broken(callback, monkeypatch))
+        fit(callback, broken(monkeypatch))
 
 
 def test_a_save_at_sigterm_that_fails_is_made_up_for(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     callback = saving(save_interval="1000ba")
     with pytest.warns(ShrinkpointWarning, match="the disk is full"):
-        fit(callback, broken(callback, monkeypatch, times=1), Crash(13, sigterm=True))
+        fit(callback, broken(monkeypatch, times=1), Crash(13, sigterm=True))
     assert steps(callback) == [13]
 
 
@@ -80,13 +80,12 @@ def test_a_busy_store_is_not_waited_for(saving: Make, monkeypatch: pytest.Monkey
     gate, skipped = threading.Event(), []
 
     def start(state: State) -> None:
-        committer = callback._session.run.saver._committer
-        commit = committer.commit
-        monkeypatch.setattr(committer, "commit", lambda job: gate.wait(60) and commit(job))
+        commit = RunWriter.commit
+        monkeypatch.setattr(RunWriter, "commit", lambda *a, **k: gate.wait(60) and commit(*a, **k))
 
     def look(state: State) -> None:
         if int(state.timestamp.batch) == 20:
-            skipped.append(callback._session.run.saver.skipped)
+            skipped.append(saver_of(callback).skipped)
             gate.set()
 
     fit(callback, At(Event.FIT_START, start), At(Event.BATCH_END, look))

@@ -17,6 +17,7 @@ from support import composer_models
 from support.composer_callbacks import At, Make, first, url_of
 from support.composer_data import BATCH, Points
 from support.composer_models import Crash, Setup, Tiny, assert_continues, assert_same, fit
+from support.reports import saver_of
 from torch.utils.data import DataLoader
 
 from shrinkpoint.errors import ShrinkpointWarning
@@ -201,7 +202,7 @@ def test_gradients_are_averaged_where_the_optimizer_does_not(
     updates: list[int] = []
 
     def start(state: State) -> None:
-        saver, average = callback._session.run.saver, callback._session._gradients._average
+        saver, average = saver_of(callback), callback._session._gradients._average
         save, update = saver.save, average.update
 
         def watched(*args: Any, **kwargs: Any) -> Any:

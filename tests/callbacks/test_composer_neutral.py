@@ -13,6 +13,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from support.composer_models import Outcome, Setup, assert_same, fit
 from support.matrices import some_fast
+from support.reports import saver_of
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.reports import SaveReport
@@ -75,7 +76,7 @@ class Reports(Callback):  # type: ignore[misc]
         self.told: list[SaveReport] = []
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        self.told = self._saving._session.run.saver.reports()
+        self.told = saver_of(self._saving).reports()
 
 
 def with_callback(name: str, **options: Any) -> tuple[Outcome, list[SaveReport]]:

@@ -11,6 +11,7 @@ pytest.importorskip("composer")
 import torch
 from composer import Callback
 from support.composer_models import ALGORITHMS, Crash, Outcome, Setup, assert_continues, fit
+from support.reports import saver_of
 
 import shrinkpoint
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
@@ -82,7 +83,7 @@ def test_a_small_log(tmp_path: Path) -> None:
         """What is logged does not depend on the machine's speed."""
 
         def batch_start(self, state: Any, logger: Any) -> None:
-            callback._session.run.saver.flush()
+            saver_of(callback).flush()
 
     fit(callback, Unhurried(), setup=Setup(width=400))
     found = shrinkpoint.load_weights(f"{tmp_path}/run#step=28")

@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 from lightning.pytorch import callbacks
 from support.lightning_models import Crash, Setup, assert_same, fit
+from support.reports import saver_of
 from torch.optim.swa_utils import get_ema_avg_fn
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
@@ -56,7 +57,7 @@ def test_an_average_in_the_models_place_is_an_average_and_the_model_beside_it_th
     url = str(tmp_path / "run")
     saving = CompressedCheckpoint(url, every_n_train_steps=8, busy="wait", save_top_k=-1)
     fit(average, noting, saving, setup=Setup(width=512))
-    reports = saving._session.run.saver.reports()
+    reports = saver_of(saving).reports()
     assert [report.measured for report in reports] == ["measured"] * len(reports)
     manifest = next(m for m in Saver(url).store.manifests() if m.step == 24)
     restored = Saver(url).restore(manifest)
@@ -103,7 +104,7 @@ def test_steps_are_tried_from_the_weights_and_not_from_their_average(tmp_path: P
     )
     probed = fit(average, saving)
     assert probed.trace == plain.trace
-    assert any(report.resumed for report in saving._session.run.saver.reports())
+    assert any(report.resumed for report in saver_of(saving).reports())
     checkpoint = load_checkpoint(Address(url=url), Saver(url))
     assert set(checkpoint["current_model_state"]) == set(checkpoint["state_dict"])
 
@@ -113,7 +114,7 @@ def test_swas_copy_in_its_callbacks_state_is_an_average_once_it_moves(tmp_path: 
     swa = callbacks.StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
     saving = CompressedCheckpoint(url, every_n_train_steps=8, busy="wait", save_top_k=-1)
     fit(swa, saving, setup=Setup(width=512), max_epochs=8)
-    reports = saving._session.run.saver.reports()
+    reports = saver_of(saving).reports()
     late = [r for r in reports if "average" in r.sections and r.step >= 40]
     assert late
     assert min(r.sections["average"] / r.raw_sections["average"] for r in late) < 0.34

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
 from support.containers import identical
 from support.lightning_models import QUIET, Crash, Setup, Tiny, assert_same, fit
+from support.reports import saver_of
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.checkpointer import Checkpointer
@@ -34,6 +35,7 @@ from shrinkpoint.integrations.lightning.io import load_checkpoint, open_as_ckpt
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.request import SaveRequest
+from shrinkpoint.store.run import RunWriter
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -173,7 +175,7 @@ def test_other_stages_take_addresses(saving: Make) -> None:
 def test_an_evaluation_of_an_old_checkpoint_does_not_become_what_saves_go_on_from(saving: Make) -> None:
     callback = saving(save_top_k=-1)
     outcome = fit(callback)
-    committer = callback._session.run.saver._committer
+    committer = saver_of(callback)._committer
     adopted: list[object] = []
     committer.adopt = lambda *args: adopted.append(args)
     outcome.trainer.validate(outcome.module, ckpt_path=f"{callback.dirpath}#step=10", verbose=False)
@@ -292,8 +294,7 @@ def test_failed_saves_warn_and_then_stop_training(saving: Make, monkeypatch: pyt
 
     class Break(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            assert callback._session._saver is not None
-            monkeypatch.setattr(callback._session._saver._committer, "commit", fail)
+            monkeypatch.setattr(RunWriter, "commit", fail)
 
     with (
         pytest.warns(ShrinkpointWarning, match="the disk is full"),
@@ -307,15 +308,13 @@ def test_a_last_save_that_fails_is_made_up_for(saving: Make, monkeypatch: pytest
 
     class Break(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            assert callback._session._saver is not None
-            committer = callback._session._saver._committer
-            commit = committer.commit
+            commit = RunWriter.commit
 
-            def fail_once(job: Any) -> Any:
-                monkeypatch.setattr(committer, "commit", commit)
+            def fail_once(*_: Any, **__: Any) -> None:
+                monkeypatch.setattr(RunWriter, "commit", commit)
                 raise StoreError("the disk is full")
 
-            monkeypatch.setattr(committer, "commit", fail_once)
+            monkeypatch.setattr(RunWriter, "commit", fail_once)
 
     with pytest.warns(ShrinkpointWarning, match="the disk is full"):
         fit(callback, Break(), max_epochs=2)
@@ -409,7 +408,7 @@ def test_saving_is_invisible_to_training(saving: Make) -> None:
     assert plain.trace == saved.trace
     assert_same(plain.final(), saved.final())
     callback = next(c for c in saved.callbacks if isinstance(c, CompressedCheckpoint))
-    reports = callback._session._saver.reports() if callback._session._saver is not None else []
+    reports = saver_of(callback).reports()
     assert [report.step for report in reports] == [4, 8, 12, 16, 20, 24, 28, 32]
     assert [report.reason for report in reports if not report.evaluations] == []
 
@@ -420,8 +419,7 @@ def test_gradients_are_averaged_where_the_optimizer_does_not(saving: Make) -> No
 
     class Watch(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            saver = callback._session._saver
-            assert saver is not None
+            saver = saver_of(callback)
             accept = saver.accept
 
             def watched(request: SaveRequest) -> Any:

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from support.lightning_models import Crash, Outcome, Setup, Tiny, assert_continues, assert_same, fit
+from support.reports import saver_of
 
 import shrinkpoint
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
@@ -230,7 +231,7 @@ def test_kill_9(tmp_path: Path) -> None:
     class Kill(Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 18:
-                callback._session.run.saver.flush()
+                saver_of(callback).flush()
                 callback._session.run.log.log.flush()  # what is written does not depend on the machine's speed
                 os.kill(os.getpid(), signal.SIGKILL)
 

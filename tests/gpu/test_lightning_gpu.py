@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.reports import saver_of
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -282,7 +283,7 @@ def test_the_defaults(name: str, tmp_path: Path) -> None:
     case, url = CASES[name], str(tmp_path / "run")
     callback = saving(url, every_n_train_steps=40)
     first = fit(case, callback, steps=120)
-    reports = callback._session.run.saver.reports()
+    reports = saver_of(callback).reports()
     rest = fit(case, saving(url, every_n_train_steps=40), seed=999, steps=160)
     assert rest.trace[0][0] == 120
     losses = [loss for _, loss in first.trace + rest.trace]

@@ -1,6 +1,5 @@
 """A small training that adopts its checkpoints, in this process or in one of its own that is killed."""
 
-import itertools
 import json
 import os
 import random
@@ -8,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -196,37 +196,52 @@ def truth(
 POINTS = ("before adopting", "after adopting", "before commit", "after commit")
 
 
-def kill_at(point: str, save: int) -> None:
-    """From now on, this process kills itself at a point of its n-th planned save."""
-    from shrinkpoint.saving.takeover import Takeover
-    from shrinkpoint.store.run import RunWriter
+def kill_at(training: Training, point: str, save: int) -> None:
+    """From now on, this process kills itself at a point of its n-th planned save.
 
-    owner, name, after = {
-        "before adopting": (Takeover, "offer", False),
-        "after adopting": (Takeover, "offer", True),
-        "before commit": (RunWriter, "commit", False),
-        "after commit": (RunWriter, "commit", True),
-    }[point]
-    call, count = getattr(owner, name), itertools.count(1)
+    Of the points only what a training and its run's folder show is known: that it is evaluated before it adopts anything, and which files are
+    made then.
+    """
+    evaluate, step = training.evaluate, training.checkpointer.step
+    due, measured = threading.Event(), threading.Event()  # measured once the save before is stored
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        here = next(count) == save
-        if here and not after:
+    def evaluated() -> list[float]:
+        if due.is_set():
+            measured.set()
+            die_at("before adopting")
+        return evaluate()
+
+    def file_event(name: str, arguments: tuple[Any, ...]) -> None:
+        if not measured.is_set():
+            return
+        if name == "open" and "/data/.tmp-" in str(arguments[0]):
+            die_at("after adopting")
+        if name in ("os.link", "os.rename") and "/commits/" in str(arguments[1]):
+            die_at("before commit")
+
+    def stepped(number: int) -> None:
+        if number == save * EVERY:
+            due.set()
+        step(number)
+        if due.is_set():
+            training.checkpointer.flush()
+            die_at("after commit")
+
+    def die_at(here: str) -> None:
+        if here == point:
             os.kill(os.getpid(), signal.SIGKILL)
-        result = call(*args, **kwargs)
-        if here:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
 
-    setattr(owner, name, wrapped)
+    sys.addaudithook(file_event)
+    training.evaluate, training.checkpointer.step = evaluated, stepped  # type: ignore[method-assign]
 
 
 def main(folder: str, point: str, save: int, end: int, stores: int, case: str = "adamw") -> None:
     """Train until killed, with checkpoints in so many stores, and note every step."""
-    if point:
-        kill_at(point, save)
     url = f"{folder}/run" if stores == 1 else [f"{folder}/run-{i}" for i in range(stores)]
-    training = Training(case).save_to(url, adoptions=end // EVERY)
+    training = Training(case)
+    training.save_to(url, adoptions=end // EVERY, evaluate=lambda: training.evaluate())
+    if point:
+        kill_at(training, point, save)
     with (Path(folder) / "journal").open("a", buffering=1) as journal:
         journal.write(json.dumps({"resumed": training.reached}) + "\n")
         for step in range(training.reached, end):

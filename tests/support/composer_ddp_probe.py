@@ -17,6 +17,7 @@ from composer.core import Callback
 from composer.utils import dist
 from support.composer_distributed import starts
 from support.composer_models import Setup, fit
+from support.reports import saver_of
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 
@@ -41,7 +42,7 @@ class Reading(Callback):  # type: ignore[misc]
 
     def fit_end(self, state: Any, logger: Any) -> None:
         if dist.get_global_rank() == 0:
-            reports = self._saving._session.run.saver.reports()
+            reports = saver_of(self._saving).reports()
             self.resumed = [sorted(report.resumed) for report in reports]
 
 

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from support.lightning_ddp import Distributed
 from support.lightning_models import Outcome, Setup, fit
+from support.reports import saver_of
 from support.traces import Traces
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
@@ -80,7 +81,7 @@ class Leave(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         final = Outcome(module=pl_module, trainer=trainer).final()
         first = self._saving is not None and trainer.global_rank == 0
-        reports = self._saving._session.run.saver.reports() if self._saving and first else []
+        reports = saver_of(self._saving).reports() if self._saving and first else []
         told = [str(each.message) for each in self._caught]
         resumed = [sorted(report.resumed) for report in reports]
         written = f"{pl_module.lengths} {pl_module.traces.seen()}"

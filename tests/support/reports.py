@@ -1,4 +1,6 @@
-"""A report of a save, as tests need one."""
+"""A report of a save, as tests need one; and where those of a callback are."""
+
+from typing import Any
 
 from shrinkpoint.reports import SaveReport
 
@@ -24,3 +26,8 @@ REPORT = SaveReport(
     metrics={},
     kept_exactly={},
 )
+
+
+def saver_of(callback: Any) -> Any:
+    """The saver of a callback, of any framework: no other test asks a callback for what is inside it."""
+    return callback._session.run.saver

@@ -16,6 +16,7 @@ import torch
 from composer import Callback
 from composer.utils import dist
 from support.composer_models import Outcome, Setup, Trace, assert_same, final_state, fit
+from support.reports import saver_of
 from support.sharded import die, warm
 from torch.distributed.tensor import DTensor
 
@@ -251,7 +252,7 @@ class Keep(Callback):  # type: ignore[misc]
         self.seen, self.callback, self.name = seen, callback, name
 
     def fit_end(self, state: Any, logger: Any) -> None:
-        reports = self.callback._session.run.saver.reports()
+        reports = saver_of(self.callback).reports()
         self.seen[self.name] = [(report.step, report.kind, report.measured) for report in reports]
 
 
@@ -259,7 +260,7 @@ class Tried(Keep):
     """The same, with the trial steps."""
 
     def fit_end(self, state: Any, logger: Any) -> None:
-        reports = self.callback._session.run.saver.reports()
+        reports = saver_of(self.callback).reports()
         self.seen[self.name] = [(report.measured, sorted(report.resumed)) for report in reports]
 
 

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from support.lightning_models import QUIET, Points
+from support.reports import saver_of
 from support.sharded import Toy, batch, die, full_state, warm
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -203,7 +204,7 @@ def measured(rank: int, world: int, url: str, scheme: str) -> Any:
     module = Sharded()
     callback = saving(url, scheme=scheme, save_last=False, search_overhead=math.inf, probe_steps=3)
     trainer, state = trained(world, module, callback, max_steps=9, limit_val_batches=2, val_check_interval=2)
-    reports = callback._session.run.saver.reports()
+    reports = saver_of(callback).reports()
     said = [
         (report.step, report.measured, report.evaluations > 1, sorted(report.resumed)) for report in reports
     ]
@@ -290,7 +291,7 @@ def told(action: Callable[[], Any]) -> str:
 
 
 def reports_of(callback: CompressedCheckpoint) -> list[tuple[int, str]]:
-    return [(report.step, report.kind) for report in callback._session.run.saver.reports()]
+    return [(report.step, report.kind) for report in saver_of(callback).reports()]
 
 
 def uses(rank: int, world: int, url: str) -> dict[str, Any]:
@@ -358,5 +359,5 @@ def journey(rank: int, world: int, url: str, true: str, tensor: int | None, step
     _, state = trained(world, module, compare, callback, tensor=tensor, max_steps=steps)
     if rank == 0:
         torch.save(state, true)
-    reports = callback._session.run.saver.reports()
+    reports = saver_of(callback).reports()
     return compare.differ, [(report.step, report.kind, report.measured) for report in reports]

@@ -1,5 +1,6 @@
 """What ranks do in the tests of stages, copies and memory."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shrinkpoint
-import shrinkpoint.saving.under_way
 from shrinkpoint.errors import StoreError
 from shrinkpoint.sharded.exchange import ExchangePlan
 
@@ -86,8 +86,8 @@ def plain_weights(rank: int, world: int, url: str) -> str:
 def without_memory(rank: int, world: int, url: str) -> dict[str, Any]:
     """Memory for a save, and then for a restore, is lacking on the last rank."""
     shown: list[str] = []
-    warn = shrinkpoint.saving.under_way.warn
-    shrinkpoint.saving.under_way.warn = lambda text, **more: (shown.append(text), warn(text, **more))
+    warnings.showwarning = lambda message, *rest, **more: shown.append(str(message))
+    warnings.simplefilter("always")
     filled = Filled(rank, world)
     checkpointer = filled.checkpointer(url)
     empty, buffers = torch.empty, ExchangePlan.buffers

@@ -16,7 +16,7 @@ import shrinkpoint
 from shrinkpoint.cli.app import app
 from shrinkpoint.runtime import progress
 from shrinkpoint.runtime.progress import quieted, waiting_for
-from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.run import RunStore, RunWriter
 
 
 def wait_until(found: Callable[[], bool]) -> None:
@@ -129,13 +129,13 @@ def slow_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> shrinkpoint.Chec
     made = shrinkpoint.Checkpointer(
         str(tmp_path / "run"), model, torch.optim.SGD(model.parameters(), 0.1), scheme="lossless"
     )
-    commit = made.saver._committer.commit
+    commit = RunWriter.commit
 
-    def slowly(job: Any) -> Any:
+    def slowly(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.5)
-        return commit(job)
+        return commit(*arguments, **options)
 
-    monkeypatch.setattr(made.saver._committer, "commit", slowly)
+    monkeypatch.setattr(RunWriter, "commit", slowly)
     return made
 
 

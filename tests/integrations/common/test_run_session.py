@@ -15,6 +15,7 @@ from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.state.training import Role, Tag
+from shrinkpoint.store.run import RunWriter
 
 Make = Callable[..., RunSession]
 
@@ -40,31 +41,30 @@ def save(run: RunSession, step: int, *, last: bool = False, **more: Any) -> bool
 class Hold:
     """Keeps a session's commits from ending until `let_go`."""
 
-    def __init__(self, run: RunSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._free = threading.Event()
-        commit = run.saver._committer.commit
+        commit = RunWriter.commit
 
-        def held(job: Any) -> Any:
+        def held(*arguments: Any, **options: Any) -> Any:
             self._free.wait(60)
-            return commit(job)
+            return commit(*arguments, **options)
 
-        monkeypatch.setattr(run.saver._committer, "commit", held)
+        monkeypatch.setattr(RunWriter, "commit", held)
 
     def let_go(self) -> None:
         self._free.set()
 
 
-def break_store(run: RunSession, monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
-    committer, left = run.saver._committer, [times]
-    commit = committer.commit
+def break_store(monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
+    commit, left = RunWriter.commit, [times]
 
-    def failing(job: Any) -> Any:
+    def failing(*arguments: Any, **options: Any) -> Any:
         left[0] -= 1
         if left[0] >= 0:
             raise StoreError("the disk is full")
-        return commit(job)
+        return commit(*arguments, **options)
 
-    monkeypatch.setattr(committer, "commit", failing)
+    monkeypatch.setattr(RunWriter, "commit", failing)
 
 
 def steps(run: RunSession) -> list[int]:
@@ -116,7 +116,7 @@ def test_must_refuses_to_start_afresh(session: Make) -> None:
 
 def test_skips_while_one_is_under_way(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = session(options={"busy": "skip"})
-    hold = Hold(run, monkeypatch)
+    hold = Hold(monkeypatch)
     assert run.wants(last=False)
     assert save(run, 1)
     with pytest.warns(ShrinkpointWarning, match="a save is skipped: that of step 1 .* under way"):
@@ -132,7 +132,7 @@ def test_skips_while_one_is_under_way(session: Make, monkeypatch: pytest.MonkeyP
 
 def test_waits_where_it_is_told_to(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = session()
-    hold = Hold(run, monkeypatch)
+    hold = Hold(monkeypatch)
     save(run, 1)
     assert run.wants(last=False)
     hold.let_go()
@@ -198,7 +198,7 @@ def accepted(answer: bool) -> None:
 
 def test_a_last_save_that_fails_is_made_up_for(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = session()
-    break_store(run, monkeypatch, times=1)
+    break_store(monkeypatch, times=1)
     with pytest.warns(ShrinkpointWarning, match="the disk is full"):
         save_and_finish(run)
     assert steps(run) == [1]
@@ -207,7 +207,7 @@ def test_a_last_save_that_fails_is_made_up_for(session: Make, monkeypatch: pytes
 
 def test_an_end_that_cannot_be_saved_is_an_error(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = session(options={"max_failures": 1})
-    break_store(run, monkeypatch, times=9)
+    break_store(monkeypatch, times=9)
     save(run, 1)
     with pytest.raises(SaveFailedError, match="the disk is full"):
         run.finish(lambda: None)
@@ -237,7 +237,7 @@ def test_after_an_error_it_finishes_and_warns(
 
 def test_after_an_error_it_does_not_wait_for_ever(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = session()
-    hold = Hold(run, monkeypatch)
+    hold = Hold(monkeypatch)
     save(run, 1)
     with pytest.warns(ShrinkpointWarning, match="still running after 0 s"):
         run.fail(0.0)

@@ -13,6 +13,7 @@ from composer import Callback
 from composer.algorithms import GradientClipping
 from composer.algorithms.gradient_clipping import apply_gradient_clipping
 from support.composer_models import ALGORITHMS, Outcome, Setup, assert_same, fit
+from support.reports import saver_of
 from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
@@ -134,7 +135,7 @@ def test_a_real_run_is_measured_after_resumed_steps_and_does_not_notice() -> Non
 
     class Reading(Callback):  # type: ignore[misc]
         def fit_end(self, state: Any, logger: Any) -> None:
-            reports.extend(callback._session.run.saver.reports())
+            reports.extend(saver_of(callback).reports())
 
     same(fit(setup=setup), fit(callback, Reading(), setup=setup))
     assert {"2", "4"} in [set(report.resumed) for report in reports], reports

@@ -12,6 +12,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from support.lightning_models import Setup, Tiny, assert_same, fit
+from support.reports import saver_of
 from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
@@ -178,11 +179,11 @@ def test_a_real_run_is_measured_after_resumed_steps_and_does_not_notice() -> Non
     probed = fit(callback, setup=setup, max_epochs=2)
     assert plain.trace == probed.trace
     assert_same(plain.final(), probed.final())
-    reports = callback._session.run.saver.reports()
+    reports = saver_of(callback).reports()
     assert {"2", "4"} in [set(report.resumed) for report in reports], reports
     off = saving("off", probe_steps=0)
     fit(off, setup=setup, max_epochs=1)
-    assert not any(report.resumed for report in off._session.run.saver.reports())
+    assert not any(report.resumed for report in saver_of(off).reports())
 
 
 class Failing(Tiny):
