@@ -410,7 +410,7 @@ def test_what_cannot_stand_on_a_trellis_is_refused(context):
         if context == "delta":
             one = torch.tensor([[1.0, 2.0]])
             before = reference(TrellisWeightCodec(step=1e-3).encode(one, spec_of(one), before))
-        for method in (TrellisWeightCodec(step=1e-3).encode, TrellisWeightCodec(step=1e-3).restored):
+        for method in (TrellisWeightCodec(step=1e-3).encode, TrellisWeightCodec(step=1e-3).stage):
             with pytest.raises(CannotRepresentError):
                 method(weight, spec_of(weight), before)
 
