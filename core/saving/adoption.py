@@ -38,10 +38,10 @@ from shrinkpoint.saving.planned import (
     UNPLANNED,
     PlannedChain,
     Staging,
-    changed_settings,
     changed_tensors,
-    settings_of,
-    unstored,
+    noted_settings,
+    warn_adopts_from,
+    warn_unplanned,
 )
 from shrinkpoint.saving.reporting import Job, Link, provenance
 from shrinkpoint.saving.takeover import NotAdoptedError, Takeover
@@ -125,10 +125,7 @@ class AdoptingCommitter(Committer):
             super().adopt(parent, reference, state)
             self._chain = PlannedChain(last, reference)
         if last is None:
-            warn(
-                f"the training adopts its checkpoints from now on (adopt=True), which it did not up to step {parent.step}: only from"
-                " the next save on is a resumed run the undisturbed one"
-            )
+            warn_adopts_from(parent.step)
             self._resume_search(parent.meta.get("search"))
         elif last.count:
             self._resume_search(last.search)
@@ -265,33 +262,15 @@ class AdoptingCommitter(Committer):
 
     def _have_adopted(self, job: Job, takeover: Takeover, staged: StagedState) -> Adopted:
         """Become what a process is that has just restored this save; until it is stored, values stand in for its container."""
-        settings = self._settings_now(job, takeover)
+        more = {"measured": job.measure is not None, "probed": job.resume is not None, **takeover.settings}
+        settings = noted_settings(self._config, more, self._settings, step=job.step, warns=True)
+        self._settings = None
         search = json.loads(json.dumps(self.planner.state_dict()))
         self.planner.begin_again(search, restored=True)
         self._note(staged.state, job.step)
-        last = Adopted(
-            planned=True,
-            count=self._chain.next_count,
-            step=job.step,
-            search=search,
-            settings=settings,
-            since=job.step,
-            stand_ins=unstored(staged),
-        )
+        last = self._chain.next(job.step, staged, settings, search)
         self._chain, self._link = PlannedChain(last), None
         return last
-
-    def _settings_now(self, job: Job, takeover: Takeover) -> Mapping[str, Any]:
-        more = {"measured": job.measure is not None, "probed": job.resume is not None, **takeover.settings}
-        settings: Mapping[str, Any] = json.loads(json.dumps(settings_of(self._config, more)))
-        changed = changed_settings(self._settings, settings) if self._settings is not None else []
-        if changed:
-            warn(
-                f"settings have changed since the checkpoint that this training continues: {'; '.join(changed)}. From step {job.step}"
-                " on, its bits differ from those of a run that was not stopped"
-            )
-        self._settings = None
-        return settings
 
     def _coded(
         self, job: Job, staged: StagedState, plan: Plan, before: PlannedChain, parent: Manifest | None
@@ -340,7 +319,9 @@ class AdoptingCommitter(Committer):
             )
 
         _, report = self._commit_with(job, encoded, parent, last, report_for)
-        self._warn_size(report)
+        if not self._warned_of_size:
+            self._warned_of_size = True
+            warn_unplanned(report)
         return report
 
     def _commit_with(
@@ -352,14 +333,6 @@ class AdoptingCommitter(Committer):
         noted = {"search": dict(last.search), KEY: last.to_json()}
         manifest = self._commit(job, parent, encoded, container, report, noted)
         return manifest, self._stored(report, manifest, container, encoded_at)
-
-    def _warn_size(self, report: SaveReport) -> None:
-        if not self._warned_of_size:
-            self._warned_of_size = True
-            warn(
-                f"step {report.step} was not a planned save and is stored exactly, in {report.bytes / 1e6:.3g} MB (of"
-                f" {report.raw_bytes / 1e6:.3g} MB): with adopt=True only planned saves are small. This message comes once"
-            )
 
 
 _PREFIX = "adopted before/"

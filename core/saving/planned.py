@@ -1,5 +1,6 @@
 """What a planned save is quantized against (the values adopted last, whether a reader finds them in a container or not), and what its values depend on."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,21 +11,23 @@ import torch
 from shrinkpoint.arrays import widened
 from shrinkpoint.coding.staging import StagedState, stage_state
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.meta import Adopted
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import ReferenceState, Scheme
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.version import __version__
+from shrinkpoint.warn import warn
 
 __all__ = [
     "UNPLANNED",
     "PlannedChain",
     "Staging",
-    "changed_settings",
     "changed_tensors",
-    "settings_of",
-    "unstored",
+    "noted_settings",
+    "warn_adopts_from",
+    "warn_unplanned",
 ]
 
 UNPLANNED = "not planned, so that the undisturbed run would not have adopted it: stored exactly"
@@ -96,15 +99,31 @@ class PlannedChain:
         """Tensors whose values must stand in for their container where a reader does not get it."""
         return frozenset(name for name, known in self.known.items() if known.codec == TrellisWeightCodec.id)
 
-    @property
-    def next_count(self) -> int:
-        """The number of the next planned save."""
-        return 1 if self.last is None else self.last.count + 1
+    def next(
+        self, step: int, staged: StagedState, settings: Mapping[str, Any], search: JSON = None
+    ) -> Adopted:
+        """What is noted of the next planned save: until it is stored, values stand in for its container.
 
-
-def unstored(staged: StagedState) -> frozenset[str]:
-    """Quantized tensors whose values stand in for their container until it is stored."""
-    return frozenset(name for name, row in staged.rows.items() if row.codec.id == TrellisWeightCodec.id)
+        Args:
+            step: of the save.
+            staged: what is adopted.
+            settings: see `noted_settings`.
+            search: the planner's state; None where nothing is measured.
+        """
+        count = 1 if self.last is None else self.last.count + 1
+        noted = {} if search is None else {"search": search}
+        stand_ins = frozenset(
+            name for name, row in staged.rows.items() if row.codec.id == TrellisWeightCodec.id
+        )
+        return Adopted(
+            planned=True,
+            count=count,
+            step=step,
+            settings=settings,
+            since=step,
+            stand_ins=stand_ins,
+            **noted,
+        )
 
 
 def changed_tensors(true: TrainingState, adopted: TrainingState) -> dict[str, torch.Tensor]:
@@ -134,15 +153,20 @@ _OPTIONS = (
 )
 
 
-def settings_of(config: SaverConfig, more: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Everything but the training's state that values depend on, in JSON primitives.
+def noted_settings(
+    config: SaverConfig, more: Mapping[str, JSON], before: Mapping[str, Any] | None, *, step: int, warns: bool
+) -> Mapping[str, Any]:
+    """Give everything but the training's state that values depend on, as a manifest has it, and warn of what has changed.
 
     Args:
         config: of the saver.
         more: the integration's own, such as the interval of saves.
+        before: those of the checkpoint that the training continues; None at later saves.
+        step: of the save.
+        warns: whether this process warns.
     """
     options = config.scheme_options
-    return {
+    settings = {
         **{name: getattr(config, name) for name in _OPTIONS},
         "options": {name: _plain(value) for name, value in asdict(options).items()} if options else {},
         **more,
@@ -151,15 +175,34 @@ def settings_of(config: SaverConfig, more: Mapping[str, JSON]) -> dict[str, JSON
         "torch": str(torch.__version__),
         "numpy": np.__version__,
     }
-
-
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Each setting that differs, as in ``max_degradation=0.02 instead of 0.01``."""
-    return [
+    now: Mapping[str, Any] = json.loads(json.dumps(settings))
+    changed = [
         f"{name}={now.get(name)!r} instead of {before.get(name)!r}"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
+        for name in sorted({*before, *now} if before is not None else ())
+        if before is not None and before.get(name) != now.get(name)
     ]
+    if changed and warns:
+        warn(
+            f"settings have changed since the checkpoint that this training continues: {'; '.join(changed)}. From step {step}"
+            " on, its bits differ from those of a run that was not stopped"
+        )
+    return now
+
+
+def warn_adopts_from(step: int) -> None:
+    """Say that a training adopts its checkpoints which did not do so before."""
+    warn(
+        f"the training adopts its checkpoints from now on (adopt=True), which it did not up to step {step}: only from"
+        " the next save on is a resumed run the undisturbed one"
+    )
+
+
+def warn_unplanned(report: SaveReport) -> None:
+    """Say that a save which was not planned is large."""
+    warn(
+        f"step {report.step} was not a planned save and is stored exactly, in {report.bytes / 1e6:.3g} MB (of"
+        f" {report.raw_bytes / 1e6:.3g} MB): with adopt=True only planned saves are small. This message comes once"
+    )
 
 
 def _plain(value: Any) -> JSON:

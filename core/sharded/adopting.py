@@ -5,7 +5,6 @@ search whose state a replay would have to continue: each planned save is planned
 ranks' weights, the values adopted last and the settings. The number of ranks is one of the settings.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.coding.selective import header_of
+from shrinkpoint.coding.staging import StagedState
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
@@ -23,10 +23,10 @@ from shrinkpoint.saving.planned import (
     UNPLANNED,
     PlannedChain,
     Staging,
-    changed_settings,
     changed_tensors,
-    settings_of,
-    unstored,
+    noted_settings,
+    warn_adopts_from,
+    warn_unplanned,
 )
 from shrinkpoint.saving.takeover import Adoption, NotAdoptedError, Takeover, unsuitable
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
@@ -146,10 +146,7 @@ def continue_adopting(
     last, digest = adopted_of(manifest), manifest.state_digest
     if last is None or last.planned:
         if last is None and group.rank == 0:
-            warn(
-                f"the training adopts its checkpoints from now on (adopt=True), which it did not up to step {manifest.step}: only"
-                " from the next save on is a resumed run the undisturbed one"
-            )
+            warn_adopts_from(manifest.step)
         background.continue_from(
             last, decoded.reference, decoded.own_state, step=manifest.step, digest=digest
         )
@@ -346,30 +343,13 @@ class AdoptingBackground(Background):
         )
         return planner.plan(self._with_sums(job, context), None)
 
-    def _adopted(self, job: PartJob, takeover: Takeover, staged: Any) -> PlannedChain:
-        """Become what a process is that has just restored this save; until it is stored, values stand in for its container."""
-        return PlannedChain(
-            Adopted(
-                planned=True,
-                count=self._chain.next_count,
-                step=job.step,
-                settings=self._settings_now(job, takeover),
-                since=job.step,
-                stand_ins=unstored(staged),
-            )
-        )
-
-    def _settings_now(self, job: PartJob, takeover: Takeover) -> Mapping[str, Any]:
+    def _adopted(self, job: PartJob, takeover: Takeover, staged: StagedState) -> PlannedChain:
+        """Become what a process is that has just restored this save."""
         more = {"measured": False, "probed": False, **takeover.settings}
-        settings: Mapping[str, Any] = json.loads(json.dumps(settings_of(self._config, more)))
-        changed = changed_settings(self._settings, settings) if self._settings is not None else []
-        if changed and job.rank == 0:
-            warn(
-                f"settings have changed since the checkpoint that this training continues: {'; '.join(changed)}. From step {job.step}"
-                " on, its bits differ from those of a run that was not stopped"
-            )
+        warns = self._publisher is not None
+        settings = noted_settings(self._config, more, self._settings, step=job.step, warns=warns)
         self._settings = None
-        return settings
+        return PlannedChain(self._chain.next(job.step, staged, settings))
 
     def _adoption(self, save: Save) -> AdoptedPart | None:
         last = self._chain.last or Adopted()
@@ -381,18 +361,10 @@ class AdoptingBackground(Background):
         super()._learn(job, stored, outcome)
         coming, self._coming = self._coming, None
         if job.exact:
-            if not self.failed:
-                self._warn_size(job)
+            if not self.failed and self._publisher is not None and not self._warned_of_size:
+                self._warned_of_size = True
+                warn_unplanned(self.reports[-1])
             self.link = job.link  # the planned save, on which the next one builds
         elif self.link is not None and coming is not None:
             self._chain = coming
             self.link = replace(self.link, restored=True)
-
-    def _warn_size(self, job: PartJob) -> None:
-        if job.rank == 0 and not self._warned_of_size:
-            self._warned_of_size = True
-            report = self.reports[-1]
-            warn(
-                f"step {report.step} was not a planned save and is stored exactly, in {report.bytes / 1e6:.3g} MB (of"
-                f" {report.raw_bytes / 1e6:.3g} MB): with adopt=True only planned saves are small. This message comes once"
-            )
