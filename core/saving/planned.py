@@ -1,6 +1,7 @@
 """What a planned save is quantized against (the values adopted last, whether a reader finds them in a container or not), and what its values depend on."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -167,7 +168,7 @@ def noted_settings(
     """
     options = config.scheme_options
     settings = {
-        **{name: getattr(config, name) for name in _OPTIONS},
+        **{name: _plain(getattr(config, name)) for name in _OPTIONS},
         "options": {name: _plain(value) for name, value in asdict(options).items()} if options else {},
         **more,
         "shrinkpoint": __version__,
@@ -206,4 +207,5 @@ def warn_unplanned(report: SaveReport) -> None:
 
 
 def _plain(value: Any) -> JSON:
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+    is_plain = isinstance(value, str | int | bool) or value is None
+    return value if is_plain or (isinstance(value, float) and math.isfinite(value)) else str(value)

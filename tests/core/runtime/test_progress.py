@@ -172,13 +172,13 @@ def test_resuming_and_verifying_say_what_they_read(
     checkpointer.save(7, wait=True)
     checkpointer.close()
     url = str(tmp_path / "run")
-    fetch = RunStore.fetch
+    fetch_blob = RunStore.fetch_blob
 
-    def slowly(store: Any, manifest: Any) -> Any:
+    def slowly(store: Any, *arguments: Any, **options: Any) -> Any:
         time.sleep(0.3)
-        return fetch(store, manifest)
+        return fetch_blob(store, *arguments, **options)
 
-    monkeypatch.setattr("shrinkpoint.store.run.RunStore.fetch", slowly)
+    monkeypatch.setattr("shrinkpoint.store.run.RunStore.fetch_blob", slowly)
     caplog.set_level(logging.INFO, logger="shrinkpoint.runtime.progress")
     shrinkpoint.Saver(url).restore(7)
     runner = CliRunner()

@@ -1,6 +1,7 @@
 """A training that adopts its checkpoints is the undisturbed one after any crash, bit for bit."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -206,6 +207,17 @@ def test_changed_settings_are_said(tmp_path):
         torch.set_num_threads(torch.get_num_threads() - 1)
     [text] = [str(one.message) for one in said if "settings have changed" in str(one.message)]
     assert "clip_grad_norm=0.5 instead of None; max_degradation=0.1 instead of 0.2; torch_threads=" in text
+
+
+def test_settings_that_json_has_no_number_for(tmp_path):
+    url = tmp_path / "run"
+    training = Training().save_to(url, search_overhead=math.inf).run(2 * EVERY)
+    training.end()
+    manifests = shrinkpoint.Saver(url).store.manifests()
+    assert [manifest.step for manifest in manifests] == [2 * EVERY, EVERY]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Training().save_to(url, search_overhead=math.inf).end() is not None
 
 
 def test_run_is_not_switched_without_a_word(tmp_path):
