@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
+from shrinkpoint.saving.request import SaveRequest
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -203,17 +204,17 @@ def test_gradients_are_averaged_where_the_optimizer_does_not(
 
     def start(state: State) -> None:
         saver, average = saver_of(callback), callback._session._gradients._average
-        save, update = saver.save, average.update
+        accept, update = saver.accept, average.update
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            seen.append(kwargs["gradients"])
-            return save(*args, **kwargs)
+        def watched(request: SaveRequest) -> Any:
+            seen.append(request.gradients)
+            return accept(request)
 
         def counted(*args: Any) -> Any:
             updates.append(int(state.timestamp.batch))
             return update(*args)
 
-        saver.save, average.update = watched, counted  # type: ignore[method-assign]
+        saver.accept, average.update = watched, counted  # type: ignore[method-assign]
 
     setup = Setup(optimizer=optimizer, algorithms=algorithms, duration="1ep", scheduler="none")
     names = dict(Tiny(setup).named_parameters()).keys()

@@ -85,10 +85,10 @@ def test_each_segment_is_read_once(crashed, truth, loads):
 def test_it_is_read_while_the_checkpoint_is_decoded(crashed, truth, loads, monkeypatch):
     honest = Saver._decode
 
-    def decode(self, manifest, containers):
+    def decode(self, manifest):
         assert ended()
         assert loads == [(manifest.step, FIRST)]
-        return honest(self, manifest, containers)
+        return honest(self, manifest)
 
     monkeypatch.setattr(Saver, "_decode", decode)
     training = again(crashed)
