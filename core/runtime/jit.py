@@ -101,9 +101,13 @@ class _Kernel(JITCodeLibrary):  # type: ignore[misc]
     that took a fifth of the time."""
 
     def _optimize_final_module(self) -> None:
-        made = self._codegen._module_pass_manager()
-        manager, *builder = made if isinstance(made, tuple) else (made,)  # before numba 0.61
-        manager.run(self._final_module, *builder)
+        try:
+            made = self._codegen._module_pass_manager()
+            manager, *builder = made if isinstance(made, tuple) else (made,)  # before numba 0.61
+        except (AttributeError, TypeError):  # another numba, whose own way is as good
+            super()._optimize_final_module()
+        else:
+            manager.run(self._final_module, *builder)
 
 
 _RARELY = 10_000
