@@ -386,17 +386,14 @@ def decode_batches(
         least, most = _BATCH_BYTES
         batch = min(max(sum(header.tensors[name].spec.nbytes for name in wanted) // _BATCHES, least), most)
 
-    names_of = list(_batches(steps, batch))
-    reads = (partial(source.entries, needed & names) for names in names_of for source, needed in steps)
-    read = _ahead(reads)
-
-    def rows() -> Iterator[Row]:
+    def rows(names: set[str]) -> Iterator[Row]:
         reference: Mapping[str, ReferenceState] = {}
+        read = _ahead([partial(source.entries, needed & names) for source, needed in steps])
         for _ in steps[:-1]:
             reference = decode_planes(next(read), reference, threads)
         return decode_values(next(read), header.step, reference, threads, lasting=lasting)
 
-    return header, wanted, (rows() for _ in names_of)
+    return header, wanted, map(rows, _batches(steps, batch))
 
 
 def _ahead(reads: Iterable[Callable[[], T]]) -> Iterator[T]:
