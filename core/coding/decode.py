@@ -1,4 +1,4 @@
-"""What of one checkpoint must be decoded, and the codecs over it; `shrinkpoint.coding.selective` reads whole chains."""
+"""Decode the tensors of one checkpoint, and find which are needed; `shrinkpoint.coding.selective` reads whole chains."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -125,7 +125,7 @@ class Mailbox:
         *,
         timeout_s: float,
     ) -> dict[str, Any]:
-        """What the messages of all ranks come to; every rank calls it.
+        """Reduce the messages of all ranks to one, which every rank gets; every rank calls it.
 
         Args:
             key: of the result; each rank's message is at ``<key>/<rank>``. One with an ``error`` stands for a failure.

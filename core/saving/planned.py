@@ -103,7 +103,7 @@ class PlannedChain:
     def next(
         self, step: int, staged: StagedState, settings: Mapping[str, Any], search: JSON = None
     ) -> Adopted:
-        """What is noted of the next planned save: until it is stored, values stand in for its container.
+        """Describe the next planned save; until it is stored, its values take the place of its container.
 
         Args:
             step: of the save.

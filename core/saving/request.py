@@ -55,7 +55,7 @@ class SaveRequest:
     None for a save that an undisturbed run would not make: it is stored exactly."""
 
     def checked(self) -> "SaveRequest":
-        """The same with a plain step and plain metrics.
+        """Check all fields, and give a copy with a plain step and plain metrics.
 
         Raises:
             ConfigError: `step` is no step, a metric is no number, or another field has a type that cannot work.

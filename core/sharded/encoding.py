@@ -70,7 +70,7 @@ class StoredPart:
     """Tensors that no container has as they were quantized, where the training adopts."""
 
     def message(self) -> dict[str, Any]:
-        """What the first rank gets to know of it."""
+        """Give the message to the first rank, in JSON primitives."""
         return {
             "ref": self.part.ref.to_json(),
             "state_digest": self.part.state_digest,

@@ -33,7 +33,7 @@ def measurable(config: SaverConfig) -> bool:
 
 
 class Together:
-    """What the ranks combine in one save, one message after the other, the same ones on every rank.
+    """Combines messages of all ranks in one save; every rank makes the same calls in the same order.
 
     Args:
         mailbox: of the background thread.
