@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.schemes.inshrinkerator.space import Configuration
 
 __all__ = [
     "ABSOLUTE",
@@ -24,7 +23,6 @@ __all__ = [
     "LOSS_FLOOR",
     "History",
     "Losses",
-    "Measurements",
     "Rise",
     "absolute_error",
     "pair_rise",
@@ -216,39 +214,6 @@ def pooled(own: Rise, past: Rise | None) -> Rise:
 
 def _mean(values: Losses) -> float:
     return sum(values) / len(values)
-
-
-class Measurements:
-    """Measures configurations on the present weights, each at most once, and records how long the last one took.
-
-    Args:
-        evaluate: measures a rise; expensive.
-        cost_clock: seconds taken from training so far.
-        seconds: duration of an earlier measurement.
-    """
-
-    def __init__(
-        self, evaluate: Callable[[Configuration], Rise], cost_clock: Callable[[], float], seconds: float
-    ) -> None:
-        self._evaluate = evaluate
-        self._cost_clock = cost_clock
-        self._rises: dict[Configuration, Rise] = {}
-        self.last_seconds = seconds
-
-    def __len__(self) -> int:
-        return len(self._rises)
-
-    def find(self, configuration: Configuration) -> Rise | None:
-        """The rise of the loss under a configuration, if it was measured on these weights."""
-        return self._rises.get(configuration)
-
-    def measure(self, configuration: Configuration) -> float:
-        """The upper end of the rise under a configuration on these weights, measured unless it was already."""
-        if configuration not in self._rises:
-            started = self._cost_clock()
-            self._rises[configuration] = self._evaluate(configuration)
-            self.last_seconds = self._cost_clock() - started
-        return self._rises[configuration].high
 
 
 _DRIFT = 0.3  # of the rise, from one save to the next: checkpoints differ, not only measurements of them

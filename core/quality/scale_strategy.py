@@ -7,7 +7,7 @@ from typing import Any
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.quality.comparison import Comparison
-from shrinkpoint.quality.inshrinkerator_search.strategy import ConfigurationStrategy
+from shrinkpoint.quality.configuration_search import ConfigurationStrategy
 from shrinkpoint.quality.measurement import History, Rise, pooled
 from shrinkpoint.quality.scale_search import ScaleSearch
 from shrinkpoint.quality.strategy import Plan, Strategy, exactly
@@ -153,9 +153,7 @@ def strategy_of(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy |
             whole=config.adopt,
             threads=config.waiting_threads if config.adopt else 1,  # else it is the training that has them
         ),
-        "configurations": lambda: ConfigurationStrategy(
-            options, config.max_degradation, config.search_overhead, spent_s
-        ),
+        "configurations": lambda: ConfigurationStrategy(options, config.search_overhead, spent_s),
         "settings": lambda: FixedStrategy(config.scheme, options),
     }
     return make[entry_of(config.scheme).choice]()

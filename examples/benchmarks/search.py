@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable
 from statistics import mean
 
-from shrinkpoint.quality.inshrinkerator_search.guided import guided_exhaustive
+from shrinkpoint.quality.guided_search import Search
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace, Metric
 
 SPACE = ConfigurationSpace()
@@ -70,14 +70,10 @@ def arbitrary_losses(rng: random.Random) -> Table:
 
 
 def ours(sizes: Table, holds: Callable[[Configuration], bool], limit: int) -> tuple[float | None, int]:
-    search = guided_exhaustive(SPACE, sizes.__getitem__, 0.5, max_evaluations=limit)
-    request = next(search)
-    while True:
-        try:
-            request = search.send(0.0 if holds(request) else 1.0)
-        except StopIteration as end:
-            chosen = end.value.chosen
-            return None if chosen is None else sizes[chosen], len(end.value.evaluations)
+    search, outcome = Search("exhaustive", SPACE, sizes.__getitem__, 0.5, limit=limit), None
+    while outcome is None:
+        outcome = search.answer(0.0 if holds(search.request) else 1.0)
+    return None if outcome.chosen is None else sizes[outcome.chosen], len(search.answers)
 
 
 def boxes(sizes: Table, holds: Callable[[Configuration], bool], limit: int) -> tuple[float | None, int]:

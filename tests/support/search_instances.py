@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shrinkpoint.quality.inshrinkerator_search.outcome import Search, SearchOutcome
+from shrinkpoint.quality.guided_search import Search
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 
 SMALL = ConfigurationSpace(
@@ -62,15 +62,32 @@ def random_problem(seed: int, space: ConfigurationSpace) -> Problem:
     return Problem(space=space, size=size, degradation=worst, bound=rng.choice(values))
 
 
-def run(search: Search, degradation: Callable[[Configuration], float]) -> SearchOutcome:
+@dataclass(frozen=True)
+class Found:
+    """What a search has found, and the degradations that it asked for, in order."""
+
+    chosen: Configuration | None
+    reason: str
+    answers: dict[Configuration, float]
+
+    @property
+    def degradation(self) -> float | None:
+        return None if self.chosen is None else self.answers[self.chosen]
+
+    @property
+    def measured(self) -> list[Configuration]:
+        return list(self.answers)
+
+
+def run(search: Search, degradation: Callable[[Configuration], float]) -> Found:
     """Answer every request of a search at once."""
-    try:
-        request = next(search)
-        while True:
-            request = search.send(degradation(request))
-    except StopIteration as end:
-        outcome: SearchOutcome = end.value
-        return outcome
+    asked = []
+    while True:
+        asked.append(search.request)
+        outcome = search.answer(degradation(search.request))
+        if outcome is not None:
+            assert asked == list(search.answers)  # nothing twice
+            return Found(outcome.chosen, outcome.reason, search.answers)
 
 
 def harshness(space: ConfigurationSpace, configuration: Configuration) -> int:

@@ -1,0 +1,298 @@
+"""Searches for the smallest configuration of ``inshrinkerator`` whose restore keeps the bound (arXiv 2306.11800).
+
+Predicting a size is cheap, measuring a degradation is not. Along every axis quality rises while the size may go either
+way: pruning fewer weights, for instance, can make a checkpoint *smaller*, because the mask costs entropy. A search
+therefore looks up the size of every configuration before it decides what to measure, and infers qualities only:
+
+* a configuration with a milder one that is no larger can never be the only answer, and is left out at the start;
+* after a feasible measurement, everything at least as large is out;
+* after an infeasible one, everything harsher is out.
+
+What is left shrinks until nothing smaller than the best remains, so the answer is the true optimum whenever quality is
+monotone, whatever the sizes are.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Literal, NamedTuple, TypeAlias
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
+
+__all__ = ["Outcome", "Predict", "Search", "SearchKind", "significantly_lower"]
+
+SearchKind: TypeAlias = Literal["exhaustive", "neighbourhood", "reprobe"]
+
+Predict: TypeAlias = Callable[[Configuration], float]
+"""Predicted bytes of the checkpoint under a configuration: cheap, and not monotone along the axes."""
+
+_LIMITS: Mapping[SearchKind, int] = {"exhaustive": 45, "neighbourhood": 8, "reprobe": 8}
+_NOISE = 0.0005  # standard error of a measured degradation, on the scale of the bound
+_MOVES = (-1, 0, 1)
+
+
+class Outcome(NamedTuple):
+    """The result of a search."""
+
+    chosen: Configuration | None
+    """None where no configuration is within the bound, or of a neighbourhood none nearby."""
+    reason: str
+
+
+_Steps: TypeAlias = Generator[Configuration, float, Outcome]
+
+
+class Search:
+    """One search, suspended at the measurement that it waits for, over as many saves as that takes.
+
+    Args:
+        kind: which search. ``exhaustive`` looks through the whole space, all metrics together (Algorithm 4, with two
+            changes: sizes are bounded configuration by configuration, and the next one to measure is the one that rules
+            out the most in its worse case). ``neighbourhood`` checks the configuration in use and its twins under the
+            other metrics, and where these fail takes the smallest one at most one step milder; it never becomes harsher.
+            ``reprobe`` looks for a smaller one within one step on all axes, harsher ones too: the published search keeps
+            what one unlucky measurement has cost for the rest of the training.
+        space: the configurations to choose between.
+        predict: their sizes.
+        max_degradation: the bound on the relative rise of the loss.
+        incumbent: the configuration in use; None searches exhaustively.
+        limit: how many measurements may be made; None takes the usual number.
+        earlier: degradations measured before a restart, which need not be measured again.
+
+    Raises:
+        ConfigError: the incumbent is not of the space, or a predicted size is NaN.
+    """
+
+    def __init__(
+        self,
+        kind: SearchKind,
+        space: ConfigurationSpace,
+        predict: Predict,
+        max_degradation: float,
+        incumbent: Configuration | None = None,
+        *,
+        limit: int | None = None,
+        earlier: Mapping[Configuration, float] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.answers: dict[Configuration, float] = {}
+        """Every measured degradation, in order; ``inf`` where one was not finite."""
+        self._space, self._predict = space, predict
+        self._bound = max_degradation
+        self._limit = _LIMITS[kind] if limit is None else limit
+        self._sizes: dict[Configuration, float] = {}
+        self._earlier = dict(earlier or {})
+        self._steps = self._search(space.canonical(incumbent) if incumbent is not None else None)
+        self.request = next(self._steps)
+        """The configuration to be measured next."""
+
+    def recall(self) -> float | None:
+        """The answer to `request` from before a restart, if there was one."""
+        return self._earlier.get(self.request)
+
+    def answer(self, degradation: float) -> Outcome | None:
+        """Pass on the degradation of `request`; the outcome once the search has ended, else None."""
+        self.answers[self.request] = degradation if math.isfinite(degradation) else math.inf
+        try:
+            self.request = self._steps.send(degradation)
+        except StopIteration as end:
+            outcome: Outcome = end.value
+            return outcome
+        return None
+
+    def _search(self, incumbent: Configuration | None) -> _Steps:
+        if incumbent is None:
+            return (yield from self._exhaustive())
+        if self.kind == "reprobe":
+            return (yield from self._reprobe(incumbent))
+        return (yield from self._neighbourhood(incumbent))
+
+    def _exhaustive(self) -> _Steps:
+        self._look_up(self._space.configurations)
+        winner, open_size = yield from self._smallest(self._sizes)
+        contradictions = self._contradictions()
+        count = len(self.answers)
+        remarks = []
+        if open_size is not None:
+            known = (
+                "no feasible one is known"
+                if winner is None
+                else f"{1 - open_size / self._sizes[winner]:.1%} at most"
+            )
+            remarks.append(f"the limit on evaluations was reached, what could still be gained: {known}")
+        if contradictions:
+            remarks.append(
+                f"{contradictions} pairs of measurements contradict that milder is better, so the neighbours were measured"
+            )
+            if winner is not None:
+                winner = yield from self._recheck_neighbours(winner)
+                count = len(self.answers)
+        found = (
+            f"no configuration is within the bound, by {count} evaluations"
+            if winner is None
+            else f"({winner}) is the smallest within the bound, by {count} evaluations"
+        )
+        return Outcome(winner, "; ".join([found, *remarks]))
+
+    def _neighbourhood(self, incumbent: Configuration) -> _Steps:
+        twins = self._space.twins(incumbent)
+        self._look_up((incumbent, *twins))
+        yield incumbent
+        centre = incumbent
+        for twin in twins:
+            if not self._left:
+                break
+            yield twin
+            if self._is_better(twin, centre):
+                centre = twin
+        switched = "" if centre == incumbent else f"; pruning by {centre.metric} was better"
+        self._look_up(self._space.around(centre, (0, 1)))
+        candidates = [c for c in self._sizes if self._space.at_least_as_mild(c, centre)]
+        for candidate in sorted(candidates, key=lambda c: (self._sizes[c], c != centre)):
+            if candidate not in self.answers:
+                if not self._left:
+                    break
+                yield candidate
+            if self._holds(candidate):
+                moved = "is still" if candidate == incumbent else "is now"
+                return Outcome(
+                    candidate,
+                    f"({candidate}) {moved} the smallest of its neighbourhood within the bound{switched}",
+                )
+        if self._holds(centre):
+            return Outcome(
+                centre, f"({centre}) is within the bound and no smaller neighbour was found to be{switched}"
+            )
+        reason = f"nothing at most one step milder than ({centre}) was found within the bound"
+        return Outcome(None, f"{reason}: an exhaustive search has to follow{switched}")
+
+    def _reprobe(self, incumbent: Configuration) -> _Steps:
+        self._look_up(self._space.around(incumbent, _MOVES, embedding_moves=_MOVES))
+        yield incumbent
+        if not self._holds(incumbent):
+            return Outcome(None, f"({incumbent}) is no longer within the bound")
+        smaller = {c: size for c, size in self._sizes.items() if size < self._sizes[incumbent]}
+        found, _ = yield from self._smallest(smaller)
+        if found is None:
+            return Outcome(incumbent, f"({incumbent}) stays: no smaller neighbour was found within the bound")
+        return Outcome(found, f"({found}) is smaller than ({incumbent}) and within the bound")
+
+    def _smallest(
+        self, sizes: Mapping[Configuration, float]
+    ) -> Generator[Configuration, float, tuple[Configuration | None, float | None]]:
+        """Find the smallest feasible configuration among those of `sizes`.
+
+        Returns:
+            The best one, if any is feasible; and the smallest predicted size that was neither measured nor ruled out
+            when the measurements ran out, None if the search is complete.
+        """
+        order = _order(self._space)
+        # Of two that are equally large the milder one comes first, so that the other is left out.
+        ascending = sorted(sizes, key=lambda c: (sizes[c], -sum(self._space.steps(c))))
+        candidates = []
+        covered = 0
+        for configuration in ascending:
+            number = order.number[configuration]
+            if not covered >> number & 1:
+                candidates.append(number)
+            covered |= order.harsher[number]
+        best: Configuration | None = None
+        while candidates and self._left:
+            # With one measurement left and nothing found, only the mildest has a good chance.
+            rank = len(candidates) - 1 if best is None and self._left == 1 else order.halving_rank(candidates)
+            number = candidates[rank]
+            configuration = self._space.configurations[number]
+            yield configuration
+            if self._holds(configuration):
+                best = configuration
+                candidates = candidates[:rank]
+            else:
+                candidates = [other for other in candidates if not order.harsher[number] >> other & 1]
+        return best, sizes[self._space.configurations[candidates[0]]] if candidates else None
+
+    def _contradictions(self) -> int:
+        """Pairs of measurements in which the milder configuration is significantly worse: quality is not monotone there."""
+        return sum(
+            self._space.at_least_as_mild(mild, harsh)
+            and significantly_lower(self.answers[harsh], self.answers[mild])
+            for mild, harsh in itertools.permutations(self.answers, 2)
+        )
+
+    def _recheck_neighbours(self, winner: Configuration) -> Generator[Configuration, float, Configuration]:
+        """Measure the smaller neighbours of the winner that were ruled out by inference; the first feasible one wins."""
+        smaller = {
+            neighbour
+            for neighbour in self._space.around(winner, _MOVES, embedding_moves=_MOVES)
+            if self._sizes[neighbour] < self._sizes[winner] and neighbour not in self.answers
+        }
+        for neighbour in sorted(smaller, key=lambda c: (self._sizes[c], str(c))):
+            if not self._left:
+                break
+            yield neighbour
+            if self._holds(neighbour):
+                return neighbour
+        return winner
+
+    @property
+    def _left(self) -> int:
+        return self._limit - len(self.answers)
+
+    def _holds(self, configuration: Configuration) -> bool:
+        return self.answers[configuration] <= self._bound
+
+    def _is_better(self, other: Configuration, centre: Configuration) -> bool:
+        if self._holds(other) != self._holds(centre):
+            return self._holds(other)
+        return significantly_lower(self.answers[other], self.answers[centre])
+
+    def _look_up(self, configurations: Iterable[Configuration]) -> None:
+        for configuration in configurations:
+            if configuration not in self._sizes:
+                self._sizes[configuration] = size = float(self._predict(configuration))
+                if math.isnan(size):
+                    raise ConfigError(f"the predicted size of ({configuration}) is NaN: it must be in bytes")
+
+
+def significantly_lower(low: float, high: float) -> bool:
+    """Whether ``low`` is below ``high`` by more than 10 % of it and by more than twice the noise of a measurement."""
+    if not math.isfinite(high):
+        return math.isfinite(low)
+    return high - low > max(0.1 * abs(high), 2 * _NOISE)
+
+
+class _Order:
+    """The order of mildness as bit sets: ``harsher[n]`` holds ``n`` and everything harsher than it."""
+
+    def __init__(self, space: ConfigurationSpace) -> None:
+        self.number = {configuration: n for n, configuration in enumerate(space.configurations)}
+        self.harsher = [1 << n for n in range(len(self.number))]
+        # Ascending positions: whatever is one step harsher is complete before it is used.
+        for configuration in sorted(space.configurations, key=lambda c: sum(space.steps(c))):
+            n = self.number[configuration]
+            for predecessor in self._one_step_harsher(space, configuration):
+                self.harsher[n] |= self.harsher[self.number[predecessor]]
+
+    @staticmethod
+    def _one_step_harsher(space: ConfigurationSpace, configuration: Configuration) -> Iterator[Configuration]:
+        steps = space.steps(configuration)
+        # One that prunes nothing is milder than those of every metric.
+        metrics = (configuration.metric,) if configuration.prune else space.metrics
+        for metric, axis in itertools.product(metrics, range(len(steps))):
+            if steps[axis]:
+                yield space.at(metric, [step - (at == axis) for at, step in enumerate(steps)])
+
+    def halving_rank(self, candidates: list[int]) -> int:
+        """The rank whose measurement rules out the most candidates in the worse of its two results."""
+        mask = sum(1 << number for number in candidates)
+
+        def worse_case(rank: int) -> int:
+            if_infeasible = (self.harsher[candidates[rank]] & mask).bit_count()
+            if_feasible = len(candidates) - rank
+            return min(if_feasible, if_infeasible)
+
+        return max(range(len(candidates)), key=worse_case)
+
+
+_order = lru_cache(maxsize=8)(_Order)

@@ -1,1 +1,0 @@
-"""Inshrinkerator's dynamic search over configurations, spread over the saves of a run."""
