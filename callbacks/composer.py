@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from shrinkpoint.errors import MissingDependencyError
 from shrinkpoint.integrations.common.settings import given, reduced, refusing_unknown
 from shrinkpoint.saving.resume import ResumePolicy
-from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
 
 _missing: ModuleNotFoundError | None = None
@@ -26,6 +25,7 @@ except ModuleNotFoundError as error:
 
 if TYPE_CHECKING:
     from shrinkpoint.integrations.composer.schedule import SaveInterval
+    from shrinkpoint.steps.options import StepLog
 
 __all__ = ["CompressedCheckpoint"]
 

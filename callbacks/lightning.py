@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -26,9 +26,11 @@ from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.sharded import session_for
 from shrinkpoint.integrations.lightning.words import answer_words, take_addresses
 from shrinkpoint.saving.resume import ResumePolicy
-from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import url_text
+
+if TYPE_CHECKING:
+    from shrinkpoint.steps.options import StepLog
 
 __all__ = ["CompressedCheckpoint", "load_from_checkpoint"]
 
@@ -151,7 +153,7 @@ class CompressedCheckpoint(Checkpoint):
         probe_batches: int = 2,
         storage_options: StorageOptions = None,
         parity: int | None = None,
-        step_log: Literal["exact", "small"] | StepLog | None = None,
+        step_log: "Literal['exact', 'small'] | StepLog | None" = None,
         step_log_url: str | None = None,
         scheme: str = "auto",
         options: Any = None,

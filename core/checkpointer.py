@@ -6,9 +6,8 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -29,7 +28,6 @@ from shrinkpoint.loop.options import (
     way_back,
 )
 from shrinkpoint.loop.replicas import ReplicatedObjects
-from shrinkpoint.loop.replicated_log import ReplicatedLog
 from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspeed
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
@@ -45,12 +43,15 @@ from shrinkpoint.saving.resume import (
 )
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.saver import ShardedSaver
-from shrinkpoint.steps.opening import LogRequest, TrainingLog, log_of_training
-from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.warn import warn
+
+if TYPE_CHECKING:
+    from shrinkpoint.loop.replicated_log import ReplicatedLog
+    from shrinkpoint.steps.opening import TrainingLog
+    from shrinkpoint.steps.options import StepLog
 
 __all__ = ["Checkpointer", "Stateful"]
 
@@ -131,7 +132,7 @@ class Checkpointer:
         config: SaverConfig | None = None,
         storage_options: StorageOptions = None,
         parity: int | None = None,
-        step_log: Literal["exact", "small"] | StepLog | None = None,
+        step_log: "Literal['exact', 'small'] | StepLog | None" = None,
         step_log_url: str | None = None,
         after_step: Callable[[], object] | None = None,
         **stateful: Any,
@@ -171,14 +172,17 @@ class Checkpointer:
         self._termination = TerminationRequest(more=signals_of(config.signals), answered=self._pace.expected)
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
-        request = LogRequest(step_log=step_log, url=step_log_url, after_step=after_step)
+        self.step_log: TrainingLog | ReplicatedLog | None = None
+        """The step log; None without one."""
+        if step_log is not None or step_log_url is not None or after_step is not None:
+            # most trainings have no log, and need nothing of it
+            from shrinkpoint.loop.replicated_log import log_of_loop
+            from shrinkpoint.steps.opening import LogRequest
 
-        def make_log(more: Mapping[str, Any], options: StepLog | None) -> TrainingLog | None:
-            return log_of_training(
-                self._objects.model,
-                self._objects.optimizers,
-                {**stateful, **more},
-                replace(request, step_log=options),
+            self.step_log = log_of_loop(
+                self._objects,
+                stateful,
+                LogRequest(step_log=step_log, url=step_log_url, after_step=after_step),
                 run_url=url,
                 storage_options=storage_options,
                 parity=parity,
@@ -187,13 +191,6 @@ class Checkpointer:
                 alone=replicated or not (sharded or several),
                 read_base=lambda step: weights_of_step(url, step, storage_options),
             )
-
-        self.step_log: TrainingLog | ReplicatedLog | None = (
-            ReplicatedLog(self._objects, request.options, make_log)
-            if isinstance(self._objects, ReplicatedObjects) and request.options is not None
-            else make_log({}, request.options)
-        )
-        """The step log; None without one."""
         self._committed = 0
         self._overdue = self._warned_of_monitor = self._lacked = False
         self.saver = saver_for(
@@ -207,7 +204,7 @@ class Checkpointer:
         )
         """The saver, which has the reports of the saves."""
         if not isinstance(self.saver, ShardedSaver):
-            self.saver.refer_to(self._objects.model, logged=request.options is not None)
+            self.saver.refer_to(self._objects.model, logged=step_log is not None)
         self.saver.check()
         if isinstance(self.saver, Saver):
             # One that is dropped before `close`: its save would wait for evaluations, and hold the model, until the process ends.

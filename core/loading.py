@@ -24,9 +24,6 @@ from shrinkpoint.saving.quantized import is_extra_state
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, dense_only, tensor_names
-from shrinkpoint.steps.folder import near_segments, run_segments
-from shrinkpoint.steps.logged import LoggedWeights
-from shrinkpoint.steps.reader import LogReader
 from shrinkpoint.store.connect import Options, StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
@@ -229,6 +226,11 @@ def _logged(
     store = RunStore(address.url, storage_options=storage_options)
     if not store.exists():
         return None
+    # of a logged step alone
+    from shrinkpoint.steps.folder import near_segments, run_segments
+    from shrinkpoint.steps.logged import LoggedWeights
+    from shrinkpoint.steps.reader import LogReader
+
     segments = run_segments(address.url, storage_options)
     if step_log_url is not None:
         location = parse_url(step_log_url)

@@ -17,16 +17,40 @@ from shrinkpoint.loop.objects import LoopObjects
 from shrinkpoint.loop.replicas import ReplicatedObjects
 from shrinkpoint.steps.exact import ExactLog
 from shrinkpoint.steps.hyperparameters import parameters_of
-from shrinkpoint.steps.opening import TrainingLog
+from shrinkpoint.steps.opening import LogRequest, TrainingLog, log_of_training
 from shrinkpoint.steps.options import StepLog, steps_of_segment
 from shrinkpoint.steps.supervision import CannotLogError
 
-__all__ = ["NEVER", "ReplicatedLog", "StatesOfRanks", "on_host"]
+__all__ = ["NEVER", "ReplicatedLog", "StatesOfRanks", "log_of_loop", "on_host"]
 
 NEVER = 10_000
 """Steps of a segment that ends where all ranks say so."""
 _ALLOWANCE = 256 * 1024  # for each process
 _NAME = "every process"  # no keyword of a Checkpointer
+
+
+def log_of_loop(
+    objects: LoopObjects, stateful: Mapping[str, Any], request: LogRequest, **run: Any
+) -> "TrainingLog | ReplicatedLog | None":
+    """Make the log that a loop asks for: where several processes train copies of its model, on the first of them.
+
+    Args:
+        objects: of the loop.
+        stateful: further objects with a state, by name.
+        request: the options.
+        run: the checkpoints' side, as of `log_of_training`.
+
+    Raises:
+        ConfigError: there can be no such log of this training; on every rank.
+    """
+
+    def make(more: Mapping[str, Any], options: StepLog | None) -> TrainingLog | None:
+        own = replace(request, step_log=options)
+        return log_of_training(objects.model, objects.optimizers, {**stateful, **more}, own, **run)
+
+    if isinstance(objects, ReplicatedObjects) and request.options is not None:
+        return ReplicatedLog(objects, request.options, make)
+    return make({}, request.options)
 
 
 class ReplicatedLog:

@@ -12,16 +12,18 @@ Payload: one byte for the method, then
 """
 
 import lzma
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from shrinkpoint.arrays import UInt8s
-from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.entropy.static.huffman import decode_huffman, encode_huffman
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.errors import CorruptionError, FormatError
+
+if TYPE_CHECKING:
+    from shrinkpoint.entropy.lstm.coder import LstmOptions
 
 __all__ = [
     "PlaneCoder",
@@ -37,7 +39,7 @@ __all__ = [
 SymbolCoder = Literal["packed", "lzma", "huffman", "cyclic", "rans"]
 """``packed`` is plain bits, ``cyclic`` needs a previous plane and is ``huffman`` without one."""
 
-PlaneCoder = SymbolCoder | lstm.LstmOptions
+PlaneCoder: TypeAlias = "SymbolCoder | LstmOptions"
 """The latter is `shrinkpoint.entropy.lstm.coder`: slow."""
 
 _PACKED, _LZMA, _HUFFMAN, _CYCLIC, _RANS, _GIVEN, _LSTM = range(7)
@@ -67,7 +69,9 @@ def encode_plane(
         The payload; `uses_previous` gives from it whether decoding needs the previous plane.
     """
     wide = _columns(plane.size, columns)
-    if isinstance(coder, lstm.LstmOptions):
+    if not isinstance(coder, str):
+        from shrinkpoint.entropy.lstm import coder as lstm  # of one scheme alone
+
         return bytes([_LSTM]) + lstm.encode_plane(
             plane, alphabet, columns=wide, previous=previous, options=coder
         )
@@ -114,6 +118,8 @@ def decode_plane(
         raise FormatError("symbol plane: it is coded given a previous plane, and there is none")
     wide = _columns(count, columns)
     if method == _LSTM:
+        from shrinkpoint.entropy.lstm import coder as lstm
+
         return lstm.decode_plane(body, count, alphabet, columns=wide, previous=previous)
     if method == _RANS:
         return decode_symbols(body, None, count, alphabet, 1)
@@ -135,6 +141,8 @@ def decode_plane(
 def uses_previous(payload: bytes) -> bool:
     """Whether a payload was coded given the previous plane."""
     if payload[:1] == bytes([_LSTM]):
+        from shrinkpoint.entropy.lstm import coder as lstm
+
         return lstm.uses_previous(payload[1:])
     return payload[:1] in (bytes([_CYCLIC]), bytes([_GIVEN]))
 

@@ -13,7 +13,6 @@ from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.objects import CredentialsError, MissingKeyError, ObjectStore, TransientStoreError
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.s3 import S3Objects
-from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.urls import Location, RunUrl, parse_url, split_urls
 
 __all__ = ["Options", "StorageOptions", "check_outside", "open_location", "open_objects", "shared_fate"]
@@ -63,6 +62,8 @@ def open_objects(
         RetryingObjects(open_location(location, each), _PATIENCE)
         for location, each in zip(locations, options, strict=True)
     ]
+    from shrinkpoint.store.striped import StripedObjects  # most runs have one store
+
     return StripedObjects(stores, parity=parity, read_anyway=read_anyway)
 
 

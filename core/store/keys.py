@@ -8,6 +8,7 @@ __all__ = [
     "FORMAT_KEY",
     "MAX_SEQ",
     "MAX_STEP",
+    "MEMBER_KEY",
     "STEPS_PREFIX",
     "check_data_key",
     "check_pin_name",
@@ -29,6 +30,8 @@ from shrinkpoint.errors import ConfigError, FormatError
 
 FORMAT_KEY = "format.json"
 COMMITTED_KEY = "committed.json"
+MEMBER_KEY = "member.json"
+"""What one of several stores says that it is."""
 MAX_SEQ = 10**10 - 1
 MAX_STEP = 10**12 - 1
 STEPS_PREFIX = "steps/"

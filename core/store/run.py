@@ -4,11 +4,12 @@ import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from shrinkpoint.errors import (
     ChainError,
     ConfigError,
+    CorruptionError,
     FormatError,
     NoCheckpointError,
     RunMismatchError,
@@ -18,18 +19,19 @@ from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, read_
 from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
 from shrinkpoint.store.gc import removed
 from shrinkpoint.store.identity import create_record, is_begun_here, read_record, run_id_of, what_is_there
-from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY
+from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY, MEMBER_KEY
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.near import NEAR_KEY, NearCopies, is_near
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.parts import Head
 from shrinkpoint.store.probe import honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy, without_retries
-from shrinkpoint.store.striped import StripedObjects
-from shrinkpoint.store.striped.members import read_member
 from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.warn import warn
+
+if TYPE_CHECKING:
+    from shrinkpoint.store.striped import StripedObjects
 
 __all__ = ["RunStore", "RunWriter"]
 
@@ -37,6 +39,7 @@ T = TypeVar("T")
 
 _READERS = 8
 _RESTARTS = 3
+_MAX_MEMBER = 2**16
 
 
 class _ListingOutdatedError(Exception):
@@ -91,7 +94,8 @@ class RunStore:
     ) -> None:
         inner = open_objects(url, storage_options, parity=parity) if objects is None else objects
         below = without_retries(inner)
-        self.stores = below if isinstance(below, StripedObjects) else None
+        # recognised by its `group`: most runs have one store, and import nothing of that package
+        self.stores = cast("StripedObjects", below) if hasattr(below, "group") else None
         """The several stores of the run, if there are several."""
         self._objects: ObjectStore = RetryingObjects(inner, retry or RetryPolicy())
         self._opened = (url, storage_options) if self.stores is not None and objects is None else None
@@ -481,7 +485,17 @@ class RunStore:
 
     def _refuse_member(self) -> None:
         """One store of a set holds its records, but only shards of its containers, and is not to be written to alone."""
-        if self.stores is None and (member := read_member(self._objects)) is not None:
+        if self.stores is not None:
+            return
+        try:
+            self._objects.get(MEMBER_KEY, max_size=_MAX_MEMBER)
+        except MissingKeyError:
+            return
+        except CorruptionError:
+            pass  # `read_member` says so
+        from shrinkpoint.store.striped.members import read_member
+
+        if (member := read_member(self._objects)) is not None:
             raise RunMismatchError(
                 f"{self.display} is store {member.number} of a set: give all of its stores, which were"
                 f" {', '.join(member.stores)} when the run began"

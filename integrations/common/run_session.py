@@ -127,7 +127,7 @@ class RunSession:
         Raises:
             ConfigError: ``frozen="reference"`` with a step log.
         """
-        self.saver.refer_to(model, logged=self.settings.step_log.step_log is not None)
+        self.saver.refer_to(model, logged=self.settings.step_log is not None)
 
     def require_own_url(self, callbacks: Iterable[object]) -> None:
         """Refuse two callbacks of one trainer that save to one run.

@@ -4,17 +4,19 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.saver import SaverConfig
 from shrinkpoint.saving.resume import ResumePolicy, check_policy
-from shrinkpoint.steps.opening import LogRequest
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import RunUrl, split_urls, url_text
 from shrinkpoint.warn import brief
+
+if TYPE_CHECKING:
+    from shrinkpoint.steps.opening import LogRequest
 
 __all__ = ["RunSettings", "given", "reduced", "refusing_unknown"]
 
@@ -113,7 +115,7 @@ class RunSettings:
     probe_batches: int = 2
     storage_options: StorageOptions = None
     parity: int | None = None
-    step_log: LogRequest = field(default_factory=LogRequest)
+    step_log: "LogRequest | None" = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.rstrip("/"):
@@ -158,7 +160,11 @@ class RunSettings:
             ConfigError: one of them has a value that cannot work.
         """
         saver = {name: given.pop(name) for name in SaverConfig.names() if name in given}
-        log = LogRequest(step_log=step_log, url=step_log_url)
+        log = None
+        if step_log is not None or step_log_url is not None:
+            from shrinkpoint.steps.opening import LogRequest  # most trainings have no log
+
+            log = LogRequest(step_log=step_log, url=step_log_url)
         return cls(url=_text(url), saver=SaverConfig(**saver), step_log=log, **given)
 
 

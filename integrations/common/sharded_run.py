@@ -37,7 +37,7 @@ class ShardedRun(RunSession):
         self, settings: RunSettings, *, targets: Targets, own: Callable[[], Mapping[str, Mapping[str, Any]]]
     ) -> None:
         super().__init__(settings)
-        if settings.step_log.step_log is not None:
+        if settings.step_log is not None:
             raise ConfigError(
                 "step_log= is not supported for sharded models: leave it out, and save more often instead"
             )

@@ -7,7 +7,7 @@ for each segment, not for each step.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,11 +17,13 @@ from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.hook_states import HookStates
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.loading import weights_of_step
-from shrinkpoint.loop.replicated_log import NEVER, StatesOfRanks, on_host
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saver import Saver
-from shrinkpoint.steps.opening import TrainingLog, log_of_training
-from shrinkpoint.steps.options import StepLog, steps_of_segment
+
+if TYPE_CHECKING:
+    from shrinkpoint.loop.replicated_log import StatesOfRanks
+    from shrinkpoint.steps.opening import TrainingLog
+    from shrinkpoint.steps.options import StepLog
 
 __all__ = ["SessionLog"]
 
@@ -37,8 +39,8 @@ class SessionLog:
     def __init__(self, settings: RunSettings, hooks: HookStates) -> None:
         self._settings = settings
         self._hooks = hooks
-        self._options = settings.step_log.options
-        self._state = StatesOfRanks(world().size)
+        self._options = None if settings.step_log is None else settings.step_log.options
+        self._state: StatesOfRanks | None = None
         self._steps = 0
         self._since = 0
         self._last = 0
@@ -67,6 +69,9 @@ class SessionLog:
         options = self._options
         if options is None:
             return
+        from shrinkpoint.loop.replicated_log import StatesOfRanks
+        from shrinkpoint.steps.options import steps_of_segment
+
         if options.resume_weights:
             raise ConfigError(
                 "resume_weights=True is for Checkpointer: leave it out, and resume from checkpoints"
@@ -75,11 +80,15 @@ class SessionLog:
         world().on_first(lambda: self._open(options, model, optimizers, saver))
 
     def _open(
-        self, options: StepLog, model: nn.Module, optimizers: Sequence[Optimizer], saver: Saver
+        self, options: "StepLog", model: nn.Module, optimizers: Sequence[Optimizer], saver: Saver
     ) -> None:
+        from shrinkpoint.loop.replicated_log import NEVER
+        from shrinkpoint.steps.opening import log_of_training
+
         if self.log is not None:
             self.log.close(whole=False)
         settings = self._settings
+        assert settings.step_log is not None
         steps = (
             NEVER if options.kind == "exact" else options.segment_steps
         )  # segments end here, on every rank
@@ -117,6 +126,7 @@ class SessionLog:
         Returns:
             The framework's state at the end of the replay, for every rank; None where nothing was replayed.
         """
+        assert self._state is not None
         self._state.replayed = None
         reached = world().on_first(
             lambda: self.log.recover(base, lambda: reload) if self.log is not None else base
@@ -143,6 +153,7 @@ class SessionLog:
         """
         if self._options is None or step == self._last:
             return
+        assert self._state is not None
         since, self._last = self._last, step
         self._since += 1
         due = allowed and self.is_exact and self._since >= self._steps
@@ -164,6 +175,7 @@ class SessionLog:
         """
         if self._options is None:
             return
+        assert self._state is not None
         self._since, self._last = 0, step
         self._take(captured)
         if self.log is not None:
@@ -171,6 +183,7 @@ class SessionLog:
         self._state.captured = {}
 
     def _take(self, captured: Mapping[str, Any]) -> None:
+        assert self._state is not None
         self._state.captured, self._state.hook_bytes = captured, self._hooks.nbytes
 
     def committed(self, reports: Sequence[SaveReport]) -> None:
@@ -188,6 +201,8 @@ class SessionLog:
 
 def _share(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Give the first rank's weights and optimizer states to the others."""
+    from shrinkpoint.loop.replicated_log import on_host
+
     weights = world().broadcast(on_host(model.state_dict()) if world().is_first else None)
     states = world().broadcast(
         [on_host(one.state_dict()) for one in optimizers] if world().is_first else None

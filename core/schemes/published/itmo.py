@@ -14,15 +14,17 @@ It is slow and warns of that once; `shrinkpoint.entropy.lstm.coder` gives the sp
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from shrinkpoint.entropy.lstm.coder import LstmOptions
 from shrinkpoint.schemes.base import TensorCodec
 from shrinkpoint.schemes.published.excp import ExCP
 from shrinkpoint.schemes.published.excp_codecs import ExcpSettings, ExcpWeightCodec
 from shrinkpoint.schemes.recipe import reference_value
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.warn import warn
+
+if TYPE_CHECKING:
+    from shrinkpoint.entropy.lstm.coder import LstmOptions
 
 __all__ = ["ITMO", "ItmoOptions"]
 
@@ -53,8 +55,10 @@ class ItmoOptions(ExcpSettings):
         super().__post_init__()
         self.plane_coder()
 
-    def plane_coder(self) -> LstmOptions:
+    def plane_coder(self) -> "LstmOptions":
         """See `ExcpSettings.plane_coder`."""
+        from shrinkpoint.entropy.lstm.coder import LstmOptions  # of this scheme alone
+
         return LstmOptions(width=self.width, rate=self.rate, chunk=self.chunk)
 
 

@@ -17,7 +17,7 @@ from shrinkpoint.errors import (
     UnsupportedFormatError,
 )
 from shrinkpoint.store.catalog import read_checked
-from shrinkpoint.store.keys import FORMAT_KEY, is_own_key, new_nonce
+from shrinkpoint.store.keys import FORMAT_KEY, MEMBER_KEY, is_own_key, new_nonce
 from shrinkpoint.store.manifest import seal, unseal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.striped.parity import MAX_PARITY
@@ -37,7 +37,6 @@ __all__ = [
     "read_member",
 ]
 
-MEMBER_KEY = "member.json"
 JOINING_KEY = "joining.json"
 """What `member.json` will be, while `heal` still writes what the store lacks."""
 
