@@ -72,7 +72,7 @@ class SaveReport:
     raw_sections: Mapping[str, int]
     """Bytes of the tensors in memory by role."""
     degradation: float | None
-    """Relative rise of the held-out loss at a restore, without the luck of its first-order part; None where it could not be
+    """Relative rise of the held-out loss at a restore, without its first-order part; None where it could not be
     measured, 0.0 where all is exact."""
     degradation_low: float | None = None
     """Lower end of its interval."""

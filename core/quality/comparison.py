@@ -8,7 +8,7 @@ import torch
 
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.quality.evaluation import Measure, losses_of
-from shrinkpoint.quality.measurement import EXACT, LOSS_FLOOR, Losses, Rise, absolute_error, pair_rise
+from shrinkpoint.quality.measurement import EXACT, LOSS_FLOOR, Losses, Rise, absolute_error, measured_rise
 from shrinkpoint.quality.trial import mirrored_model, own_memory, perturbed_model, true_model
 from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.state.averages import Candidate
@@ -186,7 +186,7 @@ class Comparison:
         minus = self._candidates.mirrored()
         if plus == minus == self.baseline:
             self._look(change.names)
-        rise = pair_rise(plus, minus, self.baseline, floor=self._floor, absolute=self._absolute)
+        rise = measured_rise(self.baseline, plus, minus, floor=self._floor, absolute=self._absolute)
         return replace(rise, distance=change.distance)
 
     def look(self) -> None:

@@ -1,17 +1,39 @@
-"""The relative rise of the loss after a restore, with its confidence interval: measured on the weights of one save.
+"""The relative rise of the loss after a restore, with its confidence interval.
 
-The rise of the loss at restored weights has two parts. The first-order part, the gradient times the error, changes its sign
-with the error and is trained away: it is called luck. The second-order part is called the harm. The loss is therefore
-measured at true + error and at true - error, on the same batches: the mean of both less the true loss is the harm, half
-of their difference the luck.
+Let a restore change the weights w by an error e. The loss L of a batch then rises by
+
+    L(w + e) - L(w) = g.e + e.H.e / 2 + ...
+
+The first-order term changes its sign with e, differs between batches, and training removes it within some steps: it
+is noise. The second-order term is the harm, which is to be known.
+
+**At the restore** the loss is measured at w + e and at w - e, on the same batches (`measured_rise`). The mean of the
+pair less L(w) is the harm, half of the pair's difference the first-order term n.
+
+**After k steps** (`lasting_rises`) there is no mirror image, since a step from w - e leads elsewhere. The rise r(k) is
+that of the training from w + e above the one from w. With s(m), the standard error of these batches' mean if the rise
+is m (`Rise.error_of`), the harm and its error are
+
+    m(k) = r(k) - n/2 - d(k)
+    error(k)^2 = s(m(k))^2 + (n/2)^2 + (d(k)/2)^2 + (k f)^2 + u(k)^2
+
+with four corrections:
+
+* n/2: between nothing and all of the first-order term is left, so half of it is subtracted, and half is doubt.
+* d(k), the delay: restored moments have lost some steps. While the loss falls steeply, these raise the present loss
+  much and the final loss little. So the fall over the lost steps is subtracted, as far as the loss has risen, and
+  half of it is doubt.
+* f, the noise in a step that falls show: a restore does no good. Where r(k) - n/2 is a fall, that is noise, and as
+  much could raise the loss. It is the largest fall per step of any k.
+* u(k), the noise of updates: those from restored moments have other directions than the true ones. To first order they
+  make the loss fall by more or by less, by a part of what it falls by anyway, on these batches and not on later ones.
 """
-
-from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, TypeAlias
 
 from shrinkpoint.errors import ConfigError
@@ -25,10 +47,10 @@ __all__ = [
     "Losses",
     "Rise",
     "absolute_error",
-    "pair_rise",
+    "lasting_rises",
+    "measured_rise",
     "pooled",
     "relative_rise",
-    "single_rise",
 ]
 
 Losses: TypeAlias = Sequence[float]
@@ -47,6 +69,7 @@ _LEAST = 1e-12
 _PROPORTIONAL = 0.5
 _PRIOR_BATCHES = 2
 _PRIOR_WEIGHT = 4  # degrees of freedom: two batches' own spread has one, and would be 0 by chance too often
+_OF_UPDATES = 0.5  # of the fall and the update's error; chosen on the first probes of half of the trainings of docs/bound.md
 _SURPRISE = 2.0  # standard errors above what was expected: then the training has changed, and what was known is forgotten
 
 
@@ -58,8 +81,8 @@ class Rise:
     """``inf`` where a loss was not finite."""
     error: float = 0.0
     """Standard error of the mean: of the batches' own spread, and of a prior for such measurements."""
-    luck: float = 0.0
-    """The first-order part of a pair: the rise at the restore itself, less the mean."""
+    first_order: float = 0.0
+    """The first-order term of a pair: the rise at the restore itself, less the mean."""
     batches: int = 0
     """Batches measured; 0 where no measurement was needed."""
     squares: float = 0.0
@@ -78,7 +101,7 @@ class Rise:
 
     @property
     def high(self) -> float:
-        """Upper end of the interval. A fall counts as no rise: a restore does no good, and as much luck could have raised the loss."""
+        """Upper end of the interval. A fall counts as no rise: a restore does no good, and as much noise could have raised the loss."""
         fell = math.isfinite(self.mean) and self.mean < 0
         return (0.0 if fell else self.mean) + CONFIDENCE * self.error
 
@@ -91,19 +114,19 @@ class Rise:
         """Whether the upper end is finite and no more than `allowed`."""
         return math.isfinite(self.high) and self.high <= allowed
 
-    def times(self, factor: float) -> Rise:
+    def times(self, factor: float) -> "Rise":
         """The rise multiplied by a factor, with the same relative error."""
         return replace(
             self,
             mean=self.mean * factor,
             error=self.error * factor,
-            luck=self.luck * factor,
+            first_order=self.first_order * factor,
             squares=self.squares * factor**2,
             absolute=self.absolute * factor,
             doubt=self.doubt * factor,
         )
 
-    def expecting(self, mean: float) -> Rise:
+    def expecting(self, mean: float) -> "Rise":
         """The same measurement where a rise of `mean` was expected: the error follows the greater of the two.
 
         Otherwise a measurement that is too low by chance would be taken for a more precise one.
@@ -140,54 +163,73 @@ def absolute_error(share: float) -> float:
     return max(_LEAST, min(ABSOLUTE, _OF_SHARE * share))
 
 
-def single_rise(
-    losses: Losses, baseline: Losses, *, floor: float = LOSS_FLOOR, absolute: float = ABSOLUTE
-) -> Rise:
-    """The relative rise of the loss, paired by batch.
-
-    Args:
-        losses: after the change.
-        baseline: before it, on the same batches; where their numbers differ, only the means are compared.
-        floor: see `relative_rise`.
-        absolute: see `absolute_error`.
-    """
-    if len(losses) != len(baseline):
-        losses, baseline = [_mean(losses)], [_mean(baseline)]
-    unit = max(abs(_mean(baseline)), floor)
-    differences = [loss - true for loss, true in zip(losses, baseline, strict=True)]
-    mean = _mean(differences) / unit
-    if not math.isfinite(mean):
-        return Rise(math.inf, batches=len(losses), absolute=absolute)
-    deviations = [difference / unit - mean for difference in differences]
-    squares = sum(deviation * deviation for deviation in deviations)
-    return Rise(mean, batches=len(losses), squares=squares, absolute=absolute).expecting(0.0)
-
-
-def pair_rise(
+def measured_rise(
+    true: Losses,
     restored: Losses,
-    mirrored: Losses,
-    baseline: Losses,
+    mirrored: Losses | None = None,
     *,
     floor: float = LOSS_FLOOR,
     absolute: float = ABSOLUTE,
 ) -> Rise:
-    """The harm of an error in the weights, and the luck in it.
+    """The relative rise of the loss, paired by batch: of a pair its second-order part, else all of it.
 
     Args:
-        restored: the losses at true + error.
-        mirrored: at true - error. Where one is not finite, neither is the rise.
-        baseline: at the true weights; all on the same batches.
+        true: the losses without a restore.
+        restored: at true + error, on the same batches; where their numbers differ, only the means are compared.
+        mirrored: at true - error, or None. Where one is not finite, neither is the rise.
         floor: see `relative_rise`.
         absolute: see `absolute_error`.
     """
-    if not len(restored) == len(mirrored) == len(baseline):
-        restored, mirrored, baseline = [_mean(restored)], [_mean(mirrored)], [_mean(baseline)]
-    middle = [plus / 2 + minus / 2 for plus, minus in zip(restored, mirrored, strict=True)]
-    rise = single_rise(middle, baseline, floor=floor, absolute=absolute)
-    if not math.isfinite(rise.mean):
-        return rise
-    half = _mean([plus / 2 - minus / 2 for plus, minus in zip(restored, mirrored, strict=True)])
-    return replace(rise, luck=half / max(abs(_mean(baseline)), floor))
+    if not len(true) == len(restored) == len(restored if mirrored is None else mirrored):
+        true, restored = [_mean(true)], [_mean(restored)]
+        mirrored = None if mirrored is None else [_mean(mirrored)]
+    unit = max(abs(_mean(true)), floor)
+    half = 0.0
+    if mirrored is not None:
+        half = _mean([plus / 2 - minus / 2 for plus, minus in zip(restored, mirrored, strict=True)])
+        restored = [plus / 2 + minus / 2 for plus, minus in zip(restored, mirrored, strict=True)]
+    differences = [loss - base for loss, base in zip(restored, true, strict=True)]
+    mean = _mean(differences) / unit
+    if not math.isfinite(mean):
+        return Rise(math.inf, batches=len(true), absolute=absolute)
+    deviations = [difference / unit - mean for difference in differences]
+    squares = sum(deviation * deviation for deviation in deviations)
+    rise = Rise(mean, first_order=half / unit, batches=len(true), squares=squares, absolute=absolute)
+    return rise.expecting(0.0)
+
+
+def lasting_rises(
+    rises: Mapping[int, Rise],
+    at: Rise,
+    *,
+    fall: float = 0.0,
+    lost_steps: float = 0.0,
+    update_error: float = 0.0,
+) -> dict[int, Rise]:
+    """What rises some steps after a restore say of its harm: the formula is above, in the module's docstring.
+
+    Args:
+        rises: by the number of steps, each measured at the restored weights alone.
+        at: the pair at the restore.
+        fall: of the true loss in a step, relative.
+        lost_steps: that the restore sets training back by.
+        update_error: of the first update after the restore, relative to the true one's length.
+    """
+    half = _finite(at.first_order / 2)
+    harms = {steps: rise.mean - half for steps, rise in rises.items() if math.isfinite(rise.mean)}
+    fallen = max((-harm / steps for steps, harm in harms.items()), default=0.0)
+    lasting = dict(rises)
+    for steps, harm in harms.items():
+        delay = min(_finite(lost_steps * fall), max(0.0, harm))
+        noises = half, max(0.0, fallen) * steps, delay / 2, _finite(_OF_UPDATES * steps * fall * update_error)
+        harmful = replace(rises[steps], mean=harm - delay, doubt=reduce(math.hypot, noises, 0.0))
+        lasting[steps] = harmful.expecting(0.0)
+    return lasting
+
+
+def _finite(value: float) -> float:
+    """The value, or 0 where nothing is known by it."""
+    return value if math.isfinite(value) else 0.0
 
 
 def pooled(own: Rise, past: Rise | None) -> Rise:
@@ -234,13 +276,13 @@ class History:
     """Standard error of the mean."""
 
     @classmethod
-    def of(cls, scale: float, rise: Rise, before: History | None = None) -> History | None:
+    def of(cls, scale: float, rise: Rise, before: "History | None" = None) -> "History | None":
         """The estimate after a pooled measurement; `before` where the measurement carries no information."""
         if rise.batches == 0 or not (math.isfinite(rise.mean) and math.isfinite(rise.error)):
             return before
         return cls(scale, max(0.0, rise.mean), rise.error)
 
-    def aged(self) -> History:
+    def aged(self) -> "History":
         """The estimate one save later: the same mean, a larger error."""
         return replace(self, error=math.hypot(self.error, _DRIFT * self.mean))
 
@@ -255,7 +297,7 @@ class History:
         return [self.scale, self.mean, self.error]
 
     @classmethod
-    def from_json(cls, value: Any) -> History | None:
+    def from_json(cls, value: Any) -> "History | None":
         """The history that `to_json` wrote; None for None.
 
         Raises:
@@ -271,7 +313,7 @@ class History:
         return cls(*value)
 
     @classmethod
-    def load(cls, state: Mapping[str, Any]) -> History | None:
+    def load(cls, state: Mapping[str, Any]) -> "History | None":
         """The entry ``history`` of a stored state.
 
         Raises:

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.quality.evaluation import ResumedSteps
-from shrinkpoint.quality.measurement import EXACT, absolute_error, relative_rise, single_rise
-from shrinkpoint.quality.recovery import (
-    RecoveryEstimate,
-    with_luck_of_falls,
-    with_luck_of_updates,
-    without_delay,
-    without_luck,
+from shrinkpoint.quality.measurement import (
+    EXACT,
+    absolute_error,
+    lasting_rises,
+    measured_rise,
+    relative_rise,
 )
+from shrinkpoint.quality.recovery import RecoveryEstimate
 from shrinkpoint.quality.snapshots import PlannedSnapshot
 from shrinkpoint.quality.strategy import Guard, Plan
 from shrinkpoint.schemes.base import SaveContext
@@ -50,23 +50,23 @@ class Probe:
         tried = snapshot.stepped(resume, marks, save_context, plan.scheme, threads)
         at, floor = plan.rise or EXACT, self.config.loss_floor
         absolute = absolute_error(self.share)
-        rises = with_luck_of_falls(
-            {
-                mark: without_luck(single_rise(losses, baseline, floor=floor, absolute=absolute), at)
-                for mark, losses, baseline in zip(marks, tried, true, strict=True)
-            }
-        )
-        fall = 0.0
+        fall = lost = error = 0.0
         if plan.baseline is not None:
             last = sum(true[-1]) / len(true[-1])
             fall = max(0.0, -relative_rise(last, plan.baseline, floor)) / marks[-1]
-        if self.guard is not None and plan.baseline is not None:
-            lost, error = self.guard.lost_steps, self.guard.update_error
-            error = _USUAL_ERROR if error is None else error
-            rises = {
-                mark: with_luck_of_updates(without_delay(rise, lost * fall), mark * fall, error)
-                for mark, rise in rises.items()
-            }
+        if self.guard is not None:
+            known = self.guard.update_error
+            lost, error = self.guard.lost_steps, _USUAL_ERROR if known is None else known
+        rises = lasting_rises(
+            {
+                mark: measured_rise(baseline, losses, floor=floor, absolute=absolute)
+                for mark, losses, baseline in zip(marks, tried, true, strict=True)
+            },
+            at,
+            fall=fall,
+            lost_steps=lost,
+            update_error=error,
+        )
         cost = self.recovery.measured(at, rises, plan.options, plan.scale)
         return replace(plan, resumed=rises, fall=fall, cost=cost)
 

@@ -14,7 +14,7 @@ from typing import Any
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.measurement import CONFIDENCE, Rise, pooled
 
-__all__ = ["RecoveryEstimate", "with_luck_of_falls", "with_luck_of_updates", "without_delay", "without_luck"]
+__all__ = ["RecoveryEstimate"]
 
 _LEAST, _MOST = 0.25, 16.0  # limits of the remaining share of a restore's rise, against noisy measurements
 _UNKNOWN = 0.5  # standard error of the share that remains before anything was measured
@@ -25,76 +25,6 @@ _MARGIN = 1.2  # duration of a resumed step in training steps: evaluations and c
 _SHORT = 2, 5  # steps: enough to distinguish a rise that recovers from one that grows
 _CREDIT_S = 1800.0  # seconds of training whose share a probe may take in advance
 _CREDIT_PROBES = 2
-_LUCK_OF_UPDATES = 0.5  # times the fall and the update's error; chosen on the first probes of half of the trainings of docs/bound.md
-
-
-def without_luck(rise: Rise, at: Rise) -> Rise:
-    """The rise some steps after a restore, corrected for the first-order part (luck) that is still in it.
-
-    A pair measures the luck at the restore, on the same batches. Some steps later between none and all of it is left:
-    half of it is subtracted, and the other half is added to the error.
-
-    Args:
-        rise: measured at the restored weights alone.
-        at: measured at the restore as a pair.
-    """
-    half = at.luck / 2
-    if not (math.isfinite(rise.mean) and math.isfinite(half)):
-        return rise
-    return replace(rise, mean=rise.mean - half, doubt=abs(half)).expecting(0.0)
-
-
-def without_delay(rise: Rise, delay: float) -> Rise:
-    """The rise some steps after a restore, corrected for the steps that the restored optimizer lags behind.
-
-    A restored optimizer that has lost some of its memory is some steps behind. While the loss falls steeply, as at the
-    start of a training, these steps raise the present loss much and the final loss little.
-
-    Args:
-        rise: of the loss over the same steps from the true state.
-        delay: the fall of the loss over the lost steps; half of it is added to the error.
-    """
-    if not (math.isfinite(rise.mean) and math.isfinite(delay)):
-        return rise
-    taken = min(delay, max(0.0, rise.mean))
-    return replace(rise, mean=rise.mean - taken, doubt=math.hypot(rise.doubt, taken / 2)).expecting(0.0)
-
-
-def with_luck_of_updates(rise: Rise, fall: float, update_error: float) -> Rise:
-    """The rise some steps after a restore, less certain by the luck in the updates that restored moments have changed.
-
-    What moments lose changes the direction of the next updates. To first order the loss then falls by more or by less, by a part of
-    what it falls by anyway, whichever way these batches have it: a later batch knows nothing of it.
-
-    Args:
-        rise: of the loss over the same steps from the true state.
-        fall: of the loss over these steps from the true state, relative to it.
-        update_error: of the first update after the restore, relative to the true one's length.
-    """
-    luck = _LUCK_OF_UPDATES * fall * update_error
-    if not (math.isfinite(rise.mean) and math.isfinite(luck)):
-        return rise
-    return replace(rise, doubt=math.hypot(rise.doubt, luck)).expecting(0.0)
-
-
-def with_luck_of_falls(rises: Mapping[int, Rise]) -> dict[int, Rise]:
-    """The rises of one probe, less certain by the luck that its falls show.
-
-    A restore does no good: where the loss is lower after some steps from it, that is luck, and as much could raise it. Luck grows
-    with the steps that it is collected in.
-
-    Args:
-        rises: by the number of steps.
-    """
-    in_a_step = max(
-        (-rise.mean / mark for mark, rise in rises.items() if math.isfinite(rise.mean)), default=0.0
-    )
-    if in_a_step <= 0:
-        return dict(rises)
-    return {
-        mark: replace(rise, doubt=math.hypot(rise.doubt, in_a_step * mark)).expecting(0.0)
-        for mark, rise in rises.items()
-    }
 
 
 class RecoveryEstimate:

@@ -67,7 +67,7 @@ class Plan:
     @property
     def degradation_luck(self) -> float | None:
         """The first-order part of the rise at the restore, in addition to `degradation`."""
-        return None if self.rise is None else self.rise.luck
+        return None if self.rise is None else self.rise.first_order
 
     @property
     def lasting(self) -> Rise:

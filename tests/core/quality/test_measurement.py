@@ -14,10 +14,9 @@ from shrinkpoint.quality.measurement import (
     History,
     Rise,
     absolute_error,
-    pair_rise,
+    measured_rise,
     pooled,
     relative_rise,
-    single_rise,
 )
 
 
@@ -46,8 +45,8 @@ def test_an_improvement_has_a_size_for_manifests_hold_no_infinity():
 
 def test_the_floor_can_be_chosen():
     assert relative_rise(0.002, 0.001, floor=0.1) == pytest.approx(0.01)
-    assert single_rise([0.002], [0.001], floor=0.1).mean == pytest.approx(0.01)
-    assert pair_rise([0.003], [0.001], [0.001], floor=0.1).luck == pytest.approx(0.01)
+    assert measured_rise([0.001], [0.002], floor=0.1).mean == pytest.approx(0.01)
+    assert measured_rise([0.001], [0.003], [0.001], floor=0.1).first_order == pytest.approx(0.01)
 
 
 finite = st.floats(-1, 1)
@@ -59,11 +58,11 @@ def test_in_a_pair_the_luck_of_a_quadratic_loss_cancels(batches):
     plus = [base + gradient + curvature for gradient, curvature, base in batches]
     minus = [base - gradient + curvature for gradient, curvature, base in batches]
     baseline = [base for _, _, base in batches]
-    rise = pair_rise(plus, minus, baseline)
+    rise = measured_rise(baseline, plus, minus)
     mean = sum(baseline) / len(batches)
     assert rise.mean == pytest.approx(sum(c for _, c, _ in batches) / len(batches) / mean, abs=1e-9)
-    assert rise.luck == pytest.approx(sum(g for g, _, _ in batches) / len(batches) / mean, abs=1e-9)
-    without = pair_rise([b + c for _, c, b in batches], [b + c for _, c, b in batches], baseline)
+    assert rise.first_order == pytest.approx(sum(g for g, _, _ in batches) / len(batches) / mean, abs=1e-9)
+    without = measured_rise(baseline, [b + c for _, c, b in batches], [b + c for _, c, b in batches])
     assert (rise.low, rise.high) == pytest.approx((without.low, without.high), abs=1e-9)
 
 
@@ -80,46 +79,46 @@ def test_the_upper_end_of_normal_batches_covers_the_truth(seed, batches_and_spre
     for _ in range(runs):
         deviation = math.hypot(spread * truth, ABSOLUTE)
         losses = [1 + rng.gauss(truth, deviation) for _ in range(batches)]
-        above += truth <= single_rise(losses, [1.0] * batches).high
+        above += truth <= measured_rise([1.0] * batches, losses).high
     assert above >= 0.9 * runs
 
 
 def test_more_batches_narrow_the_interval_and_their_spread_widens_it():
-    alike = [single_rise([1.001] * n, [1.0] * n).error for n in (1, 2, 4, 8)]
+    alike = [measured_rise([1.0] * n, [1.001] * n).error for n in (1, 2, 4, 8)]
     assert alike == sorted(alike, reverse=True)
     assert alike[0] == pytest.approx(0.5 * 0.001 + ABSOLUTE)
-    unlike = single_rise([1.0, 1.002], [1.0, 1.0])
+    unlike = measured_rise([1.0, 1.0], [1.0, 1.002])
     assert unlike.mean == pytest.approx(0.001)
     assert unlike.error > alike[1]
 
 
 def test_batches_are_paired():
     """Losses that differ by batch a hundred times as much as they rise."""
-    rise = single_rise([1.001, 3.003, 0.5005], [1.0, 3.0, 0.5])
+    rise = measured_rise([1.0, 3.0, 0.5], [1.001, 3.003, 0.5005])
     assert rise.mean == pytest.approx(0.001)
     assert rise.error < 0.0006
 
 
 def test_where_the_numbers_of_batches_differ_only_means_are_compared():
-    assert single_rise([1.0, 3.0], [1.0]).mean == pytest.approx(1.0)
-    assert single_rise([1.0, 3.0], [1.0]).batches == 1
-    assert pair_rise([1.0, 3.0], [1.0], [2.0]).luck == pytest.approx(0.25)
+    assert measured_rise([1.0], [1.0, 3.0]).mean == pytest.approx(1.0)
+    assert measured_rise([1.0], [1.0, 3.0]).batches == 1
+    assert measured_rise([2.0], [1.0, 3.0], [1.0]).first_order == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_pair_of_which_one_loss_is_not_finite_is_not_finite(bad):
     for rise in (
-        pair_rise([bad, 1], [1, 1], [1, 1]),
-        pair_rise([1, 1], [1, bad], [1, 1]),
-        single_rise([1, 1], [1, bad]),
+        measured_rise([1, 1], [bad, 1], [1, 1]),
+        measured_rise([1, 1], [1, 1], [1, bad]),
+        measured_rise([1, bad], [1, 1]),
     ):
         assert rise.mean == rise.high == math.inf
         assert not rise.within(1e9)
 
 
 def test_numbers_that_overflow_are_never_within_a_bound():
-    assert not single_rise([1e308, -1e308], [1e-300, 1e-300]).within(1e9)
-    assert not pair_rise([1e308], [1e308], [0.0]).within(1e9)
+    assert not measured_rise([1e-300, 1e-300], [1e308, -1e308]).within(1e9)
+    assert not measured_rise([0.0], [1e308], [1e308]).within(1e9)
 
 
 def test_the_absolute_part_is_a_fifth_of_small_shares():
@@ -134,7 +133,7 @@ def test_exactness_needs_no_interval():
 
 
 def test_earlier_measurements_narrow_the_interval():
-    own = single_rise([1.001], [1.0])
+    own = measured_rise([1.0], [1.001])
     both = pooled(own, Rise(0.0008, 0.0004))
     assert 0.0008 < both.mean < 0.001
     assert both.error < min(own.error, 0.0004)
@@ -142,13 +141,13 @@ def test_earlier_measurements_narrow_the_interval():
 
 
 def test_a_fall_is_pooled_as_no_rise():
-    fall = pooled(single_rise([0.9], [1.0]), Rise(0.0008, 0.0004))
+    fall = pooled(measured_rise([1.0], [0.9]), Rise(0.0008, 0.0004))
     assert 0.0 <= fall.mean <= 0.0008
     assert fall.high > 0.0008
 
 
 def test_what_cannot_be_explained_stands_alone():
-    own = single_rise([1.01, 1.01], [1.0, 1.0])
+    own = measured_rise([1.0, 1.0], [1.01, 1.01])
     assert pooled(own, Rise(0.0005, 0.0002)) == own
     assert pooled(Rise(math.inf, batches=2), Rise(0.0005, 0.0002)).mean == math.inf
 
@@ -165,7 +164,7 @@ def test_pooled_intervals_cover_the_truth_that_drifts(seed, batches, truth):
             spread = math.hypot(0.3 * here, ABSOLUTE) * math.sqrt(2 if batches > 1 else 1)
             losses = [1 + rng.gauss(here, spread) for _ in range(batches)]
             rise = pooled(
-                single_rise(losses, [1.0] * batches), history.aged().predicted(1.0) if history else None
+                measured_rise([1.0] * batches, losses), history.aged().predicted(1.0) if history else None
             )
             history = History.of(1.0, rise, history)
             covered += here <= rise.high

@@ -9,14 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.quality.measurement import CONFIDENCE, Rise, single_rise
-from shrinkpoint.quality.recovery import (
-    RecoveryEstimate,
-    with_luck_of_falls,
-    with_luck_of_updates,
-    without_delay,
-    without_luck,
-)
+from shrinkpoint.quality.measurement import CONFIDENCE, Rise, lasting_rises, measured_rise
+from shrinkpoint.quality.recovery import RecoveryEstimate
 from shrinkpoint.quality.restore_budget import RestoreBudget
 
 
@@ -245,7 +239,7 @@ def test_what_a_probe_finds_beyond_all_doubt_counts_at_once():
 
 def test_a_noisy_probe_leaves_what_was_expected():
     recovery = RecoveryEstimate(4, 0.01)
-    cost = recovery.measured(Rise(0.0004, 0.0002), {4: single_rise([1.012, 0.992], [1.0, 1.0])}, "", 1.0)
+    cost = recovery.measured(Rise(0.0004, 0.0002), {4: measured_rise([1.0, 1.0], [1.012, 0.992])}, "", 1.0)
     assert cost.mean == pytest.approx(0.0004, rel=0.1)
     assert cost.error < 0.0002
 
@@ -266,36 +260,40 @@ def test_what_long_probes_find_to_heal_later_counts_for_short_ones():
     assert recovery.measured(at, short, "", 1.0).mean < 0.7 * before
 
 
-def test_half_of_the_luck_is_taken_off_a_probe_and_the_other_half_is_doubt():
-    rise = without_luck(single_rise([1.004, 1.004], [1.0, 1.0]), Rise(0.001, luck=0.002))
-    assert rise.mean == pytest.approx(0.003)
-    assert rise.error == pytest.approx(math.hypot(single_rise([1.003, 1.003], [1.0, 1.0]).error, 0.001))
-    assert without_luck(Rise(math.inf), Rise(0.001, luck=0.002)).mean == math.inf
+AT = Rise(0.001)
+
+
+def test_half_of_the_first_order_term_is_taken_off_a_probe_and_the_other_half_is_doubt():
+    at = Rise(0.001, first_order=0.002)
+    found = lasting_rises({2: measured_rise([1.0, 1.0], [1.004, 1.004]), 5: Rise(math.inf)}, at)
+    assert found[2].mean == pytest.approx(0.003)
+    assert found[2].error == pytest.approx(math.hypot(measured_rise([1.0, 1.0], [1.003, 1.003]).error, 0.001))
+    assert found[5].mean == math.inf
 
 
 def test_half_the_fall_times_the_error_of_updates_is_a_doubt():
-    measured = single_rise([1.004, 1.004], [1.0, 1.0])
-    doubted = with_luck_of_updates(measured, 0.05, 0.2)
-    assert doubted.mean == measured.mean
-    assert doubted.error == pytest.approx(math.hypot(measured.error, 0.005))
-    assert with_luck_of_updates(measured, 0.0, 0.2) == with_luck_of_updates(measured, 0.05, 0.0) == measured
-    both = with_luck_of_updates(without_delay(measured, 0.002), 0.05, 0.2)
+    measured = {5: measured_rise([1.0, 1.0], [1.004, 1.004])}
+    doubted = lasting_rises(measured, AT, fall=0.01, update_error=0.2)[5]
+    assert doubted.mean == measured[5].mean
+    assert doubted.error == pytest.approx(math.hypot(measured[5].error, 0.005))
+    assert lasting_rises(measured, AT, update_error=0.2) == lasting_rises(measured, AT, fall=0.01) == measured
+    both = lasting_rises(measured, AT, fall=0.01, lost_steps=0.2, update_error=0.2)[5]
     assert both.mean == pytest.approx(0.002)
     assert both.doubt == pytest.approx(math.hypot(0.001, 0.005))
-    assert with_luck_of_updates(Rise(math.inf), 0.05, 0.2).mean == math.inf
-    assert with_luck_of_updates(measured, math.inf, 0.2) == measured
+    assert lasting_rises({5: Rise(math.inf)}, AT, fall=0.01, update_error=0.2)[5].mean == math.inf
+    assert lasting_rises(measured, AT, fall=math.inf, lost_steps=1.0, update_error=0.2) == measured
 
 
-def test_falls_show_how_much_luck_there_is():
-    two, five = (single_rise([1 + rise], [1.0]) for rise in (-0.004, 0.006))
-    found = with_luck_of_falls({2: two, 5: five})
+def test_falls_show_how_much_noise_there_is():
+    two, five = (measured_rise([1.0], [1 + rise]) for rise in (-0.004, 0.006))
+    found = lasting_rises({2: two, 5: five}, AT)
     assert [rise.mean for rise in found.values()] == [two.mean, five.mean]
     assert found[2].error == pytest.approx(math.hypot(two.error, 0.004))
-    assert found[5].error == pytest.approx(math.hypot(five.error, 0.010))  # more steps, more luck
-    alone = with_luck_of_falls({5: five, 2: single_rise([1.0], [1.0])})
+    assert found[5].error == pytest.approx(math.hypot(five.error, 0.010))  # more steps, more noise
+    alone = lasting_rises({5: five, 2: measured_rise([1.0], [1.0])}, AT)
     assert alone[5] == five
-    assert with_luck_of_falls({2: Rise(math.inf), 5: five}) == {2: Rise(math.inf), 5: five}
-    assert with_luck_of_falls({}) == {}
+    assert lasting_rises({2: Rise(math.inf), 5: five}, AT) == {2: Rise(math.inf), 5: five}
+    assert lasting_rises({}, AT) == {}
 
 
 def test_a_rise_after_a_fall_that_is_as_large_refuses_nothing():
@@ -303,22 +301,22 @@ def test_a_rise_after_a_fall_that_is_as_large_refuses_nothing():
     for first, is_harm in ((-0.004, False), (0.0, True)):
         recovery = RecoveryEstimate(20, 0.01)
         rises = {
-            2: single_rise([1 + first], [1.0], absolute=1e-4),
-            5: single_rise([1.006], [1.0], absolute=1e-4),
+            2: measured_rise([1.0], [1 + first], absolute=1e-4),
+            5: measured_rise([1.0], [1.006], absolute=1e-4),
         }
-        cost = recovery.measured(at, with_luck_of_falls(rises), "", 0.5)
+        cost = recovery.measured(at, lasting_rises(rises, at), "", 0.5)
         assert (cost.mean > 0.005) is is_harm
         assert (recovery.remains > 10) is is_harm
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_short_probe_from_a_steep_start_says_little(sign):
-    """What the updates' luck could have done is neither taken for harm nor for recovery."""
+    """What the updates' noise could have done is neither taken for harm nor for recovery."""
     at = Rise(0.0002, 0.0001, batches=1)
     certain, doubted = RecoveryEstimate(20, 0.01), RecoveryEstimate(20, 0.01)
-    rise = single_rise([1 + sign * 0.006], [1.0], absolute=1e-4)
+    rise = measured_rise([1.0], [1 + sign * 0.006], absolute=1e-4)
     plain = certain.measured(at, {5: rise}, "", 0.5)
-    cost = doubted.measured(at, {5: with_luck_of_updates(rise, 0.15, 0.25)}, "", 0.5)
+    cost = doubted.measured(at, lasting_rises({5: rise}, at, fall=0.03, update_error=0.25), "", 0.5)
     assert abs(cost.mean - 0.0002) < 0.0001
     assert abs(doubted.remains - 1) < 0.05
     if sign > 0:
@@ -326,11 +324,12 @@ def test_a_short_probe_from_a_steep_start_says_little(sign):
         assert certain.remains == 16
 
 
-def test_harm_beyond_the_luck_of_updates_is_seen_however_steep_the_start():
+def test_harm_beyond_the_noise_of_updates_is_seen_however_steep_the_start():
     at = Rise(0.0002, 0.0001, batches=1)
     recovery = RecoveryEstimate(20, 0.01)
-    rise = with_luck_of_updates(single_rise([1.06], [1.0], absolute=1e-4), 0.15, 0.25)
-    assert recovery.measured(at, {5: rise}, "", 0.5).mean > 0.05
+    rise = measured_rise([1.0], [1.06], absolute=1e-4)
+    rises = lasting_rises({5: rise}, at, fall=0.03, update_error=0.25)
+    assert recovery.measured(at, rises, "", 0.5).mean > 0.05
     assert recovery.remains == 16
 
 

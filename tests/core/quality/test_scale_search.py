@@ -7,7 +7,7 @@ import random
 import pytest
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.quality.measurement import CONFIDENCE, EXACT, Rise, absolute_error, pair_rise
+from shrinkpoint.quality.measurement import CONFIDENCE, EXACT, Rise, absolute_error, measured_rise
 from shrinkpoint.quality.restore_budget import RestoreBudget
 from shrinkpoint.quality.scale_search import ScaleSearch
 
@@ -23,7 +23,7 @@ class Model:
     def __call__(self, scale):
         self.asked.append(scale)
         losses = [2.0 * (1 + self.harm(scale))] * self.batches
-        return pair_rise(losses, losses, [2.0] * self.batches, absolute=self.absolute)
+        return measured_rise([2.0] * self.batches, losses, losses, absolute=self.absolute)
 
     def harm(self, scale):
         return self.slope * scale**2
@@ -44,7 +44,7 @@ class Noisy(Model):
             luck = self.luck * math.sqrt(self.harm(scale) * 1e-3) * self.rng.gauss(0, 1)
             plus.append(2.0 * (1 + harm + luck))
             minus.append(2.0 * (1 + harm - luck))
-        return pair_rise(plus, minus, [2.0] * self.batches, absolute=self.absolute)
+        return measured_rise([2.0] * self.batches, plus, minus, absolute=self.absolute)
 
 
 @pytest.mark.parametrize("slope", [1e-5, 1e-3, 2e-2, 0.3])
@@ -92,7 +92,7 @@ def test_weights_that_no_scale_changes_are_taken_as_they_are():
 def test_without_a_significant_rise_the_first_save_explores_no_more_than_an_octave():
     for fall in (0.0, -1e-3, -0.1):
         search = ScaleSearch()
-        measured = pair_rise([2 + fall, 2 + 2 * fall], [2 + fall, 2.0], [2.0, 2.0])
+        measured = measured_rise([2.0, 2.0], [2 + fall, 2 + 2 * fall], [2 + fall, 2.0])
         assert search.choose(lambda scale, rise=measured: rise, 0.01, base=True).scale <= 1.0
 
 
@@ -110,7 +110,7 @@ def test_two_scales_that_are_measured_alike_end_the_exploration():
 
 def test_each_base_widens_by_an_octave_at_most_where_nothing_is_significant():
     search, scales = ScaleSearch(), []
-    flat = pair_rise([2.0, 2.0], [2.0, 2.0], [2.0, 2.0])
+    flat = measured_rise([2.0, 2.0], [2.0, 2.0], [2.0, 2.0])
     for save in range(12):
         scales.append(search.choose(lambda scale: flat, 1e-3, base=save % 4 == 0).scale)
     assert len(set(scales[:4])) == len(set(scales[4:8])) == len(set(scales[8:])) == 1  # never within a chain
@@ -137,7 +137,7 @@ def test_a_long_chain_that_began_too_narrow_widens_by_an_octave_in_four_saves():
 def test_a_fall_widens_nothing_that_was_found():
     search = ScaleSearch()
     scale = search.choose(Model(1e-3), 1e-3, base=True).scale
-    fall = pair_rise([1.9, 1.8], [1.9, 2.0], [2.0, 2.0])
+    fall = measured_rise([2.0, 2.0], [1.9, 1.8], [1.9, 2.0])
     for _ in range(6):
         assert search.choose(lambda scale: fall, 1e-3, base=False).scale == scale
 

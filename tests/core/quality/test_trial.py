@@ -124,7 +124,7 @@ def test_a_comparison_measures_each_candidate_once_and_exact_ones_never():
     assert comparison.rise("none", lambda: true_model(state)) == EXACT
     assert loss.calls == comparison.evaluations == 3
     assert rise.mean == pytest.approx(1e-4, rel=1e-3)  # the square of the error
-    assert rise.luck == pytest.approx(0.02, rel=1e-3)
+    assert rise.first_order == pytest.approx(0.02, rel=1e-3)
     assert rise.distance == pytest.approx(distance)
 
 
