@@ -9,7 +9,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import Comparison
 from shrinkpoint.quality.guided_search import Outcome, Predict, Search, SearchKind
 from shrinkpoint.quality.measurement import Rise
-from shrinkpoint.quality.strategy import Plan, exactly
+from shrinkpoint.quality.strategy import Ladder, Plan, exactly
 from shrinkpoint.quality.trial import true_model
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.inshrinkerator.prediction import PredictedSizes, SizePredictor
@@ -20,10 +20,8 @@ from shrinkpoint.schemes.inshrinkerator.scheme import (
     weights_of,
 )
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
-from shrinkpoint.schemes.recipe import is_weight
-from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["ConfigurationChoice", "ConfigurationSearch", "ConfigurationStrategy"]
+__all__ = ["ConfigurationChoice", "ConfigurationLadder", "ConfigurationSearch"]
 
 Phase: TypeAlias = Literal["exhaustive", "steady", "exact"]
 
@@ -287,7 +285,7 @@ class ConfigurationSearch:
         return degradation
 
 
-class ConfigurationStrategy:
+class ConfigurationLadder(Ladder):
     """Chooses bins, prune and protect fractions.
 
     Args:
@@ -296,21 +294,12 @@ class ConfigurationStrategy:
         spent_s: seconds that evaluations have taken from training so far.
     """
 
-    def __init__(
-        self,
-        options: InshrinkeratorOptions,
-        overhead: float,
-        spent_s: Callable[[], float],
-    ) -> None:
-        self._options = options
+    def __init__(self, options: InshrinkeratorOptions, overhead: float, spent_s: Callable[[], float]) -> None:
+        super().__init__("inshrinkerator", options)
         self._search = ConfigurationSearch(overhead, spent_s=spent_s)
 
-    def takes(self, spec: TensorSpec) -> bool:
-        """See `Strategy.takes`."""
-        return is_weight(spec, self._options.min_elements)
-
     def unmeasured(self, save_context: SaveContext) -> Plan:
-        """See `Strategy.unmeasured`."""
+        """See `Ladder.unmeasured`."""
         return self._plan(
             weights_of(save_context, self._options),
             self._search.space.mildest,
@@ -318,14 +307,13 @@ class ConfigurationStrategy:
         )
 
     def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
-        """See `Strategy.measured`."""
+        """See `Ladder.measured`."""
         weights = weights_of(save_context, self._options)
-        predict: Predict = SizePredictor(weights, self._options)
+        own = SizePredictor(weights, self._options)
+        predict: Predict = own
         if save_context.scores is not None:  # other processes have weights too
-            predict = PredictedSizes(
-                self._search.space, lambda: comparison.summed(lambda: self.sizes(save_context))
-            )
-
+            space = self._search.space
+            predict = PredictedSizes(space, lambda: comparison.summed(own.table(space)))
         true = true_model(save_context.state)  # averages too: the live ones change between two evaluations
 
         def rise(configuration: Configuration) -> Rise:
@@ -336,10 +324,6 @@ class ConfigurationStrategy:
             return exactly(choice.reason)
         return self._plan(weights, choice.configuration, choice.reason, choice.rise)
 
-    def sizes(self, save_context: SaveContext) -> list[float]:
-        """Predicted bytes of this process's weights, for `PredictedSizes`."""
-        return SizePredictor(weights_of(save_context, self._options), self._options).table(self._search.space)
-
     def _plan(
         self, weights: Weights, configuration: Configuration, reason: str, rise: Rise | None = None
     ) -> Plan:
@@ -348,9 +332,9 @@ class ConfigurationStrategy:
         return Plan(scheme, str(configuration), reason, rise, options=settings)
 
     def state_dict(self) -> dict[str, object]:
-        """See `Strategy.state_dict`."""
+        """See `Ladder.state_dict`."""
         return self._search.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """See `Strategy.load_state_dict`."""
+        """See `Ladder.load_state_dict`."""
         self._search.load_state_dict(state)

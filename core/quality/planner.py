@@ -3,16 +3,28 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import torch
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
-from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps
-from shrinkpoint.quality.measurement import CONFIDENCE, EXACT, Rise
+from shrinkpoint.quality.comparison import BlindEvaluationError, Combine, Comparison, alone, joined
+from shrinkpoint.quality.evaluation import EvaluationUnavailableError, Measure, ResumedSteps, losses_of
+from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.ladder import ladder_of
+from shrinkpoint.quality.measurement import (
+    CONFIDENCE,
+    EXACT,
+    Losses,
+    Rise,
+    absolute_error,
+    lasting_rises,
+    measured_rise,
+    relative_rise,
+)
 from shrinkpoint.quality.preserve import TraceError
-from shrinkpoint.quality.probe import Probe, stricter
 from shrinkpoint.quality.recovery import RecoveryEstimate
 from shrinkpoint.quality.restore_budget import (
     NO_COST,
@@ -22,10 +34,11 @@ from shrinkpoint.quality.restore_budget import (
     reserve_of,
     restore_cost,
 )
-from shrinkpoint.quality.scale_strategy import strategy_of
-from shrinkpoint.quality.snapshots import PlannedSnapshot
-from shrinkpoint.quality.strategy import Guard, Measure, Plan, Strategy, exactly
-from shrinkpoint.schemes.base import SaveContext
+from shrinkpoint.quality.strategy import Ladder, Plan, Refusal, exactly
+from shrinkpoint.quality.trial import restored_state
+from shrinkpoint.schemes.base import SaveContext, Scheme
+from shrinkpoint.state.scratch import in_memory
+from shrinkpoint.state.training import Role
 from shrinkpoint.warn import warn
 
 __all__ = ["Planner"]
@@ -36,13 +49,70 @@ _AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own
 _MILDER = 4  # how many milder settings are tried where a guard refuses
 
 
-class _Refusal(NamedTuple):
-    """Why a plan must not be used as it is."""
+# Of updates, where the optimizer could not be stepped: what most trainings of docs/bound.md have.
+_USUAL_ERROR = 0.25
+_AIM = 0.7  # safety factor on a cost predicted by proportion
 
-    reason: str
-    moments: bool  # whether the optimizer's state is to be milder, and not the weights
-    times: float | None = None  # less that it is to lose
-    is_firm: bool = True  # whether the plan must not be used even where nothing is milder
+
+@dataclass
+class _Save:
+    """One save, as the planner sees it.
+
+    Attributes:
+        ladder: of the scheme.
+        context: of the save.
+        measure: as of `Planner.plan`.
+        resume: as of `Planner.plan`.
+        combine: joins what the processes know that have parts of the snapshot.
+    """
+
+    ladder: Ladder
+    context: SaveContext
+    measure: Measure | None
+    resume: ResumedSteps | None
+    combine: Combine
+
+    def weights(self) -> tuple[list[str], list[str]]:
+        """Names of the weights to be coded whose values are all finite (of a few of them), and of the others."""
+        names: dict[bool, list[str]] = {True: [], False: []}
+        for name, spec in self.context.state.specs.items():
+            if self.ladder.takes(spec):
+                names[bool(torch.isfinite(self.context.state.tensors[name]).all())].append(name)
+        found = self.combine({"finite": names[True][:1], "not_finite": names[False]}, joined)
+        return found["finite"], found["not_finite"]
+
+    def averages(self) -> tuple[bool, bool]:
+        """Whether there are averages of the weights, and whether the scheme codes some of them as weights."""
+        averages = [spec for spec in self.context.state.specs.values() if spec.tag.role is Role.AVERAGE]
+        taken = [spec.name for spec in averages if self.ladder.takes(spec)]
+        found = self.combine({"there": [len(averages)], "taken": [len(taken)]}, joined)
+        return any(found["there"]), any(found["taken"])
+
+    def losses_after(self, marks: Sequence[int], scheme: Scheme | None, threads: int) -> list[Losses]:
+        """The held-out losses after some steps from the snapshot, or from what a scheme restores of it.
+
+        Args:
+            marks: after how many.
+            scheme: None takes the true state.
+            threads: parameters handled side by side.
+        """
+        assert self.resume is not None
+        state = self.context.state
+        if scheme is not None:
+            state = restored_state(state, scheme, self.context.reference, threads)
+        state = in_memory(state)  # read here, and not by the training thread, on which steps are taken
+        given = state.to_object() if self.combine is alone else state.tensors
+        return [losses_of(loss) for loss in self.resume(given, marks)]
+
+
+class _Verdict(NamedTuple):
+    """What the guards of all processes say of a plan."""
+
+    reason: str | None
+    moments: bool
+    at_fault: frozenset[int]
+    lost_steps: float
+    update_error: float | None
 
 
 class Planner:
@@ -76,20 +146,16 @@ class Planner:
         self._started = clock(), spent_s()
         self._budget = budget_of(config)
         self._recovery = RecoveryEstimate(config.probe_steps, config.search_overhead, spent_s, clock)
-        self._strategy = strategy_of(config, spent_s)
+        self._ladder = ladder_of(config, spent_s)
         self._cost, self._costs_delay = EXACT, 0.0
         self._baseline: tuple[int, float] | None = None  # step and loss of the last save that measured it
         self._fall = 0.0  # of the loss in a step, as far as it is known at this save
+        self._verdict: _Verdict | None = None  # of the last plan checked at this save
         self._sighted = False  # whether an evaluation was seen to change with the weights
         self._sees_network: bool | None = (
             None  # whether it sees the weights and not only their averages; None: not tried
         )
         self._warned: set[str] = set()
-
-    @property
-    def strategy(self) -> Strategy | None:
-        """What chooses the scheme's settings; None for a lossless scheme."""
-        return self._strategy
 
     @property
     def overhead(self) -> float:
@@ -104,21 +170,26 @@ class Planner:
         resume: ResumedSteps | None = None,
         *,
         exact: bool = False,
-        snapshot: PlannedSnapshot | None = None,
+        combine: Combine = alone,
     ) -> Plan:
         """Choose for one snapshot.
 
         Args:
             save_context: the snapshot, and the reference of the previous checkpoint.
             measure: None where the user gave no way to evaluate the model.
-            resume: None where the training cannot be resumed from a state and put back.
+            resume: None where the training cannot be resumed from a state and put back. It gets the state as it was saved; where
+                processes have parts, the tensors of this one by name.
             exact: the user wants this checkpoint bit-exact.
-            snapshot: where other processes have parts of it: how all of it is measured, instead of by `measure`.
+            combine: where several processes have parts of the snapshot, joins what they know; all plan the same then.
         """
         self._recovery.saw(save_context.step)
-        share, self._fall = self._budget.share, 0.0
-        whole = snapshot or PlannedSnapshot(save_context.state, measure)
-        plan = self._choose(save_context, whole, resume, exact)
+        share, self._fall, self._verdict = self._budget.share, 0.0, None
+        if exact or self._ladder is None:
+            why = ", as a signal to end does" if exact else ""
+            plan = exactly(f"exact storage was asked for{why}", is_explained=True)
+        else:
+            save = _Save(self._ladder, save_context, measure, resume, combine)
+            plan = self._without_measuring(save) or self._measured(save)
         self._cost = plan.cost or plan.rise or EXACT
         cost = self._whole_cost(plan)
         self._costs_delay = cost.delay if cost is not None else 0.0
@@ -138,57 +209,48 @@ class Planner:
     @property
     def _delay(self) -> float:
         """What the progress costs that a restore under the last plan checked would lose."""
-        return self.guard.lost_steps * self._fall if self.guard is not None else 0.0
+        return self._verdict.lost_steps * self._fall if self._verdict is not None else 0.0
 
-    def _choose(
-        self,
-        save_context: SaveContext,
-        snapshot: PlannedSnapshot,
-        resume: ResumedSteps | None,
-        exact: bool,
-    ) -> Plan:
-        if exact or self._strategy is None:
-            why = ", as a signal to end does" if exact else ""
-            return exactly(f"exact storage was asked for{why}", is_explained=True)
-        finite, not_finite = snapshot.weights(self._strategy)
+    def _without_measuring(self, save: _Save) -> Plan | None:
+        """The plan where there is nothing to be measured, or no way to; None where it is to be measured."""
+        finite, not_finite = save.weights()
         self._warn_not_finite(not_finite)
         if not finite:
             return exactly("the state holds no weight that could be quantized", is_explained=bool(not_finite))
         if self._budget.left <= 0:
             return exactly("no part of max_degradation is left for a restore: stored exactly")
-        candidates = snapshot.candidates()
-        if candidates is None:
-            self._warn_once(
-                "unmeasured",
-                "there is no way to evaluate the model, so max_degradation cannot be checked: weights are stored with"
-                f" {self._config.scheme}'s mildest settings, or those given, unmeasured. {self._advice}",
-            )
-            return self._guarded(self._strategy, save_context, self._strategy.unmeasured(save_context))
+        if save.measure is not None:
+            return None
+        self._warn_once(
+            "unmeasured",
+            "there is no way to evaluate the model, so max_degradation cannot be checked: weights are stored with"
+            f" {self._config.scheme}'s mildest settings, or those given, unmeasured. {self._advice}",
+        )
+        return self._guarded(save, save.ladder.unmeasured(save.context))
+
+    def _measured(self, save: _Save) -> Plan:
+        """The plan by measurements; unmeasured where the evaluation does not see the weights, and exact where it fails."""
+        assert save.measure is not None
+        context, state = save.context, save.context.state
+        share, floor = self._budget.share, self._config.loss_floor
         try:
-            share, floor = self._budget.share, self._config.loss_floor
-            comparison = Comparison(candidates, share=share, floor=floor)
+            comparison = Comparison(state, save.measure, share=share, floor=floor, combine=save.combine)
             if self._baseline is not None:
-                self._fall = fall_of(self._baseline, (save_context.step, comparison.loss), floor)
-            plan = self._measured(self._strategy, save_context, snapshot, comparison, resume)
+                self._fall = fall_of(self._baseline, (context.step, comparison.loss), floor)
+            plan = self._seen(save, comparison)
         except EvaluationUnavailableError as error:
-            if isinstance(error.__cause__, TraceError):
-                self._warn_once(
-                    "trace",
-                    "the quality of checkpoints is not measured any more, and weights are stored with"
-                    f" {self._config.scheme}'s mildest settings, or those given: {error.__cause__}",
-                )
-                return self._guarded(self._strategy, save_context, self._strategy.unmeasured(save_context))
-            return exactly(f"the degradation could not be measured ({error})", is_explained=True)
+            if not isinstance(error.__cause__, TraceError):
+                return exactly(f"the degradation could not be measured ({error})", is_explained=True)
+            self._warn_once(
+                "trace",
+                "the quality of checkpoints is not measured any more, and weights are stored with"
+                f" {self._config.scheme}'s mildest settings, or those given: {error.__cause__}",
+            )
+            save.context = context
+            return self._guarded(save, save.ladder.unmeasured(context))
         return replace(plan, baseline=comparison.loss, evaluations=comparison.evaluations)
 
-    def _measured(
-        self,
-        strategy: Strategy,
-        save_context: SaveContext,
-        snapshot: PlannedSnapshot,
-        comparison: Comparison,
-        resume: ResumedSteps | None,
-    ) -> Plan:
+    def _seen(self, save: _Save, comparison: Comparison) -> Plan:
         if not math.isfinite(comparison.loss):
             self._warn_once(
                 "loss",
@@ -200,12 +262,9 @@ class Planner:
             if not self._sighted:
                 comparison.look()
                 self._sighted = True
-            averages_only = self._sees_averages_only(strategy, snapshot, comparison)
-            save_context = replace(save_context, averages_only=averages_only)
-            plan = self._bounded(strategy, save_context, snapshot, comparison, resume)
-            if save_context.averages_only and not plan.is_exact:
-                plan = replace(plan, reason=f"{plan.reason}; {_AVERAGES_ONLY}")
-            return plan
+            averages_only = self._sees_averages_only(save, comparison)
+            save.context = replace(save.context, averages_only=averages_only)
+            plan = self._bounded(save, comparison)
         except BlindEvaluationError as error:
             self._sighted = False
             self._warn_once(
@@ -214,20 +273,19 @@ class Planner:
                 f" {self._config.scheme}'s mildest settings, or those given, are taken, unmeasured. Evaluate the model that is"
                 " trained, not a copy of it, or choose scheme='lossless'",
             )
-            plan = self._guarded(strategy, save_context, strategy.unmeasured(save_context))
-            if plan.is_exact:
-                return plan
-            return replace(plan, reason=f"unmeasured: {error}", is_blind=True)
+            plan = self._guarded(save, save.ladder.unmeasured(save.context))
+            return plan if plan.is_exact else replace(plan, reason=f"unmeasured: {error}", is_blind=True)
+        if averages_only and not plan.is_exact:
+            return replace(plan, reason=f"{plan.reason}; {_AVERAGES_ONLY}")
+        return plan
 
-    def _sees_averages_only(
-        self, strategy: Strategy, snapshot: PlannedSnapshot, comparison: Comparison
-    ) -> bool:
+    def _sees_averages_only(self, save: _Save, comparison: Comparison) -> bool:
         """Whether the evaluation measures averages of the weights and not the weights.
 
         Raises:
             BlindEvaluationError: it does, and the scheme stores averages exactly: nothing that it changes is seen.
         """
-        there, taken = snapshot.averages(strategy)
+        there, taken = save.averages()
         if not there:
             return False
         if self._sees_network is None:
@@ -238,26 +296,18 @@ class Planner:
             )
         return not self._sees_network
 
-    def _bounded(
-        self,
-        strategy: Strategy,
-        save_context: SaveContext,
-        snapshot: PlannedSnapshot,
-        comparison: Comparison,
-        resume: ResumedSteps | None,
-    ) -> Plan:
+    def _bounded(self, save: _Save, comparison: Comparison) -> Plan:
         """Plan so that the rise at the restore stays within all that is left, and the rise that training does not
         recover within the share of one restore."""
-        remains = self._recovery.remains if resume is not None else 1.0
+        remains = self._recovery.remains if save.resume is not None else 1.0
         share, allowed = self._budget.share, min(self._budget.left, self._budget.share / remains)
-        plan = self._settled(strategy, save_context, comparison, allowed, remains)
-        if resume is None or plan.is_exact or not self._recovery.marks(plan.options, plan.scale):
+        plan = self._settled(save, comparison, allowed, remains)
+        if save.resume is None or plan.is_exact or not self._recovery.marks(plan.options, plan.scale):
             return plan
-        probe = Probe(self._config, self._recovery, share, self.guard)
-        plan = probe.of(plan, save_context, snapshot, resume)
+        plan = self._probed(save, plan)
         if self._baseline is None and plan.fall > 0:  # nothing else says yet how fast the loss falls
             self._fall, probed = plan.fall, plan
-            plan = self._guarded(strategy, save_context, plan, comparison, allowed)
+            plan = self._guarded(save, plan, comparison, allowed)
             if plan.is_exact:
                 return plan
             plan = replace(
@@ -266,29 +316,19 @@ class Planner:
         if plan.lasting.within(share):
             return plan
         outcome = f"after {max(plan.resumed)} resumed steps the loss was {plan.resumed[max(plan.resumed)].mean:+.3g}"
-        allowed = stricter(plan, share)
-        plan = self._settled(strategy, save_context, comparison, allowed, self._recovery.remains)
+        plan = self._settled(save, comparison, _stricter(plan, share), self._recovery.remains)
         plan = replace(plan, reason=f"{outcome}; {plan.reason}")
         if plan.is_exact:
             return plan
-        plan = probe.of(plan, save_context, snapshot, resume)
+        plan = self._probed(save, plan)
         if plan.lasting.within(share):
             return plan
         return exactly(f"{outcome}, and with milder settings too: stored exactly")
 
-    def _settled(
-        self,
-        strategy: Strategy,
-        save_context: SaveContext,
-        comparison: Comparison,
-        allowed: float,
-        remains: float,
-    ) -> Plan:
-        """The strategy's choice that the guard accepts, with its cost as predicted without a probe."""
-        plan = strategy.measured(save_context, comparison, allowed)
-        plan = replace(
-            self._guarded(strategy, save_context, plan, comparison, allowed), baseline=comparison.loss
-        )
+    def _settled(self, save: _Save, comparison: Comparison, allowed: float, remains: float) -> Plan:
+        """The ladder's choice that the guard accepts, with its cost as predicted without a probe."""
+        plan = save.ladder.measured(save.context, comparison, allowed)
+        plan = replace(self._guarded(save, plan, comparison, allowed), baseline=comparison.loss)
         if plan.rise is not None and 2 * _half(plan.rise) > allowed:
             plan = replace(
                 plan,
@@ -296,45 +336,61 @@ class Planner:
             )
         return replace(plan, cost=plan.rise.times(remains) if plan.rise is not None else None)
 
+    def _probed(self, save: _Save, plan: Plan) -> Plan:
+        """The plan with the rise of the loss after some steps from what it restores, above as many steps from the true state, and
+        with the cost of a restore that follows from it."""
+        marks = self._recovery.marks(plan.options, plan.scale) or self._recovery.shortest
+        threads, floor = self._config.encoder_threads, self._config.loss_floor
+        true = save.losses_after(marks, None, threads)
+        tried = save.losses_after(marks, plan.scheme, threads)
+        at, absolute = plan.rise or EXACT, absolute_error(self._budget.share)
+        fall = lost = error = 0.0
+        if plan.baseline is not None:
+            last = sum(true[-1]) / len(true[-1])
+            fall = max(0.0, -relative_rise(last, plan.baseline, floor)) / marks[-1]
+        if self._verdict is not None:
+            lost, known = self._verdict.lost_steps, self._verdict.update_error
+            error = _USUAL_ERROR if known is None else known
+        rises = {
+            mark: measured_rise(baseline, losses, floor=floor, absolute=absolute)
+            for mark, losses, baseline in zip(marks, tried, true, strict=True)
+        }
+        rises = lasting_rises(rises, at, fall=fall, lost_steps=lost, update_error=error)
+        cost = self._recovery.measured(at, rises, plan.options, plan.scale)
+        return replace(plan, resumed=rises, fall=fall, cost=cost)
+
     def _guarded(
-        self,
-        strategy: Strategy,
-        save_context: SaveContext,
-        plan: Plan,
-        comparison: Comparison | None = None,
-        allowed: float = 0.0,
+        self, save: _Save, plan: Plan, comparison: Comparison | None = None, allowed: float = 0.0
     ) -> Plan:
+        """The plan, or a milder one that the guard accepts, or an exact one."""
         if self.guard is None or plan.is_exact:
             return plan
-        milder = getattr(strategy, "milder", None)
-        first = refusal = self._refusal(self.guard, save_context, plan)
-        for _ in range(_MILDER if milder is not None else 0):
+        first = refusal = self._refusal(self.guard, save, plan)
+        for _ in range(_MILDER):
             if refusal is None:
                 break
-            how = {"moments": refusal.moments, "at_fault": self.guard.at_fault, "times": refusal.times}
-            found = milder(save_context, comparison, allowed, **how)  # type: ignore[misc]
+            found = save.ladder.milder(save.context, comparison, allowed, refusal)
             if found is None:
                 break
-            plan = found
-            refusal = self._refusal(self.guard, save_context, plan)
+            plan, refusal = found, self._refusal(self.guard, save, found)
         if refusal is not None and refusal.is_firm:
             return exactly(f"{refusal.reason}: stored exactly")
         return (
             plan if first is None else replace(plan, reason=f"{plan.reason}; with wider steps {first.reason}")
         )
 
-    def _refusal(self, guard: Guard, save_context: SaveContext, plan: Plan) -> "_Refusal | None":
-        """Why a plan must not be used as it is: the guard refuses it, or the progress that it loses costs too much."""
-        reason = guard(save_context, plan.scheme)
-        if reason is not None:
-            return _Refusal(reason, guard.refuses_moments)
+    def _refusal(self, guard: Guard, save: _Save, plan: Plan) -> Refusal | None:
+        """Why a plan must not be used as it is: a guard refuses it, or the progress that it loses costs too much."""
+        verdict = self._verdict = _verdict_of(guard, save, plan.scheme)
+        if verdict.reason is not None:
+            return Refusal(verdict.reason, verdict.moments, verdict.at_fault)
         delay, share = self._delay, self._budget.delay_share
         if delay <= share or plan.rise is None:
             return None
         high = max(plan.rise.high, plan.lasting.high)
         reason = f"a restore would lose progress that costs {delay:+.3g}, and {share:.3g} may be lost"
         times = delay / max(share, 1e-9 * delay)
-        return _Refusal(reason, moments=True, times=times, is_firm=high + delay > self._budget.delay_left)
+        return Refusal(reason, True, verdict.at_fault, times, is_firm=high + delay > self._budget.delay_left)
 
     def _warn_not_finite(self, names: Sequence[str]) -> None:
         if names:
@@ -359,7 +415,7 @@ class Planner:
         )
         return {
             "scheme": self._config.scheme,
-            "strategy": self._strategy.state_dict() if self._strategy is not None else {},
+            "strategy": self._ladder.state_dict() if self._ladder is not None else {},
             "restores": {
                 **self._budget.state_dict(),
                 "cost": cost,
@@ -383,7 +439,7 @@ class Planner:
         self._load_restores(state.get("restores"), restored=restored)
         self._baseline = _baseline_of(state.get("baseline"))
         recovery, strategy = state.get("recovery"), state.get("strategy")
-        if self._strategy is None or state.get("scheme") != self._config.scheme:
+        if self._ladder is None or state.get("scheme") != self._config.scheme:
             if isinstance(
                 recovery, dict
             ):  # recovery from another scheme's errors does not predict recovery from this one's
@@ -392,7 +448,7 @@ class Planner:
         if not isinstance(recovery, dict) or not isinstance(strategy, dict):
             raise ConfigError("the search state is malformed: start a new search")
         self._recovery.load_state_dict(recovery)
-        self._strategy.load_state_dict(strategy)
+        self._ladder.load_state_dict(strategy)
 
     def begin_again(self, state: Mapping[str, object], *, restored: bool) -> None:
         """Go on as a process does that has loaded this state; which warnings were given is kept.
@@ -410,7 +466,7 @@ class Planner:
         self._recovery = RecoveryEstimate(
             config.probe_steps, config.search_overhead, self._spent_s, self._clock
         )
-        self._strategy = strategy_of(config, self._spent_s)
+        self._ladder = ladder_of(config, self._spent_s)
         self.load_state_dict(state, restored=restored)
 
     def _load_restores(self, stored: object, *, restored: bool) -> None:
@@ -428,6 +484,35 @@ class Planner:
         finally:
             if restored:
                 self._budget.restored(cost, high, delay)
+
+
+def _verdict_of(guard: Guard, save: _Save, scheme: Scheme) -> _Verdict:
+    """What all guards accept is accepted; otherwise the most and the worst of any."""
+    reason = guard(save.context, scheme)
+    own = {
+        "refused": [] if reason is None else [[guard.refuses_moments, reason]],
+        "at_fault": sorted(guard.at_fault),
+        "lost_steps": [guard.lost_steps],
+        "update_error": [] if guard.update_error is None else [guard.update_error],
+    }
+    found = save.combine(own, joined)
+    # one for the weights first
+    moments, reason = min(found["refused"], key=lambda one: bool(one[0]), default=(False, None))
+    return _Verdict(
+        reason,
+        bool(moments),
+        frozenset(found["at_fault"]),
+        max(found["lost_steps"]),
+        max(found["update_error"], default=None),
+    )
+
+
+def _stricter(plan: Plan, share: float) -> float:
+    """The rise allowed at the restore so that the lasting rise is `share`, by proportion."""
+    at, cost = plan.rise or EXACT, plan.lasting
+    if not math.isfinite(cost.high):
+        return _AIM * share / 4  # four times narrower steps at least
+    return _AIM * at.high * share / cost.high
 
 
 def _baseline_of(stored: object) -> tuple[int, float] | None:

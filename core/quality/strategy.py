@@ -1,19 +1,20 @@
-"""The interfaces of the planner: a `Strategy` chooses a scheme's settings, `Plan` carries the choice, a `Guard` may refuse it."""
+"""What a save is stored with: a `Ladder` of a scheme's settings chooses, a `Plan` carries the choice, a `Refusal` asks for a milder one."""
 
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, NamedTuple
 
 from shrinkpoint.quality.comparison import Comparison
-from shrinkpoint.quality.evaluation import Measure
 from shrinkpoint.quality.measurement import EXACT, Rise
 from shrinkpoint.quality.restore_budget import RestoreCost
 from shrinkpoint.reports import Measured
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.training import Role, TensorSpec
 
-__all__ = ["Guard", "Measure", "Plan", "Strategy", "exactly"]
+__all__ = ["Ladder", "Plan", "Refusal", "exactly"]
 
 
 @dataclass(frozen=True)
@@ -89,51 +90,43 @@ class Plan:
         return self.configuration == "exact"
 
 
-class Guard(Protocol):
-    """Accepts or refuses a lossy plan by its tensors alone, see `shrinkpoint.quality.guards`."""
+class Refusal(NamedTuple):
+    """Why a plan must not be used as it is."""
 
-    @property
-    def refuses_moments(self) -> bool:
-        """Whether the last refusal was for the optimizer's state: less noise in the weights would not help."""
-        ...
-
-    @property
-    def at_fault(self) -> frozenset[int]:
-        """Positions of the optimizers whose moments differ most under the last plan checked; empty where unknown."""
-        ...
-
-    @property
-    def lost_steps(self) -> float:
-        """Training steps that a restore under the last plan checked would set training back by; 0 where unknown."""
-        ...
-
-    @property
-    def update_error(self) -> float | None:
-        """Relative error of the first update after a restore under the last plan checked; None where unknown."""
-        ...
-
-    def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
-        """Why a lossy scheme must not store a snapshot, or None where it may."""
-        ...
+    reason: str
+    moments: bool
+    """Whether the optimizer's state is to be milder, and not the weights."""
+    at_fault: frozenset[int]
+    """Positions of the optimizers whose moments differ most."""
+    times: float | None = None
+    """By how many times less the moments are to lose, where that is known."""
+    is_firm: bool = True
+    """Whether the plan must not be used even where nothing is milder."""
 
 
-class Strategy(Protocol):
-    """Chooses the settings of one scheme, and keeps its measurements between saves.
+class Ladder(ABC):
+    """The settings of one scheme, from which each save takes the smallest encoding that keeps the bound; keeps measurements between saves.
 
-    One that has milder settings than those of its last plan may also have a method ``milder`` with the arguments of
-    `measured` (`comparison` is None where nothing can be measured) and ``moments``: whether the optimizer's state is to be
-    milder, and not the weights; ``at_fault``, as of `Guard`; and ``times``, by how many times less moments are to lose, or None. It gives a
-    plan, or None where there are none.
+    Args:
+        name: the scheme's.
+        options: its settings.
     """
+
+    def __init__(self, name: str, options: Any) -> None:
+        self._name, self._options = name, options
+        self._comparison: weakref.ref[Comparison] | None = None  # which holds the whole snapshot
 
     def takes(self, spec: TensorSpec) -> bool:
         """Whether the scheme codes this tensor as a weight."""
-        ...
+        if self._options is None:
+            return spec.tag.role is Role.WEIGHT
+        return bool(self._options.takes(spec))
 
+    @abstractmethod
     def unmeasured(self, save_context: SaveContext) -> Plan:
         """The plan where there is no way to evaluate the model."""
-        ...
 
+    @abstractmethod
     def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
         """The plan whose restore raises the loss by no more than `allowed`, relative, at the upper end of the interval.
 
@@ -141,19 +134,37 @@ class Strategy(Protocol):
             EvaluationUnavailableError: training can no longer evaluate.
             BlindEvaluationError: the evaluation does not see the weights.
         """
-        ...
 
+    def milder(
+        self, save_context: SaveContext, comparison: Comparison | None, allowed: float, refusal: Refusal
+    ) -> Plan | None:
+        """A plan with milder settings than the last one had, or None where there are none.
+
+        Args:
+            save_context: as of `measured`.
+            comparison: as of `measured`; None where nothing can be measured.
+            allowed: as of `measured`.
+            refusal: why the last plan must not be used.
+        """
+        return None
+
+    @abstractmethod
     def state_dict(self) -> dict[str, object]:
-        """The strategy's state in JSON primitives, for a resumed training."""
-        ...
+        """What is known, in JSON primitives, for a resumed training."""
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned.
 
         Raises:
             ConfigError: it is no such state.
         """
-        ...
+
+    def _begins(self, comparison: Comparison) -> bool:
+        """Whether this comparison is of another save than the last one."""
+        begins = self._comparison is None or self._comparison() is not comparison
+        self._comparison = weakref.ref(comparison)
+        return begins
 
 
 def exactly(reason: str, *, is_explained: bool = False) -> Plan:

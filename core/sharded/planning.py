@@ -5,22 +5,17 @@ the ranks (`Together`), the time is the first rank's, and evaluations give all r
 """
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import StoreError
 from shrinkpoint.group.mailbox import Mailbox
-from shrinkpoint.quality.comparison import Candidates, Change
-from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps
+from shrinkpoint.quality.evaluation import EvaluationUnavailableError, Measure, ResumedSteps
 from shrinkpoint.quality.planner import Planner
-from shrinkpoint.quality.snapshots import PlannedSnapshot
-from shrinkpoint.quality.strategy import Guard, Measure, Plan, Strategy, exactly
-from shrinkpoint.schemes.base import SaveContext, Scheme
+from shrinkpoint.quality.strategy import Plan, exactly
+from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import entry_of
-from shrinkpoint.state.training import TrainingState
 
 __all__ = ["Together", "measurable", "plan_together"]
 
@@ -146,10 +141,7 @@ def plan_together(
     state = together.combine({"state": json.dumps(planner.state_dict(), sort_keys=True)}, _one_state)
     if state["state"] is not None:
         planner.begin_again(json.loads(state["state"]), restored=False)
-    if planner.guard is not None:
-        planner.guard = _SharedGuard(together, planner.guard)
-    snapshot = _SharedSnapshot(together, save_context.state, measure)
-    plan = planner.plan(save_context, None, resume, snapshot=snapshot)
+    plan = planner.plan(save_context, measure, resume, combine=together.combine)
     leave()
     return together.agree(plan)
 
@@ -157,87 +149,3 @@ def plan_together(
 def _one_state(messages: list[Message]) -> Message:
     first = messages[0]["state"]
     return {"state": first if any(one["state"] != first for one in messages) else None}
-
-
-class _SharedSnapshot(PlannedSnapshot):
-    """A snapshot of which this rank has a part: steps get its tensors by name."""
-
-    def __init__(self, together: Together, state: TrainingState, measure: Measure) -> None:
-        super().__init__(state, measure)
-        self._together, self._shared = together, measure
-
-    def _given(self, state: TrainingState) -> object:
-        return state.tensors
-
-    def weights(self, strategy: Strategy) -> tuple[list[str], list[str]]:
-        finite, not_finite = super().weights(strategy)
-        found = self._together.combine({"finite": finite[:1], "not_finite": not_finite}, _joined)
-        return found["finite"], found["not_finite"]
-
-    def averages(self, strategy: Strategy) -> tuple[bool, bool]:
-        there, taken = super().averages(strategy)
-        found = self._together.combine({"there": there, "taken": taken}, _any)
-        return found["there"], found["taken"]
-
-    def candidates(self) -> Candidates:
-        return _SharedCandidates(self._together, self._state, self._shared)
-
-
-class _SharedCandidates(Candidates):
-    """Candidates of which this rank has a part."""
-
-    def __init__(self, together: Together, state: TrainingState, measure: Measure) -> None:
-        super().__init__(state, measure)
-        self._together = together
-
-    def take(self, key: Hashable, restored: Callable[[], Mapping[str, torch.Tensor]]) -> Change:
-        own = super().take(key, restored)
-        found = self._together.combine({"names": sorted(own.names), "squares": [own.squares]}, _joined)
-        return Change(frozenset(found["names"]), sum(found["squares"]))
-
-    def summed(self, numbers: Callable[[], list[float]]) -> list[float]:
-        found = self._together.combine({"all": [super().summed(numbers)]}, _joined)
-        return [sum(column) for column in zip(*found["all"], strict=True)]
-
-
-class _SharedGuard:
-    """Accepts what all ranks' guards accept."""
-
-    def __init__(self, together: Together, own: Guard) -> None:
-        self._together, self._own = together, own
-        self.refuses_moments = False
-        """Whether the rank that has refused has done so for the optimizer's state."""
-        self.at_fault: frozenset[int] = frozenset()
-        """Those of all ranks."""
-        self.lost_steps = 0.0
-        """The most of any rank."""
-        self.update_error: float | None = None
-        """The greatest of the ranks that know it."""
-
-    def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
-        reason, own = self._own(save_context, scheme), self._own
-        refused = [] if reason is None else [[own.refuses_moments, reason]]
-        found = self._together.combine(
-            {
-                "refused": refused,
-                "at_fault": sorted(own.at_fault),
-                "lost_steps": [own.lost_steps],
-                "update_error": [] if own.update_error is None else [own.update_error],
-            },
-            _joined,
-        )
-        self.at_fault, self.lost_steps = frozenset(found["at_fault"]), max(found["lost_steps"])
-        self.update_error = max(found["update_error"], default=None)
-        if not found["refused"]:
-            return None
-        first = min(found["refused"], key=lambda one: one[0])  # one for the weights first
-        self.refuses_moments = bool(first[0])
-        return str(first[1])
-
-
-def _joined(messages: list[Message]) -> Message:
-    return {name: [value for one in messages for value in one[name]] for name in messages[0]}
-
-
-def _any(messages: list[Message]) -> Message:
-    return {name: any(one[name] for one in messages) for name in messages[0]}

@@ -23,17 +23,20 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.quality.planner import Planner
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.store.local import LocalObjects
 
 _DEEPEST: dict[str, Callable[..., Any]] = {
     "hand-over, to the snapshot": Snapshotter.take,
-    "choosing, to the quantizer": TrellisWeightCodec.restored,
+    "choosing, to the quantizer": TrellisWeightCodec.stage,
     "encoding, to the quantizer": TrellisWeightCodec.encode,
     "writing, to the store": LocalObjects.put_if_absent,
     "restoring, to the decoder": TrellisWeightCodec.decode,
 }
+_WITHIN = {TrellisWeightCodec.stage.__code__: Planner.plan.__code__}
+"""Called elsewhere, too: counted is what runs within the other function."""
 
 
 class Calls:
@@ -59,12 +62,14 @@ class Calls:
             return
         self.seen.add(code)
         if code in self._targets:
-            depth, above = 0, frame.f_back
+            depth, above, within = 0, frame.f_back, code not in _WITHIN
             while above is not None:
                 depth += self._is_own(above)
+                within = within or above.f_code is _WITHIN[code]
                 above = above.f_back
             name = self._targets[code]
-            self.depths[name] = min(depth, self.depths.get(name, depth))
+            if within:
+                self.depths[name] = min(depth, self.depths.get(name, depth))
 
     def _is_own(self, frame: FrameType) -> bool:
         code = frame.f_code

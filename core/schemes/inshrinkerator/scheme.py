@@ -19,7 +19,7 @@ from shrinkpoint.schemes.inshrinkerator.partition import ScoreSketches
 from shrinkpoint.schemes.inshrinkerator.sensitivity import sensitivity_score
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
-from shrinkpoint.schemes.recipe import with_second_moment
+from shrinkpoint.schemes.recipe import is_weight, with_second_moment
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
@@ -72,6 +72,11 @@ class InshrinkeratorOptions:
                     f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}"
                 )
 
+    def takes(self, spec: TensorSpec) -> bool:
+        """Whether the tensor is coded as a weight."""
+        # one-dimensional tensors (norm gains near 1, biases) would fill the protected quantile
+        return is_weight(spec, self.min_elements)
+
 
 class Weights:
     """The weights of one snapshot that the scheme may code, with their scores sketched once for all configurations.
@@ -91,7 +96,7 @@ class Weights:
         gradients: Mapping[str, torch.Tensor] | None = None,
         scores: Mapping[str, Any] | None = None,
     ) -> None:
-        self.specs = [spec for spec in state.specs.values() if _is_weight(spec, options)]
+        self.specs = [spec for spec in state.specs.values() if options.takes(spec)]
         self.tensors = {spec.name: state.tensors[spec.name] for spec in self.specs}
         finite = {name for name, tensor in self.tensors.items() if bool(torch.isfinite(tensor).all())}
         self.not_finite = [spec.name for spec in self.specs if spec.name not in finite]
@@ -179,7 +184,7 @@ class Inshrinkerator:
         for name, spec in state.specs.items():
             if name in sketched:
                 makers[name] = partial(self.weights.codec, spec, self.configuration)
-            elif _is_weight(spec, self.options):
+            elif self.options.takes(spec):
                 makers[name] = partial(_refuse, name)
             elif spec.numel >= self.options.min_elements and spec.tag.role is Role.EXP_AVG_SQ:
                 makers[name] = partial(SecondMomentCodec, step=self.options.second_moment_step)
@@ -202,17 +207,6 @@ def _refuse(name: str) -> TensorCodec:
 
 def _parameter(spec: TensorSpec) -> str:
     return spec.tag.parameter or spec.name
-
-
-def _is_weight(spec: TensorSpec, options: InshrinkeratorOptions) -> bool:
-    # one-dimensional tensors (norm gains near 1, biases) would fill the protected quantile
-    return (
-        spec.tag.role is Role.WEIGHT
-        and spec.tag.layer_type is not LayerType.NORM
-        and len(spec.shape) >= 2
-        and spec.numel >= options.min_elements
-        and spec.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    )
 
 
 def _gradients(

@@ -12,7 +12,7 @@ from support.training import OPTIMIZERS, TinyMLP, capture, train
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
-from shrinkpoint.quality.comparison import BlindEvaluationError, Candidates, Comparison
+from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.restore_budget import NO_COST, fall_of, reserve_of, restore_cost
@@ -127,7 +127,7 @@ def test_luck_is_told_apart_from_harm(states):
         plan = Run(states, luck=luck).save(resume=False)
         assert plan.configuration == plain.configuration
         assert plan.degradation == pytest.approx(plain.degradation, rel=1e-3)
-        assert abs(plan.rise.luck) > 3 * plan.degradation
+        assert abs(plan.rise.first_order) > 3 * plan.degradation
 
 
 def test_the_probe_compares_the_restored_state_with_the_true_one(states):
@@ -413,9 +413,7 @@ def test_an_evaluation_of_weights_that_are_stored_exactly_is_blind(states):
     """A frozen copy within the model: noise in all weights changes the loss, noise in those that are trained does not."""
     true = true_model(states[0])
     copied, trained = list(true)[:2]
-    comparison = Comparison(
-        Candidates(states[0], lambda weights: float(weights[copied].double().sum())), share=1e-3
-    )
+    comparison = Comparison(states[0], lambda weights: float(weights[copied].double().sum()), share=1e-3)
     comparison.look()
     with pytest.raises(BlindEvaluationError, match="all weights that this checkpoint changes"):
         comparison.rise("changed", lambda: {**true, trained: true[trained] * 1.01})

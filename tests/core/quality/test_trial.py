@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.containers import identical
 
-from shrinkpoint.quality.comparison import BlindEvaluationError, Candidates, Comparison
+from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.measurement import EXACT
 from shrinkpoint.quality.trial import mirrored_model, own_memory, perturbed_model, true_model
 from shrinkpoint.state.training import Role, Tag, TrainingState
@@ -85,7 +85,7 @@ def test_a_comparison_lends_what_is_not_the_snapshots():
         lent.append(set(getattr(weights, "lent", ())))
         return float(weights["w"].square().mean())
 
-    comparison = Comparison(Candidates(state, measure), share=0.001)
+    comparison = Comparison(state, measure, share=0.001)
     comparison.rise("narrow", lambda: {"w": state.tensors["w"] * 1.01, "same": state.tensors["same"]})
     assert lent == [set(), {"w"}, {"w"}]
 
@@ -116,7 +116,7 @@ class Quadratic:
 
 def test_a_comparison_measures_each_candidate_once_and_exact_ones_never():
     state, loss = made(w=torch.randn(1000)), Quadratic()
-    comparison = Comparison(Candidates(state, loss), share=0.001)
+    comparison = Comparison(state, loss, share=0.001)
     restored = {"w": state.tensors["w"] * 1.01}
     distance = float((restored["w"] - state.tensors["w"]).norm())
     rise = comparison.rise("narrow", lambda: restored)
@@ -137,16 +137,16 @@ def test_a_pair_needs_both_of_its_losses(where):
         below = float(weights["w"][0]) < 1
         return math.nan if (above if where == "restored" else below) else 1.0
 
-    comparison = Comparison(Candidates(state, measure), share=0.001)
+    comparison = Comparison(state, measure, share=0.001)
     assert comparison.rise("a", lambda: {"w": torch.full((1000,), 1.01)}).mean == math.inf
     assert comparison.evaluations == (2 if where == "restored" else 3)
 
 
 def test_a_pair_that_changes_nothing_is_looked_into():
     state = made(w=torch.ones(1000))
-    coarse = Comparison(Candidates(state, lambda weights: round(float(weights["w"].std()), 1)), share=0.001)
+    coarse = Comparison(state, lambda weights: round(float(weights["w"].std()), 1), share=0.001)
     assert coarse.rise("a", lambda: {"w": torch.full((1000,), 1.01)}).mean == 0.0
     assert coarse.evaluations == 4
-    blind = Comparison(Candidates(state, lambda weights: [1.0, 2.0]), share=0.001)
+    blind = Comparison(state, lambda weights: [1.0, 2.0], share=0.001)
     with pytest.raises(BlindEvaluationError, match=r"noise of 10% .* 1\.5, exactly as it is"):
         blind.rise("a", lambda: {"w": torch.full((1000,), 1.01)})
