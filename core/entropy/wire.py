@@ -2,7 +2,7 @@
 
 from shrinkpoint.errors import FormatError
 
-__all__ = ["BitReader", "BitWriter", "ByteReader", "Payload", "write_uvarint"]
+__all__ = ["ByteReader", "Payload", "write_uvarint"]
 
 Payload = bytes | bytearray | memoryview
 
@@ -69,68 +69,3 @@ class ByteReader:
         """Raise unless every byte has been read."""
         if self.remaining:
             raise FormatError(f"{self.what}: {self.remaining} bytes follow the end of the data")
-
-
-class BitWriter:
-    """Fields of so many bits each, low bits first, the first field in a byte's low bits."""
-
-    def __init__(self) -> None:
-        self._bits: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._bits)
-
-    def put(self, value: int, width: int) -> None:
-        """Append ``value``, which is below ``2 ** width``."""
-        self._bits += [value >> place & 1 for place in range(width)]
-
-    def put_rice(self, value: int, low: int) -> None:
-        """Append a Rice code: ``value >> low`` ones, a zero, then the ``low`` lowest bits."""
-        self._bits += [1] * (value >> low) + [0]
-        self.put(value & ((1 << low) - 1), low)
-
-    def to_bytes(self) -> bytes:
-        """All fields, filled up with zeros to whole bytes."""
-        padded = self._bits + [0] * (-len(self._bits) % 8)
-        octets = [padded[start : start + 8] for start in range(0, len(padded), 8)]
-        return bytes(sum(bit << place for place, bit in enumerate(octet)) for octet in octets)
-
-
-class BitReader:
-    """Inverse of `BitWriter`: takes bytes from a reader as they are needed."""
-
-    def __init__(self, reader: ByteReader) -> None:
-        self._reader = reader
-        self._bits = self._filled = 0
-
-    def take(self, width: int) -> int:
-        """Return the next ``width`` bits as an integer."""
-        while self._filled < width:
-            self._bits |= self._reader.byte() << self._filled
-            self._filled += 8
-        value = self._bits & ((1 << width) - 1)
-        self._bits >>= width
-        self._filled -= width
-        return value
-
-    def take_rice(self, low: int, limit: int) -> int:
-        """Return the next Rice code, which must not exceed ``limit``."""
-        high = 0
-        while True:
-            ones = (~self._bits & self._bits + 1).bit_length() - 1  # a byte at a time: hostile codes are long
-            high += ones
-            if high << low > limit:
-                raise FormatError(f"{self._reader.what}: a Rice code is above {limit}")
-            if ones < self._filled:
-                break
-            self._bits, self._filled = self._reader.byte(), 8
-        self.take(ones + 1)
-        value = high << low | self.take(low)
-        if value > limit:
-            raise FormatError(f"{self._reader.what}: a Rice code is above {limit}")
-        return value
-
-    def finish(self) -> None:
-        """Raise unless what fills the last byte is zero."""
-        if self._bits:
-            raise FormatError(f"{self._reader.what}: the bits behind the last field are not zero")

@@ -113,18 +113,18 @@ def _is_sound(mark: Path) -> bool:
 
 def cache_folder() -> Path | None:
     """Where the compiled coders are kept; None where none are: no folder that may be written to, ``NUMBA_DISABLE_JIT``."""
-    from shrinkpoint.entropy import rans_kernels
+    from shrinkpoint.entropy.static import rans_kernels
 
-    stats = getattr(rans_kernels.encode_one, "stats", None)  # none where compiling is turned off
+    stats = getattr(rans_kernels.encode, "stats", None)  # none where compiling is turned off
     return Path(stats.cache_path) if stats is not None and stats.cache_path is not None else None
 
 
 def _folders() -> Iterator[Path]:
     """Where they are looked for: `cache_folder`, and others that need not be writable."""
-    from shrinkpoint.entropy import rans_kernels
+    from shrinkpoint.entropy.static import rans_kernels
     from shrinkpoint.runtime.kernel_cache import kept_of
 
-    folder, kept = cache_folder(), kept_of(rans_kernels.encode_one)
+    folder, kept = cache_folder(), kept_of(rans_kernels.encode)
     if folder is not None:
         yield folder
     if kept is not None:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from shrinkpoint.arrays import Float32s, UInt8s
-from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
-from shrinkpoint.entropy.symbols import count_symbols
+from shrinkpoint.entropy.static.rans import decode_symbols, encode_given, encode_symbols
+from shrinkpoint.entropy.static.tables import count_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.codec_io import as_float32, floats, matrix_shape, normal, number, plane_of, section
@@ -31,18 +31,6 @@ _V_CLIP_STEPS = 60  # levels on each side of the factor
 _M_CLIP_STEPS = 31  # levels on each side of zero; Adam bounds |m| / sqrt(v) by about 7.3 for (0.9, 0.999)
 _M_BEYOND = 15.5  # |m| / sqrt(v) that moments of one gradient hardly exceed
 _M_STRANGERS = 1e-3  # share of such elements above which the two are not moments of one gradient
-
-
-def _code_plane(
-    plane: UInt8s, spec: TensorSpec, name: str, alphabet: int, context: Context
-) -> tuple[bytes, bool]:
-    """Code the plane conditioned on the previous checkpoint's, or alone where that is predicted to be smaller."""
-    previous = _previous(name, spec, context)
-    if previous is not None:
-        counts = count_symbols(plane, previous, alphabet, alphabet)
-        if predict_bytes(counts) < predict_bytes(counts.sum(axis=0, keepdims=True)):
-            return encode_symbols(plane, previous, alphabet, alphabet), True
-    return encode_symbols(plane, None, alphabet, 1), False
 
 
 def _read_plane(
@@ -102,7 +90,9 @@ class SecondMomentCodec:
         octaves = (np.arange(lowest, highest + 1) - (_V_CLIP_STEPS + 1)) * self.step
         codebook = np.exp2(octaves).astype("<f4")
         compact = np.where(plane > 0, plane - (lowest - 1), 0).astype(np.uint8)
-        payload, uses_reference = _code_plane(plane, spec, "levels", 2 * _V_CLIP_STEPS + 2, context)
+        payload, uses_reference = encode_given(
+            plane, _previous("levels", spec, context), 2 * _V_CLIP_STEPS + 2
+        )
         sections = {
             "rows": rows.astype("<f4").tobytes(),
             "columns": columns.astype("<f4").tobytes(),
@@ -214,7 +204,9 @@ class FirstMomentCodec:
         if np.count_nonzero((np.abs(values) > limit * root) & (root > 0)) > _M_STRANGERS * values.size:
             raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
         plane = (np.clip(level, -_M_CLIP_STEPS, _M_CLIP_STEPS) + _M_CLIP_STEPS).astype(np.uint8)
-        payload, uses_reference = _code_plane(plane, spec, "levels", 2 * _M_CLIP_STEPS + 1, context)
+        payload, uses_reference = encode_given(
+            plane, _previous("levels", spec, context), 2 * _M_CLIP_STEPS + 1
+        )
         params = {"step": float(np.float32(self.step))}
         encoded = EncodedTensor(self.id, params, {"levels": payload}, uses_reference)
         return Coded(encoded, {"levels": plane}, self._restore(plane, unit, spec))

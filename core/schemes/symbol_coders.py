@@ -18,8 +18,7 @@ import numpy as np
 
 from shrinkpoint.arrays import UInt8s
 from shrinkpoint.entropy.static.huffman import decode_huffman, encode_huffman
-from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
-from shrinkpoint.entropy.symbols import count_symbols
+from shrinkpoint.entropy.static.rans import decode_symbols, encode_given
 from shrinkpoint.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -76,7 +75,8 @@ def encode_plane(
             plane, alphabet, columns=wide, previous=previous, options=coder
         )
     if coder == "rans":
-        return _encode_rans(plane, alphabet, previous)
+        payload, given = encode_given(plane, previous, alphabet)
+        return bytes([_GIVEN if given else _RANS]) + payload
     if coder == "cyclic" and previous is not None:
         delta = (plane.astype(np.int64) - previous) % alphabet
         return bytes([_CYCLIC]) + encode_huffman(delta)
@@ -175,14 +175,6 @@ def _filters(**more: Any) -> list[dict[str, Any]]:
 
 def _columns(count: int, columns: int | None) -> int:
     return columns or max(count, 1)
-
-
-def _encode_rans(plane: UInt8s, alphabet: int, previous: UInt8s | None) -> bytes:
-    if previous is not None:
-        counts = count_symbols(plane, previous, alphabet, alphabet)
-        if predict_bytes(counts) < predict_bytes(counts.sum(axis=0, keepdims=True)):
-            return bytes([_GIVEN]) + encode_symbols(plane, previous, alphabet, alphabet)
-    return bytes([_RANS]) + encode_symbols(plane, None, alphabet, 1)
 
 
 def _decode_huffman(body: bytes, count: int, alphabet: int, previous: UInt8s | None) -> UInt8s:

@@ -17,8 +17,7 @@ import numpy as np
 import zstandard
 
 from shrinkpoint.arrays import UInt8s
-from shrinkpoint.entropy.symbols import count_symbols
-from shrinkpoint.entropy.tables import data_bits
+from shrinkpoint.entropy.static.tables import count_symbols, data_bits
 from shrinkpoint.runtime.team import map_in_order
 from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder, decode_levels, encode_levels
 

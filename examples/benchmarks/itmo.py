@@ -38,8 +38,7 @@ from shrinkpoint.entropy.lanes.coder import encode_matrix
 from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.entropy.lstm.coder import LstmOptions
 from shrinkpoint.entropy.numbers import decode_numbers
-from shrinkpoint.entropy.symbols import count_symbols
-from shrinkpoint.entropy.tables import data_bits
+from shrinkpoint.entropy.static.tables import count_symbols, data_bits
 from shrinkpoint.schemes.auto import first_moments, trellis_weights
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.scheme import AutoOptions

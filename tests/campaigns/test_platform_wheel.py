@@ -103,7 +103,9 @@ def test_nothing_is_compiled_where_the_platforms_wheel_is_installed(
     verified(for_all, tmp_path / "first" / "run")
 
     # another source of the kernels, as after an editor's change: they count as none
-    [changed] = (tmp_path / "platforms").glob("lib/python*/site-packages/shrinkpoint/entropy/rans_kernels.py")
+    [changed] = (tmp_path / "platforms").glob(
+        "lib/python*/site-packages/shrinkpoint/entropy/static/rans_kernels.py"
+    )
     changed.write_text(changed.read_text() + "\n")
     *compiled, last = run(python, tmp_path / "third")
     assert len(compiled) > 20

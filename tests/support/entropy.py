@@ -1,8 +1,7 @@
 """How many bits symbols need."""
 
 from shrinkpoint.arrays import UInt8s
-from shrinkpoint.entropy.symbols import count_symbols
-from shrinkpoint.entropy.tables import data_bits
+from shrinkpoint.entropy.static.tables import count_symbols, data_bits
 
 
 def conditional_entropy_bits(

@@ -190,7 +190,8 @@ def code_span(
         symbols: the chunk's; when encoding, each is below the alphabet, which the caller has checked.
         start: a multiple of `BATCH`.
         stop: a multiple of `BATCH`, or the end.
-        coder: of `range_coder_kernels.new_coder`.
+        coder: the interval's low end, its width less 1 or its high end, the code, and the position in the stream, past whose end zeros
+            are read.
         stream: what does not fit is dropped, but counted.
         decoding: whether symbols are filled in.
     """

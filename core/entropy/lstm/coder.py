@@ -39,10 +39,10 @@ from typing import Any
 
 import numpy as np
 
-from shrinkpoint.arrays import Int64s, UInt8s
+from shrinkpoint.arrays import UInt8s
 from shrinkpoint.entropy.lstm.initial import MOST_RARE, curves, new_learner, rarities
-from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
-from shrinkpoint.entropy.symbols import check_array, check_sizes, count_symbols, frozen
+from shrinkpoint.entropy.static.rans import decode_symbols, encode_given
+from shrinkpoint.entropy.static.tables import check_array, check_sizes, count_symbols, frozen
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import ConfigError, CorruptionError, FormatError
 from shrinkpoint.runtime.team import map_in_threads
@@ -99,11 +99,11 @@ class _Plan:
 
     def code(self, offset: int, symbols: UInt8s, stream: UInt8s, decoding: bool) -> int:
         """Code one chunk; how many bytes that takes when encoding, has taken at most when decoding."""
-        from shrinkpoint.entropy import range_coder_kernels  # numba
-        from shrinkpoint.entropy.lstm import chunk_kernels
+        from shrinkpoint.entropy.lstm import chunk_kernels  # numba
 
         learner = new_learner(self.rarity, self.options.width, 1 << (24 - self.options.rate))
-        coder = range_coder_kernels.new_coder(stream, decoding)
+        ahead = int.from_bytes(bytes(stream[:4]).ljust(4, b"\0"), "big") if decoding else 0
+        coder = np.array([0, 0xFFFFFFFF, ahead, 4 if decoding else 0])
         arguments: tuple[Any, ...] = (learner, curves(), self.previous, offset, symbols, 0, symbols.size)
         chunk_kernels.code_span(*arguments, coder, stream, decoding)
         if decoding:
@@ -140,9 +140,9 @@ def encode_plane(
     options = options or LstmOptions()
     if symbols.size == 0:
         return b""
-    counts = count_symbols(symbols, previous, alphabet, alphabet if previous is not None else 1)
-    ordinary = _encode_ordinary(symbols, alphabet, previous, counts)
-    total = counts.sum(axis=0)
+    payload, given = encode_given(symbols, previous, alphabet)
+    ordinary = bytes([_GIVEN if given else _ALONE]) + payload
+    total = count_symbols(symbols, None, alphabet, 1)[0]
     if symbols.size < _MIN_SYMBOLS or np.count_nonzero(total) < 2:
         return ordinary
     plan = _Plan(
@@ -239,12 +239,6 @@ def _check(size: int, alphabet: int, columns: int, previous: UInt8s | None) -> N
 def _matrix(previous: UInt8s | None, columns: int) -> UInt8s:
     plane = np.zeros(0, dtype=np.uint8) if previous is None else previous
     return frozen(plane.reshape(-1, columns))
-
-
-def _encode_ordinary(symbols: UInt8s, alphabet: int, previous: UInt8s | None, counts: Int64s) -> bytes:
-    if previous is not None and predict_bytes(counts) < predict_bytes(counts.sum(axis=0, keepdims=True)):
-        return bytes([_GIVEN]) + encode_symbols(symbols, previous, alphabet, alphabet)
-    return bytes([_ALONE]) + encode_symbols(symbols, None, alphabet, 1)
 
 
 def _encode_chunk(plan: _Plan, symbols: UInt8s, span: Span) -> bytes | None:

@@ -4,20 +4,34 @@ Payload: number of symbols (varint); number of distinct symbols (varint); the di
 zigzagged and then the distances (varints); one byte of code length each; the codes, first bit highest, zero-padded.
 No symbols: a single 0. One distinct symbol has a code of length 0, hence no codes follow.
 
-Sources: D. Huffman (1952); Inshrinkerator (arXiv 2306.11800), Algorithm 5, last step.
+*Ranks* are symbols from 0 on whose table is kept elsewhere, as in LC-Checkpoint's cached code table: symbols that are ranked by how
+often they occur have nearly the same distribution again and again, and a table that was built once serves all later arrays with
+as many, so that only the codes are stored.
+
+Sources: D. Huffman (1952); Inshrinkerator (arXiv 2306.11800), Algorithm 5, last step; LC-Checkpoint (arXiv 2009.13003), section on
+Huffman coding, "code table caching".
 """
 
 import heapq
 
 import numpy as np
 
-from shrinkpoint.arrays import Int64s
+from shrinkpoint.arrays import Int64s, UInt8s
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.runtime.unlocked import to_bytes
 
-__all__ = ["decode_huffman", "encode_huffman"]
+__all__ = [
+    "MAX_RANKS",
+    "decode_huffman",
+    "decode_ranks",
+    "encode_huffman",
+    "encode_ranks",
+    "rank_lengths",
+]
 
+MAX_RANKS = 32
+"""Most symbols of a table that is kept; any code over so few fits the decoder's longest code, 40 bits."""
 
 _MAX_LENGTH = 40  # a kernel's 64-bit buffer holds a code and 7 bits before it
 _LOOKUP_BITS = 12
@@ -34,8 +48,6 @@ def encode_huffman(symbols: Int64s) -> bytes:
     Returns:
         The payload.
     """
-    from shrinkpoint.entropy.static import huffman_kernels  # numba
-
     out = bytearray()
     write_uvarint(out, symbols.size)
     if symbols.size == 0:
@@ -48,9 +60,7 @@ def encode_huffman(symbols: Int64s) -> bytes:
     for distance in np.diff(distinct):
         write_uvarint(out, int(distance))
     out += lengths.astype(np.uint8).tobytes()
-    stream = np.empty(-(-int((counts * lengths).sum()) // 8), dtype=np.uint8)
-    huffman_kernels.huffman_encode(indices, _canonical_codes(lengths), lengths, stream)
-    return b"".join((bytes(out), to_bytes(stream)))
+    return b"".join((bytes(out), to_bytes(_encode_stream(indices, counts, lengths))))
 
 
 def decode_huffman(payload: Payload, max_symbols: int) -> Int64s:
@@ -78,6 +88,63 @@ def decode_huffman(payload: Payload, max_symbols: int) -> Int64s:
         return np.full(count, distinct[0], dtype=np.int64)
     ranks = _decode_stream(reader.rest(), count, lengths)
     return np.asarray(distinct[_canonical_order(lengths)][ranks], dtype=np.int64)
+
+
+def rank_lengths(counts: Int64s) -> list[int]:
+    """Lengths of the codes of symbols 0.. that occur so often; a complete prefix code, also for those with count 0.
+
+    Args:
+        counts: int64 (k,), 1 <= k <= `MAX_RANKS`.
+
+    Returns:
+        k lengths in bits; ``[0]`` for a single symbol.
+    """
+    if not 1 <= counts.size <= MAX_RANKS:
+        raise ValueError(f"there must be 1..{MAX_RANKS} symbols, got {counts.size}")
+    return [int(length) for length in _tree_depths(counts)]
+
+
+def encode_ranks(ranks: Int64s, lengths: list[int]) -> bytes:
+    """The codes of symbols under given code lengths, first bit highest, zero-padded; the lengths are not within."""
+    sizes = np.array(lengths, dtype=np.int64)
+    return to_bytes(_encode_stream(ranks, np.bincount(ranks, minlength=sizes.size), sizes))
+
+
+def decode_ranks(stream: bytes, count: int, lengths: object) -> Int64s:
+    """Inverse of :func:`encode_ranks`.
+
+    Args:
+        stream: the codes, all of them and nothing else.
+        count: how many symbols there are, no fewer than the table has.
+        lengths: what was read as the list of code lengths; checked here.
+
+    Returns:
+        int64 (count,), each below ``len(lengths)``.
+
+    Raises:
+        FormatError: the lengths are not those of a complete prefix code, or the stream is malformed.
+        CorruptionError: the codes end too early or too late.
+    """
+    if (
+        not isinstance(lengths, list)
+        or not 1 <= len(lengths) <= MAX_RANKS
+        or any(type(length) is not int or not 0 <= length <= _MAX_LENGTH for length in lengths)
+    ):
+        raise FormatError(f"code lengths must be a list of 1..{MAX_RANKS} small integers, not {lengths!r}")
+    head = bytearray()
+    write_uvarint(head, count)
+    write_uvarint(head, len(lengths))
+    head.append(0)
+    head += bytes([1] * (len(lengths) - 1)) + bytes(lengths)
+    return decode_huffman(bytes(head) + stream, count)
+
+
+def _encode_stream(indices: Int64s, counts: Int64s, lengths: Int64s) -> UInt8s:
+    from shrinkpoint.entropy.static import huffman_kernels  # numba
+
+    stream = np.empty(-(-int((counts * lengths).sum()) // 8), dtype=np.uint8)
+    huffman_kernels.huffman_encode(indices, _canonical_codes(lengths), lengths, stream)
+    return stream
 
 
 def _distinct(symbols: Int64s) -> tuple[Int64s, Int64s, Int64s]:

@@ -9,7 +9,7 @@ Payload (integers are little-endian, "varint" is 7 bits per byte)::
     nothing                                     if there are no symbols
     0x00, symbol                                all symbols are equal
     0x01, packed symbols                        1, 2, 4 or 8 bits each, first symbol in the low bits
-    0x02, chunk byte, tables, lengths, chunks   rANS; the format of the tables is in entropy/tables.py
+    0x02, chunk byte, tables, lengths, chunks   rANS; the format of the tables is in tables.py
 
 The low 5 bits of the chunk byte are log2 of the symbols per chunk, bit 7 says that chunks have four states, not one.
 Lengths are one varint per chunk but the last. A one-state chunk is its state as a varint and 16-bit words; a four-state
@@ -23,11 +23,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from shrinkpoint.arrays import Int64s, UInt8s
-from shrinkpoint.entropy.symbols import check_array, check_sizes, context_view, count_symbols, frozen
-from shrinkpoint.entropy.tables import (
+from shrinkpoint.entropy.static.tables import (
     SCALE_BITS,
     TableSet,
+    check_array,
+    check_sizes,
+    context_view,
+    count_symbols,
     data_bits,
+    frozen,
     plan_tables,
     read_tables,
     write_tables,
@@ -37,7 +41,7 @@ from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.runtime.team import map_in_threads
 from shrinkpoint.runtime.unlocked import to_bytes
 
-__all__ = ["decode_symbols", "encode_symbols", "predict_bytes"]
+__all__ = ["decode_symbols", "encode_given", "encode_symbols", "predict_bytes"]
 
 
 _CONSTANT, _PACKED, _RANS = 0, 1, 2
@@ -77,7 +81,7 @@ def predict_bytes(counts: Int64s) -> float:
     """Size that :func:`encode_symbols` will need for these counts, within a few bytes and 0.2 %, without encoding.
 
     Args:
-        counts: int64 (n_contexts, alphabet), of :func:`~shrinkpoint.entropy.symbols.count_symbols`.
+        counts: int64 (n_contexts, alphabet), of :func:`~shrinkpoint.entropy.static.tables.count_symbols`.
     """
     totals = counts.sum(axis=0)
     if np.count_nonzero(totals) < 2:
@@ -114,6 +118,24 @@ def encode_symbols(symbols: UInt8s, contexts: UInt8s | None, alphabet: int, n_co
         if len(payload) < packed_bytes:
             return payload
     return _pack(symbols, _packed_width(alphabet))
+
+
+def encode_given(symbols: UInt8s, previous: UInt8s | None, alphabet: int) -> tuple[bytes, bool]:
+    """Code symbols under those at the same places of another plane, or alone, whichever is predicted to be smaller.
+
+    Args:
+        symbols: as of `encode_symbols`.
+        previous: uint8 (n,), each below ``alphabet``, too; None without another plane.
+        alphabet: as of `encode_symbols`.
+
+    Returns:
+        The payload, and whether its contexts are the other plane's symbols.
+    """
+    if previous is not None:
+        counts = count_symbols(symbols, previous, alphabet, alphabet)
+        if predict_bytes(counts) < predict_bytes(counts.sum(axis=0, keepdims=True)):
+            return encode_symbols(symbols, previous, alphabet, alphabet), True
+    return encode_symbols(symbols, None, alphabet, 1), False
 
 
 def decode_symbols(
@@ -203,20 +225,25 @@ def _encode_rans(symbols: UInt8s, contexts: UInt8s | None, counts: Int64s, table
 
 
 def _encode_chunk(symbols: UInt8s, contexts: UInt8s, step: int, entries: Int64s, four_states: bool) -> bytes:
-    from shrinkpoint.entropy import rans_kernels  # numba
+    from shrinkpoint.entropy.static import rans_kernels  # numba
 
     # Filled from its end: what is not written is never touched, and takes address space only.
     words = np.empty(2 * symbols.size, dtype=np.uint16)
+    states = _first_states(four_states)
+    position = rans_kernels.encode(symbols, contexts, step, entries, words, states)
     head = bytearray()
     if four_states:
-        states = np.empty(4, dtype=np.int64)
-        position = rans_kernels.encode_four(symbols, contexts, step, entries, words, states)
         for state in states:
             head += int(state).to_bytes(_STATE_BYTES, "little")
     else:
-        position, state = rans_kernels.encode_one(symbols, contexts, step, entries, words)
-        write_uvarint(head, int(state))
+        write_uvarint(head, int(states[0]))
     return b"".join((bytes(head), to_bytes(words[position:].astype("<u2", copy=False))))
+
+
+def _first_states(four: bool) -> Int64s:
+    from shrinkpoint.entropy.static import rans_kernels  # numba
+
+    return np.full(4, rans_kernels.LOWER) if four else np.zeros(1, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,23 +296,19 @@ def _decode_rans(reader: ByteReader, contexts: UInt8s | None, count: int, sizes:
 def _decode_chunk(
     chunk: memoryview, out: UInt8s, contexts: UInt8s, step: int, tables: _DecoderTables, four_states: bool
 ) -> None:
-    from shrinkpoint.entropy import rans_kernels  # numba
+    from shrinkpoint.entropy.static import rans_kernels  # numba
 
     reader = ByteReader(chunk, "rANS chunk")
     if four_states:
-        states = np.array(
-            [int.from_bytes(reader.take(_STATE_BYTES), "little") for _ in range(4)], dtype=np.int64
-        )
+        found = [int.from_bytes(reader.take(_STATE_BYTES), "little") for _ in range(4)]
     else:
-        state = reader.uvarint(_STATE_LIMIT, "state")
+        found = [reader.uvarint(_STATE_LIMIT, "state")]
+    states = np.array(found, dtype=np.int64)
     if reader.remaining % 2:
         raise FormatError(f"rANS chunk: {reader.remaining} bytes are not whole 16-bit words")
     words = np.frombuffer(bytes(reader.rest()), dtype="<u2").astype(np.uint16)
-    arguments = (out, contexts, step, tables.rows, tables.lookup, tables.shift, tables.entries, words)
-    sound = (
-        rans_kernels.decode_four(*arguments, states)
-        if four_states
-        else rans_kernels.decode_one(*arguments, state)
+    ends = rans_kernels.decode(
+        out, contexts, step, tables.rows, tables.lookup, tables.shift, tables.entries, words, states
     )
-    if not sound:
+    if not ends or not np.array_equal(states, _first_states(four_states)):
         raise CorruptionError("rANS chunk: the data do not end in the state from which the encoder began")

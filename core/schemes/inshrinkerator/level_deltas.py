@@ -21,7 +21,7 @@ from shrinkpoint.arrays import Int64s, UInt8s
 from shrinkpoint.entropy.static.huffman import decode_huffman, encode_huffman
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
 from shrinkpoint.entropy.static.rle import decode_runs, encode_runs
-from shrinkpoint.entropy.symbols import check_array, count_symbols
+from shrinkpoint.entropy.static.tables import check_array, count_symbols
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import FormatError
 

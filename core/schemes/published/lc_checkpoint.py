@@ -13,8 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s, Int64s, UInt8s
-from shrinkpoint.entropy.static.huffman import decode_huffman, encode_huffman
-from shrinkpoint.entropy.static.ranked import MAX_RANKS, decode_ranks, encode_ranks, rank_lengths
+from shrinkpoint.entropy.static.huffman import (
+    MAX_RANKS,
+    decode_huffman,
+    decode_ranks,
+    encode_huffman,
+    encode_ranks,
+    rank_lengths,
+)
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState, TensorCodec
 from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add

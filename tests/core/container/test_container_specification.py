@@ -27,8 +27,7 @@ from shrinkpoint.entropy.lanes import coder as lanes
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.entropy.numbers import delta_bits, encode_numbers
-from shrinkpoint.entropy.static.huffman import encode_huffman
-from shrinkpoint.entropy.static.ranked import encode_ranks, rank_lengths
+from shrinkpoint.entropy.static.huffman import encode_huffman, encode_ranks, rank_lengths
 from shrinkpoint.entropy.static.rans import encode_symbols
 from shrinkpoint.entropy.static.rle import encode_runs
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec

@@ -212,7 +212,7 @@ def test_numba_may_turn_it_off_and_empty_it(imported) -> None:
 
 def test_coders_that_numba_is_told_not_to_compile_are_said_to_be_slow() -> None:
     programs = (
-        "import shrinkpoint.entropy.rans_kernels, shrinkpoint.entropy.table_kernels",
+        "import shrinkpoint.entropy.static.rans_kernels, shrinkpoint.entropy.static.table_kernels",
         "import sys; from shrinkpoint.cli.app import main; sys.argv[1:] = ['compile']; main()",
     )
     done = [

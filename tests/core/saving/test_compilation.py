@@ -105,11 +105,11 @@ def test_a_mark_without_the_objects_that_it_names_counts_as_none(
 
 
 def test_what_numba_keeps_of_the_kernels_that_were_called_is_found() -> None:
-    from shrinkpoint.entropy import range_coder_kernels
+    from shrinkpoint.entropy.static.huffman import encode_huffman
 
-    range_coder_kernels.new_coder(np.zeros(4, np.uint8), True)
+    encode_huffman(np.array([1, 2]))
     found = [
-        file.name for file in compilation._cached_files() if "range_coder_kernels.new_coder-" in file.name
+        file.name for file in compilation._cached_files() if "huffman_kernels.huffman_encode-" in file.name
     ]
     assert {Path(name).suffix for name in found} == {".nbi", ".nbc"}
 
@@ -146,7 +146,7 @@ def test_a_mark_in_a_folder_that_may_only_be_read_counts(
 
 
 def test_nothing_lasts_where_compiling_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shrinkpoint.entropy.rans_kernels.encode_one", lambda *arguments: None)
+    monkeypatch.setattr("shrinkpoint.entropy.static.rans_kernels.encode", lambda *arguments: None)
     assert compilation.cache_folder() is None
     assert not is_compiled("auto")
 

@@ -3,8 +3,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.entropy.static.huffman import encode_huffman
-from shrinkpoint.entropy.static.ranked import MAX_RANKS, decode_ranks, encode_ranks, rank_lengths
+from shrinkpoint.entropy.static.huffman import (
+    MAX_RANKS,
+    decode_ranks,
+    encode_huffman,
+    encode_ranks,
+    rank_lengths,
+)
 from shrinkpoint.errors import FormatError
 
 

@@ -11,8 +11,7 @@ from support.teams import in_team
 from xxhash import xxh3_64_hexdigest
 
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
-from shrinkpoint.entropy.symbols import count_symbols
-from shrinkpoint.entropy.tables import SCALE_BITS, TableSet, plan_tables
+from shrinkpoint.entropy.static.tables import SCALE_BITS, TableSet, count_symbols, plan_tables
 from shrinkpoint.errors import CorruptionError, FormatError
 
 SIZES = [0, 1, 2, 3, 4, 5, 7, 255, 2000, 9001]

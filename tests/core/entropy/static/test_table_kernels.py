@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.entropy import table_kernels
-from shrinkpoint.entropy.tables import data_bits
+from shrinkpoint.entropy.static import table_kernels
+from shrinkpoint.entropy.static.tables import data_bits
 
 
 def counts_of(seed, contexts, alphabet, kinds):

@@ -1,4 +1,5 @@
-"""Frequency tables of the range coder: which contexts share one, how it is written, how it becomes probabilities.
+"""Counts of symbols, and the frequency tables of the range coder: which contexts share one, how it is written, how it becomes
+probabilities.
 
 A table is written as one byte per present symbol: a count in a floating format of 5 exponent and 3 mantissa bits, exact
 below 16. Both sides normalise these rounded counts to 2^20 with the same integer arithmetic. The rounding (6 % at most)
@@ -16,11 +17,14 @@ from shrinkpoint.errors import FormatError
 __all__ = [
     "SCALE_BITS",
     "TableSet",
+    "check_array",
+    "check_sizes",
+    "context_view",
+    "count_symbols",
     "data_bits",
+    "frozen",
     "plan_tables",
     "read_tables",
-    "round_counts",
-    "weights_of",
     "write_tables",
 ]
 
@@ -28,12 +32,76 @@ SCALE_BITS = 20
 """Probabilities are multiples of 2^-SCALE_BITS."""
 
 _TOTAL = 1 << SCALE_BITS
+_FEW_CELLS = 1 << 11  # four tables of more do not stay in the cache, and are hardly hit twice in a row
+_NO_CONTEXT = np.zeros(1, dtype=np.uint8)
 _MAX_CLUSTERED = 64  # contexts compared pairwise
 _TABLES_NEGLIGIBLE = 0.005  # share of the data's bits below which sharing tables is not worth a look
 
 _CODES = np.arange(256, dtype=np.int64)
 _VALUES = np.where(_CODES < 8, _CODES, (8 + (_CODES & 7)) << np.maximum((_CODES >> 3) - 1, 0))
 _MIDPOINTS = (_VALUES[1:] + _VALUES[:-1] + 1) // 2
+
+
+def frozen(array: UInt8s) -> UInt8s:
+    """A contiguous read-only view: one array type for the kernels, hence one compilation for all callers."""
+    view = np.ascontiguousarray(array).view()
+    view.flags.writeable = False
+    return view
+
+
+def context_view(contexts: UInt8s | None, start: int, stop: int) -> tuple[UInt8s, int]:
+    """What kernels read as contexts of symbols start..stop: their slice and step 1, or one zero and step 0."""
+    if contexts is None:
+        return frozen(_NO_CONTEXT), 0
+    return frozen(contexts[start:stop]), 1
+
+
+def check_array(array: UInt8s, name: str, count: int | None = None) -> None:
+    """Raise ValueError unless ``array`` is uint8 and 1-D, with ``count`` elements where that is given."""
+    if array.dtype != np.uint8 or array.ndim != 1:
+        raise ValueError(
+            f"{name} must be a 1-D uint8 array, got {array.ndim}-D {array.dtype}: flatten and cast it"
+        )
+    if count is not None and array.size != count:
+        raise ValueError(f"{name} must have {count} elements, one per symbol, got {array.size}")
+
+
+def check_sizes(alphabet: int, n_contexts: int) -> None:
+    """Raise ValueError unless both fit a byte."""
+    if not 1 <= alphabet <= 256:
+        raise ValueError(f"alphabet must be 1..256, got {alphabet}")
+    if not 1 <= n_contexts <= 256:
+        raise ValueError(f"n_contexts must be 1..256, got {n_contexts}")
+
+
+def count_symbols(symbols: UInt8s, contexts: UInt8s | None, alphabet: int, n_contexts: int) -> Int64s:
+    """Count each symbol in each context.
+
+    Args:
+        symbols: uint8 (n,), each below ``alphabet``.
+        contexts: uint8 (n,), each below ``n_contexts``; None puts all symbols into context 0.
+        alphabet: 1..256.
+        n_contexts: 1..256.
+
+    Returns:
+        int64 (n_contexts, alphabet).
+
+    Raises:
+        ValueError: a symbol or context is out of range, or an array has the wrong shape or dtype.
+    """
+    from shrinkpoint.entropy.static import table_kernels  # numba
+
+    check_sizes(alphabet, n_contexts)
+    check_array(symbols, "symbols")
+    if contexts is not None:
+        check_array(contexts, "contexts", symbols.size)
+    cells = n_contexts * alphabet
+    lanes = 1 if cells > min(_FEW_CELLS, symbols.size // 4) else 4
+    counts = np.zeros((lanes, cells), dtype=np.int64)
+    view, step = context_view(contexts, 0, symbols.size)
+    if not table_kernels.count_pairs(frozen(symbols), view, step, alphabet, counts):
+        raise ValueError(f"every symbol must be below {alphabet} and every context below {n_contexts}")
+    return np.asarray(counts.sum(axis=0).reshape(n_contexts, alphabet), dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +142,7 @@ def _normalise(weights: Int64s) -> Int64s:
     return frequencies
 
 
-def weights_of(codes: UInt8s | int) -> Int64s:
-    """What codes stand for."""
-    return np.asarray(_VALUES[codes], dtype=np.int64)
-
-
-def round_counts(counts: Int64s) -> UInt8s:
+def _rounded(counts: Int64s) -> UInt8s:
     """Nearest 8-bit code of each count; a present symbol keeps a code above 0."""
     excess = int(counts.max(initial=0)) >> 34
     if excess:
@@ -128,19 +191,19 @@ def plan_tables(counts: Int64s) -> TableSet:
                 labels, bits = shared, shared_bits
     rows = np.zeros(counts.shape[0], dtype=np.int64)
     rows[used] = labels
-    return TableSet(rows=rows, codes=round_counts(merge_counts(occurring, labels)), bits=bits)
+    return TableSet(rows=rows, codes=_rounded(_merged(occurring, labels)), bits=bits)
 
 
 def _payload_bits(counts: Int64s, labels: Int64s) -> float:
     """Size of data, tables and map if context i of those that occur uses table ``labels[i]``."""
-    from shrinkpoint.entropy import table_kernels  # numba
+    from shrinkpoint.entropy.static import table_kernels  # numba
 
     merged = np.zeros((int(labels.max()) + 1, counts.shape[1]), dtype=np.int64)
     bits = float(table_kernels.payload_bits(counts, labels, merged))
     return bits + (8 * labels.size if 1 < merged.shape[0] < labels.size else 0)
 
 
-def merge_counts(counts: Int64s, labels: Int64s) -> Int64s:
+def _merged(counts: Int64s, labels: Int64s) -> Int64s:
     """int64 (tables, alphabet): how often each symbol occurs under each table, that of context i being ``labels[i]``."""
     merged = np.zeros((int(labels.max()) + 1, counts.shape[1]), dtype=np.int64)
     np.add.at(merged, labels, counts)
@@ -149,13 +212,13 @@ def merge_counts(counts: Int64s, labels: Int64s) -> Int64s:
 
 def _cluster(counts: Int64s) -> Int64s:
     """Merge contexts two by two, best pair first, while that makes the payload smaller; return a label per context."""
-    from shrinkpoint.entropy import table_kernels  # numba
+    from shrinkpoint.entropy.static import table_kernels  # numba
 
     labels = np.arange(counts.shape[0], dtype=np.int64)
     if counts.shape[0] > _MAX_CLUSTERED:
         order = np.argsort(-counts.sum(axis=1), kind="stable")
         labels[order] = np.minimum(np.arange(counts.shape[0]), _MAX_CLUSTERED - 1)
-    groups = merge_counts(counts, labels)
+    groups = _merged(counts, labels)
     table_kernels.cluster(groups, labels)  # numbered so that the map is the identity when nothing was merged
     return labels
 
