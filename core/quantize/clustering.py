@@ -1,8 +1,7 @@
 """Non-uniform scalar quantization: one-dimensional k-means over a histogram's buckets, and nearest-centroid assignment.
 
-Source: Inshrinkerator (arXiv 2306.11800), Algorithms 2 and 3. The published seeding (`kmeans_plus_plus`) is kept for
-comparison; `optimal_clusters` is the exact optimum on the same buckets, deterministic and never worse with more
-clusters.
+Source: Inshrinkerator (arXiv 2306.11800), Algorithms 2 and 3. In place of the published seeding and Lloyd's iterations,
+`optimal_clusters` finds the exact optimum on the same buckets: it is deterministic and never worse with more clusters.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ __all__ = [
     "DEFAULT_MAGNITUDE_SHARE",
     "MAX_CLUSTERS",
     "assign",
-    "kmeans_plus_plus",
     "optimal_clusters",
     "optimal_codebooks",
     "sample_weights",
@@ -107,46 +105,6 @@ def optimal_codebooks(values: Float64s, weights: Float64s, ks: Sequence[int]) ->
             ends.append(int(starts[row, ends[-1] - 1]))
         codebooks[k] = _codebook(values, weights, np.array(ends[::-1]))
     return codebooks
-
-
-def kmeans_plus_plus(
-    values: Float64s, weights: Float64s, k: int, seed: int, iterations: int = 100, tolerance: float = 1e-6
-) -> torch.Tensor:
-    """The published clustering: weighted k-means++ seeding, then Lloyd's iterations, on the buckets.
-
-    Args:
-        values: finite and strictly ascending, shape (n,), float64.
-        weights: finite and not negative, shape (n,), float64.
-        k: 1 to 256.
-        seed: of the seeding's random numbers.
-        iterations: most iterations of Lloyd's algorithm.
-        tolerance: it ends when an iteration lowers the error by less than this share.
-
-    Returns:
-        Strictly ascending centroids, float32 on the host: at most k, fewer where fewer are distinct.
-
-    Raises:
-        ConfigError: k is out of its range, or the arrays do not fit together.
-
-    Source: Inshrinkerator (arXiv 2306.11800), Algorithm 3.
-    """
-    _check_clusters(k)
-    values, weights = _checked(values, weights)
-    if len(values) == 0:
-        return torch.empty(0)
-    # Without it the squares of float32's extremes would not fit.
-    scale = max(float(np.abs(values).max()), float(np.finfo(np.float64).tiny))
-    values = values / scale
-    centres = _seed_centres(values, weights, k, np.random.default_rng(seed))
-    previous = np.inf
-    for _ in range(iterations):
-        splits = _splits(values, centres)
-        error = _error(values, weights, centres, splits)
-        if previous - error <= tolerance * previous and previous < np.inf:
-            break
-        previous = error
-        centres = _means(values, weights, splits)
-    return torch.from_numpy(np.unique((centres * scale).astype(np.float32)))
 
 
 def assign(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
@@ -251,47 +209,10 @@ def _prefix_sums(values: Float64s, weights: Float64s) -> tuple[Float64s, Float64
 
 def _codebook(values: Float64s, weights: Float64s, bounds: Int64s) -> torch.Tensor:
     """The weighted mean of each range between bounds; neighbours that round to one float32 become one."""
-    means = _weighted_means(values, weights, bounds[:-1])
-    return torch.from_numpy(np.unique(means.astype(np.float32)))
-
-
-def _weighted_means(values: Float64s, weights: Float64s, starts: Int64s) -> Float64s:
-    """The mean of each range, which lies within it even where products with the smallest weights are rounded."""
+    starts, ends = bounds[:-1], bounds[1:] - 1
     means = np.add.reduceat(weights * values, starts) / np.add.reduceat(weights, starts)
-    ends = np.append(starts[1:], len(values)) - 1
-    return np.asarray(np.clip(means, values[starts], values[ends]))
-
-
-def _splits(values: Float64s, centres: Float64s) -> Int64s:
-    """bounds[j]..bounds[j + 1] are the values nearest to centre j."""
-    inner = np.searchsorted(values, (centres[:-1] + centres[1:]) / 2, side="right")
-    return np.concatenate(([0], inner, [len(values)]))
-
-
-def _error(values: Float64s, weights: Float64s, centres: Float64s, splits: Int64s) -> float:
-    nearest = np.repeat(centres, np.diff(splits))
-    return float(weights @ (values - nearest) ** 2)
-
-
-def _means(values: Float64s, weights: Float64s, splits: Int64s) -> Float64s:
-    """The means of the clusters that have members; a centre without any is dropped."""
-    starts = splits[:-1][np.diff(splits) > 0]
-    return _weighted_means(values, weights, starts)
-
-
-def _seed_centres(values: Float64s, weights: Float64s, k: int, generator: np.random.Generator) -> Float64s:
-    """k-means++: the first centre by weight, each further one by weight times squared distance to the nearest."""
-    centres: list[float] = []
-    odds = weights
-    distances = np.full(len(values), np.inf)
-    for _ in range(min(k, len(values))):
-        total = odds.sum()
-        if not total > 0.0:  # every value is a centre, to float64 precision
-            break
-        centres.append(float(values[generator.choice(len(values), p=odds / total)]))
-        distances = np.minimum(distances, (values - centres[-1]) ** 2)
-        odds = weights * distances
-    return np.asarray(np.unique(np.array(centres)), dtype=np.float64)
+    # within the range even where products with the smallest weights are rounded
+    return torch.from_numpy(np.unique(np.clip(means, values[starts], values[ends]).astype(np.float32)))
 
 
 @lru_cache(maxsize=1)

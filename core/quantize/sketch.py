@@ -21,14 +21,15 @@ from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
-__all__ = ["DEFAULT_ALPHA", "Histogram", "QuantileSketch", "SignedHistogram"]
+__all__ = ["DEFAULT_ALPHA", "LEAST", "Histogram", "QuantileSketch", "SignedHistogram"]
 
 DEFAULT_ALPHA = 0.01
 """The relative error of a bucket's value (Inshrinkerator: "a strict relative error bound of 1%")."""
+LEAST = 1e-30
+"""Smaller magnitudes count as zero."""
 
 # The table of cells doubles with every halving of alpha; at this one it has two million entries.
 _SMALLEST_ALPHA = 1e-3
-_SMALLEST_NORMAL = 2.0**-126
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # On a CPU the working set of a chunk has to stay in cache; elsewhere fewer launches win. Both bound the memory.
 _CHUNK_CPU = 1 << 18
@@ -45,7 +46,7 @@ class Histogram:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Grid:
-    """The buckets of one (alpha, x_min). Bucket and cell 0 hold everything below the first edge, zero included."""
+    """The buckets of one alpha. Bucket and cell 0 hold everything below the first edge, zero included."""
 
     shift: int
     """A magnitude's float32 bits, shifted right by this, are its absolute cell."""
@@ -59,15 +60,13 @@ class _Grid:
 
 
 @lru_cache(maxsize=8)
-def _grid(alpha: float, x_min: float) -> _Grid:
+def _grid(alpha: float) -> _Grid:
     """Lay out cells (2^bits to an octave) and group them into buckets no wider than (1 + alpha) / (1 - alpha)."""
     if not _SMALLEST_ALPHA <= alpha <= 0.5:
         raise ConfigError(f"alpha={alpha} must lie in [{_SMALLEST_ALPHA}, 0.5]; the published value is 0.01")
-    if not _SMALLEST_NORMAL <= x_min <= 1.0:
-        raise ConfigError(f"x_min={x_min} must lie in [2^-126, 1]: smaller magnitudes count as zero")
     bits = math.ceil(-math.log2(alpha)) + 3
     shift = 23 - bits
-    first = int(np.float32(x_min).view(np.int32)) >> shift
+    first = int(np.float32(LEAST).view(np.int32)) >> shift
     cells = np.arange(
         first, (255 << bits) + 1, dtype=np.int64
     )  # the last one is infinity, where finite cells end
@@ -90,35 +89,14 @@ def _grid(alpha: float, x_min: float) -> _Grid:
 
 
 class _BucketCounts(ABC):
-    """Counts over a grid; rows are signs. Merging adds counts, so ranks and tensors may be sketched apart."""
+    """Counts over a grid; rows are signs."""
 
     _rows: int
 
-    def __init__(self, alpha: float = DEFAULT_ALPHA, x_min: float = 1e-30) -> None:
-        self.alpha = alpha
-        self.x_min = x_min
-        self._grid = _grid(alpha, x_min)
+    def __init__(self, alpha: float = DEFAULT_ALPHA) -> None:
+        self._grid = _grid(alpha)
         self.counts: Int64s = np.zeros((self._rows, len(self._grid.values)), dtype=np.int64)
-        """Elements per bucket, int64, C-contiguous: ranks merge by summing this array in place."""
-
-    @property
-    def count(self) -> int:
-        """Number of elements seen."""
-        return int(self.counts.sum())
-
-    def merge(self, other: "Self") -> "Self":
-        """Add the elements of another sketch to this one, and return this one.
-
-        Raises:
-            ConfigError: the other one has another kind, alpha or x_min, so that its buckets differ.
-        """
-        if type(other) is not type(self) or (other.alpha, other.x_min) != (self.alpha, self.x_min):
-            raise ConfigError(
-                f"a {type(other).__name__}(alpha={other.alpha}, x_min={other.x_min}) cannot be merged into a"
-                f" {type(self).__name__}(alpha={self.alpha}, x_min={self.x_min}); build both with the same options"
-            )
-        self.counts += other.counts
-        return self
+        """Elements per bucket, int64."""
 
     def to_json(self) -> list[list[int]]:
         """Bucket and count of all that are not empty, for a message to other ranks."""
@@ -139,10 +117,6 @@ class _BucketCounts(ABC):
             raise FormatError("a sketch's buckets are not those of its grid")
         np.add.at(self.counts.reshape(-1), buckets, counts)
         return self
-
-    def __add__(self, other: "Self") -> "Self":
-        """A new sketch of the elements of both."""
-        return type(self)(self.alpha, self.x_min).merge(self).merge(other)
 
     def add(self, tensor: torch.Tensor) -> "Self":
         """Count the elements of a tensor, and return this sketch.
@@ -188,13 +162,10 @@ class _BucketCounts(ABC):
 
 
 class QuantileSketch(_BucketCounts):
-    """Quantiles of non-negative scores, each within a relative error of `alpha`.
-
-    Magnitudes below `x_min` count as zero, an absolute error below `x_min`.
+    """Thresholds of non-negative scores, each within a relative error of `alpha` of the quantile.
 
     Args:
         alpha: bound on the relative error, in [0.001, 0.5].
-        x_min: least magnitude that differs from zero, in [2^-126, 1].
 
     Raises:
         ConfigError: an option is out of its range.
@@ -207,23 +178,6 @@ class QuantileSketch(_BucketCounts):
     def _cells(self, chunk: torch.Tensor) -> torch.Tensor:
         return self._magnitude_cells(chunk, 0.0)
 
-    def quantiles(self, qs: Sequence[float]) -> list[float]:
-        """For each q the element of rank floor(q * (count - 1)) in ascending order, within a relative error of alpha.
-
-        Raises:
-            ConfigError: a q is outside of [0, 1].
-            CannotRepresentError: the sketch is empty.
-        """
-        cumulative = np.cumsum(self.counts[0])
-        total = int(cumulative[-1])
-        for q in qs:
-            _check_share("q", q)
-        if total == 0:
-            raise CannotRepresentError("an empty sketch has no quantiles; add elements first")
-        ranks = np.array([math.floor(q * (total - 1)) for q in qs], dtype=np.int64)
-        values: list[float] = self._grid.values[np.searchsorted(cumulative, ranks, side="right")].tolist()
-        return values
-
     def threshold_below(self, share: float) -> float:
         """The greatest threshold t with at most ``share * count`` elements x < t.
 
@@ -233,10 +187,8 @@ class QuantileSketch(_BucketCounts):
         Raises:
             ConfigError: the share is outside of [0, 1].
         """
-        _check_share("share", share)
         below = np.concatenate(([0], np.cumsum(self.counts[0])))
-        last = int(np.searchsorted(below, share * int(below[-1]), side="right")) - 1
-        return self._edge(last)
+        return self._edge(int(np.searchsorted(below, _checked(share) * int(below[-1]), side="right")) - 1)
 
     def threshold_above(self, share: float) -> float:
         """The least threshold t with at most ``share * count`` elements x >= t; infinity where only none fits.
@@ -244,10 +196,8 @@ class QuantileSketch(_BucketCounts):
         Raises:
             ConfigError: the share is outside of [0, 1].
         """
-        _check_share("share", share)
         above = np.concatenate((np.cumsum(self.counts[0][::-1])[::-1], [0]))
-        first = int(np.searchsorted(-above, -share * int(above[0]), side="left"))
-        return self._edge(first)
+        return self._edge(int(np.searchsorted(-above, -_checked(share) * int(above[0]), side="left")))
 
     def _edge(self, bucket: int) -> float:
         return float(self._grid.edges[bucket]) if bucket < len(self._grid.values) else math.inf
@@ -256,11 +206,8 @@ class QuantileSketch(_BucketCounts):
 class SignedHistogram(_BucketCounts):
     """A histogram of weights of either sign, each value within a relative error of `alpha`: the input of k-means.
 
-    Magnitudes below `x_min` are one bucket of value 0.
-
     Args:
         alpha: bound on the relative error, in [0.001, 0.5].
-        x_min: least magnitude that differs from zero, in [2^-126, 1].
 
     Raises:
         ConfigError: an option is out of its range.
@@ -286,6 +233,7 @@ class SignedHistogram(_BucketCounts):
         return Histogram(values=values[occupied], counts=counts[occupied])
 
 
-def _check_share(name: str, value: float) -> None:
-    if not 0.0 <= value <= 1.0:
-        raise ConfigError(f"{name}={value} must lie in [0, 1]")
+def _checked(share: float) -> float:
+    if not 0.0 <= share <= 1.0:
+        raise ConfigError(f"share={share} must lie in [0, 1]")
+    return share

@@ -73,7 +73,6 @@ def test_a_bad_value_is_named_with_its_fix(field, value, fix):
         ("alpha", 0.0, "0.001 to 0.5"),
         ("alpha", "small", "number"),
         ("magnitude_weight", 1.5, "0 to 1"),
-        ("clustering", "kmeans", "'kmeans++'"),
         ("coder", "huffman", "'rle-huffman'"),
         ("second_moment_step", 3.0, "0.01 to 2"),
         ("first_moment_step", 0, "0.001 to 4"),

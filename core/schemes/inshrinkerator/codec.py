@@ -13,7 +13,7 @@ import torch
 
 from shrinkpoint.arrays import UInt8s
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.quantize.clustering import assign, kmeans_plus_plus, optimal_clusters, sample_weights
+from shrinkpoint.quantize.clustering import assign, optimal_clusters, sample_weights
 from shrinkpoint.quantize.sketch import SignedHistogram
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.inshrinkerator.level_deltas import decode_levels, encode_levels
@@ -21,12 +21,10 @@ from shrinkpoint.schemes.inshrinkerator.partition import Thresholds, partition
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Clustering", "InshrinkeratorWeightCodec", "Quantized"]
+__all__ = ["InshrinkeratorWeightCodec", "Quantized"]
 
 _PRUNED, _PROTECTED, _FIRST = 0, 1, 2  # level ids; independent of the number of bins
 _CODED = {torch.float32, torch.float16, torch.bfloat16}
-
-Clustering = Literal["optimal", "kmeans++"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class InshrinkeratorWeightCodec:
     thresholds: Thresholds | None = None
     gradient: torch.Tensor | None = None
     """EMA of the gradient, the weight's shape; None scores by magnitude alone."""
-    clustering: Clustering = "optimal"
     coder: Literal["rans", "rle-huffman"] = "rans"
     alpha: float = 0.01
     magnitude_weight: float = 0.1
@@ -99,8 +96,6 @@ class InshrinkeratorWeightCodec:
             return torch.empty(0, dtype=torch.float32)
         histogram = SignedHistogram(self.alpha).add(rest).histogram()
         weights = sample_weights(histogram, self.magnitude_weight)
-        if self.clustering == "kmeans++":
-            return kmeans_plus_plus(histogram.values, weights, self.bins, seed=0)
         return optimal_clusters(histogram.values, weights, self.bins)
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:

@@ -13,7 +13,7 @@ import torch
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.schemes.base import SaveContext, TensorCodec
-from shrinkpoint.schemes.inshrinkerator.codec import Clustering, InshrinkeratorWeightCodec
+from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
 from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder
 from shrinkpoint.schemes.inshrinkerator.partition import ScoreSketches
 from shrinkpoint.schemes.inshrinkerator.sensitivity import sensitivity_score
@@ -46,8 +46,6 @@ class InshrinkeratorOptions:
     """Relative error bound of the quantile sketches (4.2)."""
     magnitude_weight: float = 0.1
     """Share of the magnitude in the sample weights of the histogram k-means (4.3)."""
-    clustering: Clustering = "optimal"
-    """The exact one-dimensional programme, or the paper's weighted ``kmeans++``."""
     coder: LevelCoder = "rans"
     """Entropy coder of the levels: conditional rANS, or the paper's run lengths and Huffman codes (Algorithm 5)."""
     second_moment_step: float = 1.0
@@ -66,11 +64,10 @@ class InshrinkeratorOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise ConfigError(f"{name} must be a number from {low} to {high}, not {value!r}")
-        for name, choices in (("clustering", get_args(Clustering)), ("coder", get_args(LevelCoder))):
-            if getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}"
-                )
+        if self.coder not in get_args(LevelCoder):
+            raise ConfigError(
+                f"coder must be {' or '.join(map(repr, get_args(LevelCoder)))}, not {self.coder!r}"
+            )
 
     def takes(self, spec: TensorSpec) -> bool:
         """Whether the tensor is coded as a weight."""
@@ -131,7 +128,6 @@ class Weights:
             bins=configuration.embedding_bins if embedding else configuration.bins,
             thresholds=thresholds[spec.tag.layer_type.value],
             gradient=self.gradients.get(spec.name),
-            clustering=self._options.clustering,
             coder=self._options.coder,
             alpha=self._options.alpha,
             magnitude_weight=self._options.magnitude_weight,

@@ -113,7 +113,6 @@ def test_any_weight_along_a_chain_of_changing_bins(data):
             bins=data.draw(st.integers(1, 32)),
             thresholds=thresholds_of(weight, finite, metric, prune, protect),
             gradient=finite,
-            clustering=data.draw(st.sampled_from(["optimal", "kmeans++"])),
             coder=data.draw(st.sampled_from(["rans", "rle-huffman"])),
         )
         reference, restored = round_trip(codec, weight, reference)
@@ -227,6 +226,6 @@ def test_a_missing_section_is_named(name):
 @example(0, torch.float32)
 def test_the_same_weight_gives_the_same_bytes(seed, dtype):
     weight = torch.randn(20, 30, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    codec = InshrinkeratorWeightCodec(bins=6, thresholds=thresholds_of(weight), clustering="kmeans++")
+    codec = InshrinkeratorWeightCodec(bins=6, thresholds=thresholds_of(weight))
     first, second = (codec.encode(w, spec_of(weight), Context()).encoded for w in (weight, weight.clone()))
     assert first.sections == second.sections
