@@ -6,7 +6,7 @@ machine gets the same bits.
 
 A point of h half steps has the value ``(h / 2 - d) step``, d being the element's dither, an odd multiple of 2**-17 in
 (-1, 1): the lattice has a period of two steps, not of one. All arrays are flat and of one length n where nothing else
-is said; ``quarters`` (4,) are the steps of exponents 64 to 67, as in quantize/dither_kernels.py.
+is said; ``quarters`` (4,) are the steps of exponents 64 to 67.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8s, UInt16s
-from shrinkpoint.quantize.dither_kernels import random_bits, step_of
 from shrinkpoint.quantize.viterbi_kernels import LANES, Search, search
 from shrinkpoint.runtime.jit import jit, jit_inlined, jit_part
 
@@ -23,9 +22,11 @@ __all__ = [
     "Known",
     "expect",
     "places",
+    "points",
     "quantize",
+    "random_bits",
+    "reach",
     "remember",
-    "scaled",
     "sum_squares",
     "values",
 ]
@@ -37,10 +38,32 @@ LIMIT = 14_000
 _47, _32 = np.uint64(47), np.uint64(32)
 _HALF, _UNIT, _WHOLE, _TWO = np.float32(0.5), np.float32(2.0**-16), np.float32(1), np.float32(2)
 _PARTS, _OF_OFFSET = np.float32(256), np.float32(2.0**-6)
-# Products below count as zero, as in quantize/dither_kernels.py.
+_WEYL = np.uint64(0x9E37_79B9_7F4A_7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94D0_49BB_1331_11EB)
+_30, _27, _31, _ONE = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(1)
+_OCTAVE_ZERO, _MANTISSA_BITS = 127 - 16, 23
 _ZERO = np.float32(0)
-_LEAST_OFFSET = np.float32(2.0**-118)
+_LEAST_OFFSET = np.float32(2.0**-118)  # products below count as zero
 _BOUND = np.float32(LIMIT)
+
+
+@jit_part
+def random_bits(start: np.uint64, i: int) -> np.uint64:
+    """64 bits of an element's own (SplitMix64 as a counter-based generator); ``start`` is the seed, shifted by 32."""
+    bits = (np.uint64(i) + _ONE + start) * _WEYL
+    bits = (bits ^ (bits >> _30)) * _MIX_1
+    bits = (bits ^ (bits >> _27)) * _MIX_2
+    return bits ^ (bits >> _31)
+
+
+@jit_part
+def step_of(q0: np.float32, q1: np.float32, q2: np.float32, q3: np.float32, exponent: np.uint8) -> np.float32:
+    """``quarters[e % 4] * 2 ** (e // 4 - 16)``, of which the product is exact."""
+    k = np.int32(exponent)
+    low = q1 if k & 1 else q0
+    high = q3 if k & 1 else q2
+    octave = np.int32(((k >> 2) + _OCTAVE_ZERO) << _MANTISSA_BITS)
+    return (high if k & 2 else low) * octave.view(np.float32)
 
 
 @jit_part
@@ -64,20 +87,17 @@ def places(seed: int, out: Int16s) -> None:
 
 
 @jit
-def scaled(
-    x: Float32s, exponents: UInt8s, quarters: Float32s, seed: int, even: Int16s, out: Float32s
-) -> bool:
-    """Weights in steps, plus the dither, relative to the points ``even`` (half steps); False if one is beyond
-    `LIMIT`."""
+def points(x: Float32s, exponents: UInt8s, quarters: Float32s, seed: int, out: Int16s) -> bool:
+    """The points of values, in half steps, the inverse of `values`; False where a value is not that of any point."""
     start = np.uint64(seed) << _32
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
-    largest = _ZERO
+    sound = True
     for i in range(out.size):
-        whole = x[i] / step_of(q0, q1, q2, q3, exponents[i])
-        moved = (whole + _dither(start, i)) - np.float32(even[i]) * _HALF
-        largest = max(largest, max(abs(whole), abs(moved)))
-        out[i] = moved
-    return bool(largest <= np.float32(LIMIT))
+        step, dither = step_of(q0, q1, q2, q3, exponents[i]), _dither(start, i)
+        point = np.rint(min(max(x[i] / step + dither, -_BOUND), _BOUND) * _TWO)
+        sound &= (point * _HALF - dither) * step == x[i]
+        out[i] = np.int16(np.int32(point))
+    return bool(sound)
 
 
 @jit
@@ -159,6 +179,17 @@ def expect(
         place, near = _expected(before[i], offset, step, _dither(start, i))
         even[i] = np.int16(np.int32(near * _TWO))
         out[i] = _part_of(place, near)
+
+
+@jit
+def reach(points: Int16s, even: Int16s, farthest: int, out: Int16s) -> bool:
+    """Points from 0, of those from even points; False if one is farther from 0 than so many half steps."""
+    largest = np.int32(0)
+    for i in range(out.size):
+        point = np.int32(even[i]) + np.int32(points[i])
+        largest = max(largest, abs(point))
+        out[i] = np.int16(point)
+    return bool(largest <= farthest)
 
 
 @jit

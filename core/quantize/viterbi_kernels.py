@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from shrinkpoint.arrays import Float32s, Int16s, UInt8s
-from shrinkpoint.runtime.jit import jit, jit_part
+from shrinkpoint.runtime.jit import jit_part
 
-__all__ = ["LANES", "Search", "nearest_path", "new_search", "search"]
+__all__ = ["LANES", "Search", "new_search", "search"]
 
 
 LANES = 16
@@ -130,26 +130,3 @@ def _forward_but(room: Search, j: int, lane: int) -> None:
     c0, c1, c2, c3 = costs[0, lane], costs[1, lane], costs[2, lane], costs[3, lane]
     _forward(room, j)
     costs[0, lane], costs[1, lane], costs[2, lane], costs[3, lane] = c0, c1, c2, c3
-
-
-def nearest_path(values: Float32s, width: int, out: Int16s) -> None:
-    """Fill ``out`` with the points, in half steps, of the trellis paths with the least squared error.
-
-    Args:
-        values: fp32 (n,), in steps, within `trellis_dither_kernels.LIMIT`.
-        width: elements of a path; the last one may have fewer.
-        out: int16 (n,).
-    """
-    _nearest(values, width, new_search(width), out)
-
-
-@jit
-def _nearest(values: Float32s, width: int, room: Search, out: Int16s) -> None:
-    for start in range(0, values.size, LANES * width):
-        paths = min(LANES, (values.size - start + width - 1) // width)
-        last = min(width, values.size - start - (paths - 1) * width)
-        for lane in range(paths):
-            first = start + lane * width
-            for j in range(last if lane == paths - 1 else width):
-                room.values[lane, j] = values[first + j]
-        search(room, paths, width, last, start, out)

@@ -1,7 +1,7 @@
 """The interfaces of schemes and tensor codecs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -41,25 +41,43 @@ Planes = Mapping[str, npt.NDArray[np.generic]]
 
 
 class PackedPlanes(Mapping[str, npt.NDArray[np.generic]]):
-    """Planes that are in memory in another, smaller form, and made when they are read: each time anew, so that it is read once."""
+    """Planes that are in memory in another, smaller form, and made when they are read: each time anew, so that it is read once.
+
+    Args:
+        size: elements of each plane.
+        parts: what is in memory.
+        made: makes each plane of the parts.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        parts: Planes,
+        made: Mapping[str, Callable[[Planes], npt.NDArray[np.generic]]],
+    ) -> None:
+        self.size, self._parts, self._made = size, parts, made
 
     @property
-    @abstractmethod
-    def size(self) -> int:
-        """Elements of each plane."""
-
-    @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes that they take in memory."""
+        return bytes_in_memory(self._parts)
 
-    @abstractmethod
     def moved(self, move: Callable[[Planes], Planes]) -> "PackedPlanes":
         """The same planes, whose form is elsewhere.
 
         Args:
             move: gives what stands for the arrays that it consists of, by name.
         """
+        return PackedPlanes(self.size, move(self._parts), self._made)
+
+    def __getitem__(self, name: str) -> npt.NDArray[np.generic]:
+        return self._made[name](self._parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 def bytes_in_memory(arrays: Planes) -> int:

@@ -16,6 +16,7 @@ from shrinkpoint.state.tree import JSON
 
 __all__ = [
     "CODED_DTYPES",
+    "SEEDS",
     "WEIGHT_DTYPES",
     "as_float32",
     "check_sections",
@@ -37,6 +38,9 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CODED_DTYPES = (*WEIGHT_DTYPES, torch.float64)
 """The dtypes that a lossy codec accepts: also those whose fp32 rounding is negligible; values beyond fp32 are
 refused."""
+
+SEEDS = 2**32
+"""Seeds of dither are below."""
 
 _EXPONENT = np.uint32(0x7F80_0000)
 _CHUNK = 1 << 18

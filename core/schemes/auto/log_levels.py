@@ -12,37 +12,36 @@ what it was at every restore. A run's checkpoints share the dither until the tra
 hardly changed since the last one costs next to nothing.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.arrays import Bools, Float32s, Int16s
+from shrinkpoint.arrays import Bools, Float32s, Int16s, Int32s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import ConfigError, FormatError
-from shrinkpoint.quantize.dither import SEEDS
-from shrinkpoint.schemes.auto.factors import Factors
-from shrinkpoint.schemes.auto.log_planes import LogPlanes
-from shrinkpoint.schemes.auto.log_residuals import (
-    HIGH,
-    LOW,
-    PER_OCTAVE,
-    Levels,
-    Prediction,
-    offsets_of,
-    reached,
-    shift_between,
-    values_of,
-)
+from shrinkpoint.schemes.auto.factors import EMPTY, Factors
 from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, Staged, Stages
+from shrinkpoint.schemes.base import (
+    Coded,
+    Context,
+    EncodedTensor,
+    PackedPlanes,
+    Planes,
+    ReferenceState,
+    Staged,
+    Stages,
+)
 from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
+    SEEDS,
     as_float32,
     check_sections,
     emit,
@@ -53,9 +52,25 @@ from shrinkpoint.schemes.codec_io import (
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
+if TYPE_CHECKING:
+    from shrinkpoint.schemes.auto.log_kernels import Prediction
+
 __all__ = ["LogLevelsCodec"]
 
-_WIDEST = 2 * PER_OCTAVE
+_PER_OCTAVE = 16
+_WIDEST = 2 * _PER_OCTAVE
+_SHIFT = 254 * _PER_OCTAVE - 1  # between the greatest and the least normal number
+_NONE = np.int16(-(2**15))  # the exponent of zero
+_CHUNK, _SAMPLED = 1 << 16, 4  # elements by which predictions are compared
+# 2 ** (k / 16), written out: a library's power function may differ by a rounding from one machine to another
+_SIXTEENTHS = np.array(
+    [
+        *(1, 1.04427373, 1.09050775, 1.13878858, 1.18920708, 1.24185777, 1.29683959, 1.35425556),
+        *(1.41421354, 1.47682619, 1.54221082, 1.61049032, 1.68179286, 1.75625217, 1.83400810, 1.91520655),
+    ],
+    np.float32,
+)
+_NO_BITS, _NO_EXPONENTS, _NO_FACTORS = np.zeros(0, np.bool_), np.zeros(0, np.int16), np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +87,7 @@ class LogLevelsCodec(Stages):
     id: ClassVar[str] = "log-levels"
     needs: ClassVar[tuple[str, ...]] = ()
 
-    step: int = PER_OCTAVE // 2
+    step: int = _PER_OCTAVE // 2
     """Distance of two levels, in sixteenths of an octave."""
     seed: int | None = 0
     """Of the dither; None takes the one of the checkpoint before."""
@@ -89,16 +104,24 @@ class LogLevelsCodec(Stages):
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `Stages.stage`; refuses what is not finite."""
         values = as_float32(tensor, spec, CODED_DTYPES)
-        levels, negative = self._levels(values, context), _negative(values)
-        prediction = self._prediction(levels, values, spec, context)
-        factors, shift = prediction.factors, prediction.shift
-        params: dict[str, JSON] = {"step": self.step, "seed": levels.seed, "signed": negative is not None}
+        before, known = _exponents_before(context.reference, spec), context.reference
+        seed = self.seed if self.seed is not None else known.params.get("seed") if known is not None else None
+        levels = _Levels(self._nearest(values, seed := seed if isinstance(seed, int) else 0), self.step, seed)
+        negative = _negative(values)
+        alone = Factors.of_second_moment(np.abs(values).reshape(matrix_shape(spec.shape)))
+        factors: Factors | None = alone
+        prediction = _by_factors(alone)
+        if before is not None:
+            moved = _by_predecessor(before, _shift_between(levels.exponents, before))
+            if levels.cost(moved) < levels.cost(prediction):
+                factors, prediction = None, moved
+        params: dict[str, JSON] = {"step": self.step, "seed": seed, "signed": negative is not None}
         if factors is None:
-            params["shift"] = shift
-        exponents, away, zeros = levels.exponents, levels.away(prediction), levels.zeros
-        planes = LogPlanes(exponents, self.step, levels.seed)
+            params["shift"] = prediction.shift
+        away, zeros = levels.away(prediction), levels.exponents == _NONE
+        planes = levels.planes()
+        value = emitted(_values_of(levels.exponents, negative), spec, nonzero=values)
         del levels, prediction  # they take as much memory as the tensor
-        value = emitted(values_of(exponents, negative), spec, nonzero=values)
 
         def coded() -> Coded:
             sections = _encoded(away, zeros, spec)
@@ -111,19 +134,13 @@ class LogLevelsCodec(Stages):
 
         return Staged(value, coded)
 
-    def _prediction(self, levels: Levels, values: Float32s, spec: TensorSpec, context: Context) -> Prediction:
-        alone, before = Prediction.by_factors(values, spec), _exponents_before(context.reference, spec)
-        if before is None:
-            return alone
-        moved = Prediction.by_predecessor(before, shift_between(levels.exponents, before))
-        return moved if levels.cost(moved) < levels.cost(alone) else alone
+    def _nearest(self, values: Float32s, seed: int) -> Int16s:
+        from shrinkpoint.schemes.auto import log_kernels  # numba
 
-    def _levels(self, values: Float32s, context: Context) -> Levels:
-        seed = self.seed
-        if seed is None:
-            known = context.reference.params.get("seed") if context.reference is not None else None
-            seed = known if isinstance(known, int) else 0
-        return Levels.of(values, self.step, seed, keeps_mean_inverse=self.divides)
+        exponents = np.empty(values.size, np.int16)
+        larger = _shortfall(self.step) if self.divides else 0.0
+        log_kernels.nearest(values, self.step, seed, larger, exponents)
+        return exponents
 
     def rebase(
         self,
@@ -136,22 +153,24 @@ class LogLevelsCodec(Stages):
         exponents = _exponents_before(reference, spec)
         if exponents is None:
             return None
-        step, seed = _read_step(encoded, spec)
-        levels = Levels.known(exponents, step, seed)
-        prediction = Prediction.by_factors(values_of(exponents, None), spec)
-        factors = prediction.factors
-        if factors is None or not np.array_equal(levels.exponents, exponents):
+        levels = _Levels(exponents, *_read_step(encoded, spec))
+        factors = Factors.of_second_moment(_values_of(exponents, None).reshape(matrix_shape(spec.shape)))
+        try:
+            away = levels.away(_by_factors(factors))
+        except ValueError:
             return None  # those that were brought within fp32's range cannot be recovered from here
         params = {name: value for name, value in encoded.params.items() if name != "shift"}
         sections = {
             **encoded.sections,
-            **_encoded(levels.away(prediction), levels.zeros, spec),
+            **_encoded(away, exponents == _NONE, spec),
             "factors": factors.encode(),
         }
         return EncodedTensor(self.id, params, sections)
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
+        from shrinkpoint.schemes.auto import log_kernels  # numba
+
         check_dtype(spec)
         step, seed = _read_step(encoded, spec)
         others = [name for name in ("zeros",) if name in encoded.sections]
@@ -161,27 +180,120 @@ class LogLevelsCodec(Stages):
             before = _exponents_before(context.reference, spec)
             if before is None:
                 raise FormatError(f"{spec.name}: its reference plane is missing")
-            shift = integer(encoded.params, spec, "shift", LOW - HIGH, HIGH - LOW)
-            prediction = Prediction.by_predecessor(before, shift)
+            shift = integer(encoded.params, spec, "shift", -_SHIFT, _SHIFT)
+            prediction = _by_predecessor(before, shift)
         else:
             check_sections(encoded, spec, "levels", "factors", *others)
-            prediction = Prediction(Factors.read(encoded, spec))
+            prediction = _by_factors(Factors.read(encoded, spec))
         away = decode_matrix(
             section(encoded, spec, "levels"),
             spec.numel,
             None,
             width=row_width(*matrix_shape(spec.shape)),
         )
-        zeros = _read_bits(encoded, spec, "zeros", context) if "zeros" in others else None
-        offsets = offsets_of(seed, spec.numel, step)
-        return LogPlanes(reached(away, prediction, offsets, step, zeros), step, seed)
+        zeros = _read_bits(encoded, spec, "zeros") if "zeros" in others else _NO_BITS
+        exponents = np.empty(spec.numel, np.int16)
+        log_kernels.reach(away, zeros, prediction, step, seed, exponents)
+        return _Levels(exponents, step, seed).planes()
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        negative = _read_bits(encoded, spec, "signs", context) if _is_signed(encoded, spec) else None
-        return emit(values_of(np.asarray(planes["exponent"], np.int16), negative), spec, own=True)
+        negative = _read_bits(encoded, spec, "signs") if _is_signed(encoded, spec) else None
+        return emit(_values_of(np.asarray(planes["exponent"], np.int16), negative), spec, own=True)
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """Elements on levels, by their exponents (`shrinkpoint.schemes.auto.log_kernels`)."""
+
+    exponents: Int16s
+    step: int
+    seed: int
+
+    def away(self, prediction: "Prediction", part: slice | None = None) -> Int16s:
+        """How far all elements, or some, lie from where they are predicted, in steps.
+
+        Raises:
+            ValueError: one lies on no level.
+        """
+        from shrinkpoint.schemes.auto import log_kernels  # numba
+
+        first, end, _ = (part or slice(None)).indices(self.exponents.size)
+        found = np.empty(end - first, np.int16)
+        if not log_kernels.away(self.exponents, first, prediction, self.step, self.seed, found):
+            raise ValueError("an exponent lies on no level")
+        return found
+
+    def cost(self, prediction: "Prediction") -> float:
+        """Bits of a level that is predicted so, without any context, by a sample of them."""
+        starts = range(0, self.exponents.size, _CHUNK)
+        some = starts[:: -(-len(starts) // _SAMPLED)]
+        sample = [self.away(prediction, slice(start, start + _CHUNK)) for start in some]
+        counts = np.bincount(np.concatenate(sample).view(np.uint16))
+        counts = counts[counts > 0]
+        return float(-(counts * np.log2(counts / counts.sum())).sum() / max(int(counts.sum()), 1))
+
+    def planes(self) -> Planes:
+        """The plane ``exponent``: of levels in one byte each, where these can hold them; else as it is, as where it was clipped."""
+        from shrinkpoint.schemes.auto import log_kernels  # numba
+
+        levels = np.empty(self.exponents.size, np.int8)
+        fits, middle = log_kernels.pack(self.exponents, self.step, self.seed, levels)
+        if not fits:
+            return {"exponent": self.exponents}
+        unpack = partial(_unpacked, middle=middle, step=self.step, seed=self.seed)
+        return PackedPlanes(levels.size, {"levels": levels}, {"exponent": unpack})
+
+
+def _unpacked(parts: Planes, middle: int, step: int, seed: int) -> Int16s:
+    from shrinkpoint.schemes.auto import log_kernels  # numba
+
+    exponents = np.empty(parts["levels"].size, np.int16)
+    log_kernels.unpack(np.asarray(parts["levels"], np.int8), middle, step, seed, exponents)
+    return exponents
+
+
+def _by_factors(factors: Factors) -> "Prediction":
+    from shrinkpoint.schemes.auto.log_kernels import Prediction  # numba
+
+    return Prediction(_sixteenths(factors.rows), _sixteenths(factors.columns), _NO_EXPONENTS, 0, 0)
+
+
+def _sixteenths(side: Int16s) -> Int32s:
+    """A factor's quarter octaves in sixteenths; 0 for those of zeros."""
+    return np.where(side == EMPTY, 0, side.astype(np.int32) * (_PER_OCTAVE // 4)).astype(np.int32)
+
+
+def _by_predecessor(before: Int16s, shift: int) -> "Prediction":
+    """By exponents of the checkpoint before; of what was zero, by the mean of the others."""
+    from shrinkpoint.schemes.auto.log_kernels import Prediction  # numba
+
+    known = before != _NONE
+    middle = int(before.sum(where=known, dtype=np.int64)) // max(np.count_nonzero(known), 1)
+    return Prediction(_NO_FACTORS, _NO_FACTORS, before, shift, int(middle))
+
+
+def _shift_between(exponents: Int16s, before: Int16s) -> int:
+    """By how many sixteenths elements have grown on average since the checkpoint before."""
+    both = (exponents != _NONE) & (before != _NONE)
+    now, then = (int(each.sum(where=both, dtype=np.int64)) for each in (exponents, before))
+    return round((now - then) / max(np.count_nonzero(both), 1))
+
+
+def _values_of(exponents: Int16s, negative: Bools | None) -> Float32s:
+    from shrinkpoint.schemes.auto import log_kernels  # numba
+
+    values = np.empty(exponents.size, np.float32)
+    log_kernels.values(exponents, _NO_BITS if negative is None else negative, _SIXTEENTHS, values)
+    return values
+
+
+def _shortfall(step: int) -> float:
+    """By how many sixteenths the mean of ``2 ** -error`` is above 1, errors being uniform over a step."""
+    half = step / _PER_OCTAVE * math.log(2) / 2
+    return _PER_OCTAVE * math.log2(math.sinh(half) / half)
 
 
 def _encoded(away: Int16s, zeros: Bools, spec: TensorSpec) -> dict[str, bytes]:
@@ -192,7 +304,7 @@ def _encoded(away: Int16s, zeros: Bools, spec: TensorSpec) -> dict[str, bytes]:
     return sections
 
 
-def _read_bits(encoded: EncodedTensor, spec: TensorSpec, name: str, context: Context) -> Bools:
+def _read_bits(encoded: EncodedTensor, spec: TensorSpec, name: str) -> Bools:
     packed = decode_numbers(section(encoded, spec, name), -(-spec.numel // 8), np.uint8)
     return np.unpackbits(packed, count=spec.numel).astype(np.bool_)
 

@@ -42,7 +42,7 @@ from shrinkpoint.schemes.auto.optimizer_memory import (
 from shrinkpoint.schemes.auto.options import MILD_SCALE, AutoOptions
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, rank_one
-from shrinkpoint.schemes.auto.trellis_points import WIDER
+from shrinkpoint.schemes.auto.trellis import WIDER
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.auto.weight_steps import WeightStep, WeightSteps, known_movement
 from shrinkpoint.schemes.base import Makers, SaveContext, TensorCodec

@@ -21,26 +21,26 @@ import torch
 from shrinkpoint.arrays import Bools, Float32s, Indices, Int8s, Int16s, widened
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
+from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.quantize.dither import SEEDS
 from shrinkpoint.schemes.auto.random_walk import LAST_WALK, NO_WALK, Expectation, measure_walk
-from shrinkpoint.schemes.auto.row_and_column_steps import Steps, join_exponents, split_exponents
-from shrinkpoint.schemes.auto.trellis_planes import KeptRows, TrellisPlanes
-from shrinkpoint.schemes.auto.trellis_points import Grid, zero_places
-from shrinkpoint.schemes.auto.trellis_prediction import (
+from shrinkpoint.schemes.auto.row_and_column_steps import (
+    Steps,
+    join_exponents,
+    read_steps,
+    split_exponents,
+    write_exponents,
+)
+from shrinkpoint.schemes.auto.trellis import (
+    Grid,
+    KeptRows,
     TrellisReference,
     deviations,
     expected_points,
     nearest_points,
+    packed_planes,
     rows_of,
-)
-from shrinkpoint.schemes.auto.trellis_sections import (
-    read_after_restore,
-    read_grid,
-    read_rows,
-    read_seed,
-    write_rows,
-    write_steps,
+    zero_places,
 )
 from shrinkpoint.schemes.base import (
     Coded,
@@ -54,6 +54,7 @@ from shrinkpoint.schemes.base import (
 )
 from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
+    SEEDS,
     as_float32,
     finite,
     integer,
@@ -66,7 +67,6 @@ from shrinkpoint.state.tree import JSON
 __all__ = ["TrellisWeightCodec"]
 
 _FARTHEST = 30_000  # half steps from 0 that a point lies at most
-_CHUNK = 1 << 18  # elements that are handled at a time where a plane of wide integers would take memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class TrellisWeightCodec(Stages):
 
         return Staged(value, coded)
 
-    def _coded(self, found: "_Quantized", spec: TensorSpec) -> tuple[EncodedTensor, TrellisPlanes]:
+    def _coded(self, found: "_Quantized", spec: TensorSpec) -> tuple[EncodedTensor, PackedPlanes]:
         grid, is_delta = found.grid, found.offsets is not None
         params: dict[str, JSON] = {"step": float(grid.step), "seed": grid.seed, "walk": found.walk}
         params["variance_code"] = found.expectation.variance_code
@@ -122,9 +122,9 @@ class TrellisWeightCodec(Stages):
             params["after_restore"] = True
         sections = {"points": _write_points(found.points, found.places, spec, predictable=is_delta)}
         if found.has_new_steps:
-            sections["exponents"] = write_steps(grid, spec)
+            sections["exponents"] = _write_steps(grid, spec)
         if found.rows is not None and self.kept is not None:
-            sections["kept"] = write_rows(self.kept)
+            sections["kept"] = encode_numbers(np.packbits(self.kept))
         return EncodedTensor(self.id, params, sections, is_delta), found.planes(spec)
 
     def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
@@ -169,7 +169,11 @@ class TrellisWeightCodec(Stages):
         known = TrellisReference.of(reference, spec)
         if known is None:
             return None
-        grid = Grid(step=known.step, exponents=known.exponents, seed=read_seed(encoded, spec))
+        grid = Grid(
+            step=known.step,
+            exponents=known.exponents,
+            seed=integer(encoded.params, spec, "seed", 0, SEEDS - 1),
+        )
         points = grid.points(known.values)
         if points is None:
             return None
@@ -177,7 +181,7 @@ class TrellisWeightCodec(Stages):
         sections = {"points": _write_points(points, places, spec, predictable=False)}
         params: dict[str, JSON] = {name: encoded.params[name] for name in ("step", "seed")}
         params |= {"walk": NO_WALK, "variance_code": LAST_WALK}
-        return EncodedTensor(self.id, params, {**sections, "exponents": write_steps(grid, spec)})
+        return EncodedTensor(self.id, params, {**sections, "exponents": _write_steps(grid, spec)})
 
     def _grid(self, reference: TrellisReference | None, spec: TensorSpec) -> Grid:
         """With the steps that are wanted, or those of before while they do."""
@@ -198,13 +202,15 @@ class TrellisWeightCodec(Stages):
         reference = TrellisReference.of(context.reference, spec) if encoded.uses_reference else None
         if encoded.uses_reference and reference is None:
             raise FormatError(f"{spec.name}: its reference planes are missing")
-        if read_after_restore(encoded, spec) and reference is not None:
+        if _is_after_restore(encoded, spec) and reference is not None:
             reference = reference.after_restore()
         integer(
             encoded.params, spec, "variance_code", NO_WALK, LAST_WALK
         )  # the next delta's reader relies on it
-        grid = read_grid(encoded, reference, spec)
-        rows, columns = read_rows(encoded, reference, spec), matrix_shape(spec.shape)[1]
+        before = None if reference is None else (reference.step, reference.exponents)
+        step, exponents = read_steps(encoded, before, spec, "kept")
+        grid = Grid(step=step, exponents=exponents, seed=integer(encoded.params, spec, "seed", 0, SEEDS - 1))
+        rows, columns = _read_rows(encoded, reference, spec), matrix_shape(spec.shape)[1]
         even, places = expected_points(grid, reference)
         variance_code = None if reference is None else reference.variance_code
         offsets, kept = None if reference is None else reference.offsets, _kept_rows(reference, rows, spec)
@@ -271,7 +277,7 @@ class _Quantized:
             values.reshape(matrix_shape(spec.shape))[self.kept.rows] = self.kept.values
         return values
 
-    def planes(self, spec: TensorSpec) -> TrellisPlanes:
+    def planes(self, spec: TensorSpec) -> PackedPlanes:
         """What a reader keeps."""
         from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
@@ -283,7 +289,7 @@ class _Quantized:
         if self.rows is not None:  # a row that is kept is expected where it is
             offsets = np.zeros(self.reached.size, np.int8)
             offsets.reshape(-1, columns)[self.rows] = expected.reshape(-1, columns)
-        return TrellisPlanes(self.grid, self.reached, offsets, spec.shape, self.kept)
+        return packed_planes(self.grid, self.reached, offsets, spec.shape, self.kept)
 
 
 def _width(size: int, columns: int) -> int:
@@ -295,17 +301,40 @@ def _write_points(points: Int16s, places: Int16s, spec: TensorSpec, *, predictab
     return encode_matrix(points, places, width=width, predictable=predictable)
 
 
+def _write_steps(grid: Grid, spec: TensorSpec) -> bytes:
+    return write_exponents(*split_exponents(grid.exponents, matrix_shape(spec.shape)))
+
+
+def _read_rows(
+    encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec
+) -> Indices | None:
+    """The rows that are coded; None for all."""
+    if "kept" not in encoded.sections:
+        return None
+    if reference is None:
+        raise FormatError(f"{spec.name}: a base has no rows to keep")
+    height = matrix_shape(spec.shape)[0]
+    stored = decode_numbers(section(encoded, spec, "kept"), -(-height // 8), np.uint8)
+    bits = np.unpackbits(stored)
+    if bits[height:].any():
+        raise FormatError(f"{spec.name}: section 'kept' has bits for rows that there are not")
+    return np.flatnonzero(bits[:height] == 0)
+
+
+def _is_after_restore(encoded: EncodedTensor, spec: TensorSpec) -> bool:
+    value = encoded.params.get("after_restore", False)
+    if type(value) is not bool:
+        raise FormatError(f"{spec.name}: 'after_restore' must be true or false, not {value!r}")
+    return value
+
+
 def _reached(points: Int16s, even: Int16s, rows: Indices | None, columns: int) -> Int16s | None:
     """Points from 0, of all rows, from those of the coded ones; None if one is too far from 0."""
-    expected = rows_of(even, rows, columns)
+    from shrinkpoint.quantize import trellis_dither_kernels  # numba
+
     reached = np.empty(points.size, np.int16)
-    for start in range(0, points.size, _CHUNK):
-        part = slice(start, start + _CHUNK)
-        whole = expected[part].astype(np.int32)
-        whole += points[part]
-        if max(int(whole.max()), -int(whole.min())) > _FARTHEST:
-            return None
-        reached[part] = whole
+    if not trellis_dither_kernels.reach(points, rows_of(even, rows, columns), _FARTHEST, reached):
+        return None
     if rows is None:
         return reached
     of_all = np.zeros(even.size, np.int16)

@@ -19,6 +19,7 @@ from support.format_reader import (
     read_runs,
     read_symbol_plane,
 )
+from support.trellis import nearest_points
 
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.container.reader import read_container
@@ -33,7 +34,6 @@ from shrinkpoint.entropy.static.rle import encode_runs
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
-from shrinkpoint.schemes.auto.trellis_points import nearest_points
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Coded, Context, ReferenceState
 from shrinkpoint.schemes.catalogue import CODECS as LIBRARY

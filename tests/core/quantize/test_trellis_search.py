@@ -4,17 +4,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.teams import in_team
+from support.trellis import nearest_points
 
 from shrinkpoint.arrays import Float32s, Int16s
 from shrinkpoint.entropy.lanes.trellis import NOISE, row_width
-from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.schemes.auto import trellis
 from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT
-from shrinkpoint.schemes.auto.trellis_points import WIDER, Grid, nearest_points, zero_places
-from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec
+from shrinkpoint.schemes.auto.trellis import WIDER, Grid, zero_places
 
 Ints = npt.NDArray[Any]
 
@@ -35,14 +34,6 @@ def check_paths(points: Ints, width: int) -> None:
         for point in points[start : start + width].tolist():
             assert point % 2 == state % 2
             state = step_on(state, (point - state % 2) // 2)
-
-
-def search(values: Float32s, width: int) -> Int16s:
-    from shrinkpoint.quantize.viterbi_kernels import nearest_path  # numba
-
-    points = np.full(values.size, 12_345, np.int16)
-    nearest_path(values, width, points)
-    return points
 
 
 def least_cost(values: Float32s) -> float:
@@ -70,7 +61,7 @@ def test_no_path_is_nearer(width: int, scale: float, seed: int, on_grid: bool) -
     values = (scale * np.random.default_rng(seed).standard_normal(3 * width)).astype(np.float32)
     if on_grid:  # where many paths are equally near
         values = (np.rint(4 * values) / 4).astype(np.float32)
-    points = search(values, width)
+    points = nearest_points(values, width)
     check_paths(points, width)
     for start in range(0, values.size, width):
         part = values[start : start + width]
@@ -82,7 +73,7 @@ def test_no_path_is_nearer_where_costs_were_counted_anew() -> None:
     """What lies far behind must not be lost in the roundings of what has been added up: fp64 and no more than 9 elements at a
     time find no better end of a long path."""
     values = (300 * np.random.default_rng(0).standard_normal(3000)).astype(np.float32)
-    points = search(values, 3000)
+    points = nearest_points(values, 3000)
     check_paths(points, 3000)
     wide = np.full(STATES, np.inf)
     wide[0] = 0.0
@@ -103,7 +94,7 @@ def test_the_noise_of_long_rows_is_what_the_trellis_promises(scale: float) -> No
     """Whatever the values are, with places drawn as dither draws them."""
     rng = np.random.default_rng(1)
     values = (scale * rng.standard_normal(4096 * 60) + rng.uniform(-1, 1, 4096 * 60)).astype(np.float32)
-    error = search(values, 4096) / 2 - values.astype(np.float64)
+    error = nearest_points(values, 4096) / 2 - values.astype(np.float64)
     assert float((error**2).mean()) == pytest.approx(NOISE, rel=0.01)
     assert abs(float(error.mean())) < 0.003
     assert float(np.abs(error).max()) <= 1.0001
@@ -112,7 +103,7 @@ def test_the_noise_of_long_rows_is_what_the_trellis_promises(scale: float) -> No
 def test_short_paths_have_a_little_less_noise() -> None:
     """Their ends are free, but for their beginnings in state 0."""
     values = np.random.default_rng(2).uniform(-1, 1, 64 * 4000).astype(np.float32)
-    error = search(values, 64) / 2 - values
+    error = nearest_points(values, 64) / 2 - values
     assert float((error**2).mean()) == pytest.approx(NOISE, rel=0.03)
 
 
@@ -170,23 +161,29 @@ def test_no_path_is_nearer_to_a_ragged_row(size: int) -> None:
 
 def test_points_do_not_depend_on_threads_nor_on_what_else_is_searched() -> None:
     values = np.random.default_rng(3).standard_normal(300 * 384).astype(np.float32)
-    one, two = (in_team(n, lambda: nearest_points(values, 384)) for n in (1, 2))
+    one, two = (in_team(n, lambda: dithered(values, 1.0)) for n in (1, 2))
     np.testing.assert_array_equal(one, two)
     alone = nearest_points(values[384 * 17 : 384 * 18].copy(), 384)
-    np.testing.assert_array_equal(one[384 * 17 : 384 * 18], alone)
+    np.testing.assert_array_equal(nearest_points(values, 384)[384 * 17 : 384 * 18], alone)
+
+
+def grid_of(step: float, count: int) -> Grid:
+    return Grid(step=np.float32(step), exponents=np.full(count, EVEN_STEPS), seed=11)
+
+
+def dithered(values: Float32s, step: float) -> Int16s:
+    """The points that weights of rows of 384 are put on, expected around zero."""
+    found = trellis.nearest_points(values, grid_of(step, values.size), None, None, 384)
+    assert found is not None
+    return found[2]
 
 
 def test_values_near_the_farthest_ones_are_reached() -> None:
     values = np.random.default_rng(4).uniform(9000, 9990, 640).astype(np.float32)
     values[::2] *= -1
-    points = search(values, 64)
+    points = nearest_points(values, 64)
     check_paths(points, 64)
     assert float(np.abs(points / 2 - values).max()) <= 1.01
-
-
-def spec(size: int) -> TensorSpec:
-    tag = Tag(role=Role.WEIGHT, layer_type=LayerType.LINEAR, parameter="p")
-    return TensorSpec(name="w", dtype=torch.float32, shape=(size,), tag=tag)
 
 
 @pytest.mark.parametrize("size", [0.003, 0.1, 1.0, 40.0])
@@ -194,9 +191,12 @@ def test_dithered_errors_do_not_depend_on_the_values(size: float) -> None:
     """Not on small ones either, which without dither would all be nearest to zero."""
     count = 300 * 384
     values = (0.25 * size * np.random.default_rng(5).standard_normal(count)).astype(np.float32)
-    grid = Grid(step=np.float32(0.25), exponents=np.full(count, EVEN_STEPS), seed=11)
-    points = nearest_points(grid.measured(values, np.zeros(count, np.int16), spec(count)), 384)
+    points, grid = dithered(values, 0.25), grid_of(0.25, count)
     error = grid.values(points).astype(np.float64) - values
+    found = grid.points(grid.values(points))
+    assert found is not None
+    np.testing.assert_array_equal(found, points)
+    assert grid.points(values) is None
     assert float((error**2).mean()) == pytest.approx(0.25**2 * NOISE, rel=0.02)
     assert abs(float(np.corrcoef(error, values)[0, 1])) < 4 / count**0.5
     assert abs(float(np.corrcoef(error**2, values**2)[0, 1])) < 4 / count**0.5
@@ -206,19 +206,15 @@ def test_dithered_errors_do_not_depend_on_the_values(size: float) -> None:
 
 
 def test_zeros_are_expected_where_the_dither_puts_them() -> None:
-    grid = Grid(step=np.float32(1), exponents=np.full(5000, EVEN_STEPS), seed=3)
-    zeros = np.zeros(5000, np.float32)
-    dither = grid.measured(zeros, np.zeros(5000, np.int16), spec(5000))
-    np.testing.assert_array_equal(zero_places(3, 5000), np.floor(256 * dither))
+    dither = -grid_of(1.0, 5000).values(np.zeros(5000, np.int16))
+    np.testing.assert_array_equal(zero_places(11, 5000), np.floor(256 * dither))
     assert float(np.abs(dither).max()) < 1
     assert abs(float(dither.mean())) < 0.03
-    np.testing.assert_array_equal(grid.values(np.zeros(5000, np.int16)), -dither)
 
 
 def test_values_too_many_steps_from_zero_are_refused() -> None:
-    grid = Grid(step=np.float32(1), exponents=np.full(2, EVEN_STEPS), seed=3)
-    even = np.zeros(2, np.int16)
-    grid.measured(np.array([13_900, -13_900], np.float32), even, spec(2))
-    for wrong in (14_100, -14_100, 1e30):
-        with pytest.raises(CannotRepresentError, match="too small"):
-            grid.measured(np.array([0, wrong], np.float32), even, spec(2))
+    grid = grid_of(1.0, 384)
+    for value, reached in ((13_900, True), (-13_900, True), (14_100, False), (-14_100, False), (1e30, False)):
+        values = np.zeros(384, np.float32)
+        values[1] = value
+        assert (trellis.nearest_points(values, grid, None, None, 384) is not None) == reached

@@ -135,7 +135,7 @@ def test_the_farthest_levels_are_exact(value: int) -> None:
 @pytest.mark.parametrize("rank", [1, 4, 12])
 @pytest.mark.parametrize("on_trellis", [False, True])
 def test_rows_are_predicted_from_those_before(rank: int, on_trellis: bool) -> None:
-    from shrinkpoint.schemes.auto.trellis_points import nearest_points  # numba
+    from support.trellis import nearest_points  # numba
 
     values, places = low_rank(1024, 256, rank, 4.0), None
     if on_trellis:
@@ -181,7 +181,7 @@ def test_what_is_where_it_was_expected_takes_nothing() -> None:
 
 def test_the_coder_finds_what_the_trellis_saves() -> None:
     """At equal noise a path takes a tenth of a bit more than the limit of rate and distortion, and rounding a quarter."""
-    from shrinkpoint.schemes.auto.trellis_points import nearest_points  # numba
+    from support.trellis import nearest_points  # numba
 
     rng, spread = np.random.default_rng(0), 1.0
     places = rng.integers(-UNIT, UNIT, 1 << 20).astype(np.int16)

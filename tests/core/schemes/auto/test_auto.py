@@ -15,7 +15,7 @@ from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.trial import restored_model
 from shrinkpoint.quantize.movement import Movement
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
-from shrinkpoint.schemes.auto.trellis_points import WIDER
+from shrinkpoint.schemes.auto.trellis import WIDER
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.sharded.trees import renamed_tensors
 from shrinkpoint.state.training import Role, Tag, TrainingState

@@ -4,13 +4,11 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.chains import spec_of
 
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
-from shrinkpoint.schemes.auto.log_residuals import CHUNK, Prediction
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.state.training import Role
@@ -58,17 +56,3 @@ def test_a_large_tensor_takes_little_more_than_itself(
     assert taken <= decode, taken
     taken, _ = peak(lambda: codec.reconstruct(coded.encoded, planes, spec, context))
     assert taken <= reconstruct, taken
-
-
-@pytest.mark.parametrize("shape", [(2**20,), (1, 2**20), (2, 2**19)])
-def test_predictions_by_few_long_rows_take_no_more_than_their_chunk(shape: tuple[int, ...]) -> None:
-    values = torch.rand(shape, generator=torch.Generator().manual_seed(0)).square()
-    prediction = Prediction.by_factors(values.numpy().reshape(-1), spec_of(values, "s", Role.STATE))
-    assert prediction.factors is not None
-    whole = prediction.of(slice(0, values.numel()))
-    rows, columns = shape[0] if len(shape) == 2 else 1, shape[-1]
-    for start in (0, 5, columns - 7, (rows - 1) * columns, (rows - 1) * columns + 1):
-        part = slice(start, min(start + CHUNK, values.numel()))
-        taken, found = peak(lambda: prediction.of(part), CHUNK)  # noqa: B023
-        assert np.array_equal(found, whole[part])
-        assert taken <= 20, taken

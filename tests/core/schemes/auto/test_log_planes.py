@@ -2,68 +2,71 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chains import spec_of
 
-from shrinkpoint.schemes.auto.log_planes import LogPlanes
-from shrinkpoint.schemes.auto.log_residuals import CHUNK, HIGH, LOW, NONE, offsets_in, offsets_of
+from shrinkpoint.arrays import Int16s
+from shrinkpoint.schemes.auto.log_kernels import HIGH, LOW, NONE
+from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
+from shrinkpoint.schemes.base import Coded, Context, ReferenceState
+from shrinkpoint.state.training import Role
 
-STEPS = st.integers(1, 32)
-SEEDS = st.integers(0, 2**32 - 1)
 
-
-def exponents_of(levels, step, seed):
-    """Those that levels stand for; zeros at every seventh."""
-    found = (levels * step + offsets_of(seed, levels.size, step)).astype(np.int16)
-    found[::7] = NONE
+def coded(tensor: torch.Tensor, step: int, seed: int = 0) -> Coded:
+    spec = spec_of(tensor, "s", Role.STATE)
+    codec = LogLevelsCodec(step=step, seed=seed)
+    found = codec.encode(tensor, spec, Context())
+    planes = codec.decode(found.encoded, spec, Context())
+    assert planes["exponent"].tobytes() == found.planes["exponent"].tobytes()
+    assert torch.equal(codec.reconstruct(found.encoded, planes, spec, Context()), found.value)
     return found
 
 
-@settings(max_examples=50)
-@given(STEPS, SEEDS, st.integers(0, 254), st.integers(0, 99))
-def test_levels_within_a_byte_take_one_byte(step, seed, span, drawn):
-    rng = np.random.default_rng(drawn)
-    span = min(span, (HIGH - LOW) // step - 1)
-    lowest = int(rng.integers(-(-LOW // step), (HIGH - step) // step - span + 1))
-    exponents = exponents_of(rng.integers(lowest, lowest + span + 1, 500), step, seed)
-    planes = LogPlanes(exponents, step, seed)
-    assert planes.nbytes == planes.size == 500
-    assert list(planes) == ["exponent"]
-    assert planes["exponent"].tobytes() == exponents.tobytes()
+def octaves(found: Coded) -> Int16s:
+    exponents: Int16s = found.planes["exponent"].astype(np.int16)
+    return exponents
 
 
 @settings(max_examples=50)
-@given(STEPS, SEEDS, st.integers(0, 99))
-def test_other_exponents_are_kept_as_they_are(step, seed, drawn):
-    rng = np.random.default_rng(drawn)
-    exponents = rng.integers(LOW, HIGH + 1, 500).astype(np.int16)
-    exponents[rng.random(500) < 0.1] = NONE
-    assert LogPlanes(exponents, step, seed)["exponent"].tobytes() == exponents.tobytes()
+@given(st.integers(1, 32), st.integers(0, 2**32 - 1), st.integers(0, 99))
+def test_the_dither_is_that_of_the_format(step: int, seed: int, drawn: int) -> None:
+    """Exponents lie on levels moved by SplitMix64's bits."""
+    tensor = torch.rand(500, generator=torch.Generator().manual_seed(drawn)) + 0.1
+    with np.errstate(over="ignore"):
+        bits = (np.arange(1, 501, dtype=np.uint64) + (np.uint64(seed) << np.uint64(32))) * np.uint64(
+            0x9E37_79B9_7F4A_7C15
+        )
+        for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB)):
+            bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+        bits ^= bits >> np.uint64(31)
+    offsets = np.floor(((bits >> np.uint64(48)).astype(np.float64) + 0.5) * 2.0**-16 * step)
+    assert not ((octaves(coded(tensor, step, seed)) - offsets) % step).any()
 
 
-@pytest.mark.parametrize(("span", "each"), [(254, 1), (255, 2)])
-def test_a_byte_holds_255_levels(span, each):
-    exponents = np.full(10, 0, np.int16)
-    exponents[3], exponents[5] = span, NONE
-    planes = LogPlanes(exponents, 1, 0)
-    assert planes.nbytes == each * 10
-    assert planes["exponent"].tobytes() == exponents.tobytes()
+@pytest.mark.parametrize(("farthest", "each"), [(254, 1), (255, 2)])
+def test_a_byte_holds_255_levels(farthest: int, each: int) -> None:
+    tensor = torch.tensor([1.0, 2.0 ** (farthest / 16), 0.0, *[2.0] * 97])
+    found = coded(tensor, 1)  # whose dither is 0
+    assert octaves(found)[:3].tolist() == [0, farthest, NONE]
+    assert ReferenceState("log-levels", {}, found.planes).nbytes == 100 * each
 
 
-@pytest.mark.parametrize("size", [0, 1, CHUNK + 3])
-def test_zeros_alone(size):
-    exponents = np.full(size, NONE)
-    planes = LogPlanes(exponents, 8, 3)
-    assert planes.nbytes == size
-    assert planes["exponent"].tobytes() == exponents.tobytes()
+def test_exponents_at_the_ends_of_the_range_are_kept() -> None:
+    tensor = torch.tensor([torch.finfo().tiny, torch.finfo().max, 1e-44, 0.0] * 20)
+    found = octaves(coded(tensor, 32))
+    assert set(found[3::4]) == {NONE}
+    others = found[found != NONE]
+    assert LOW <= others.min() <= LOW + 32
+    assert HIGH - 32 <= others.max() <= HIGH
 
 
-def test_there_is_no_other_plane():
+@pytest.mark.parametrize("size", [1, (1 << 16) + 3])
+def test_zeros_alone(size: int) -> None:
+    found = coded(torch.zeros(size), 8, 3)
+    assert ReferenceState("log-levels", {}, found.planes).nbytes == size
+    assert set(octaves(found)) == {NONE}
+    assert list(found.planes) == ["exponent"]
     with pytest.raises(KeyError):
-        LogPlanes(np.zeros(3, np.int16), 8, 0)["value"]
-
-
-def test_dither_does_not_depend_on_the_part_it_is_asked_for():
-    whole = offsets_of(5, 1000, 24)
-    assert np.array_equal(whole[300:700], offsets_in(5, slice(300, 700), 24))
-    assert whole.max() < 24
+        found.planes["value"]

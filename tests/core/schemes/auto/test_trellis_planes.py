@@ -12,8 +12,7 @@ from support.chains import spec_of
 from shrinkpoint.arrays import Float32s
 from shrinkpoint.coding.grouping import matching
 from shrinkpoint.schemes.auto.row_and_column_steps import join_exponents
-from shrinkpoint.schemes.auto.trellis_planes import KeptRows, TrellisPlanes
-from shrinkpoint.schemes.auto.trellis_points import Grid
+from shrinkpoint.schemes.auto.trellis import Grid, KeptRows, packed_planes
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Coded, Context, ReferenceState
 
@@ -33,7 +32,7 @@ def test_planes_are_made_of_two_or_three_bytes_for_each_weight(farthest: int, ea
     points = rng.integers(-127, 128, COUNT).astype(np.int16)
     points[7] = farthest
     offsets = rng.integers(-9, 9, COUNT).astype(np.int8)
-    planes = TrellisPlanes(grid(), points, offsets, SHAPE)
+    planes = packed_planes(grid(), points, offsets, SHAPE)
     assert planes.nbytes == (each + 1) * COUNT + sum(SHAPE)
     assert set(planes) == {"value", "exponent", "offset"}
     assert planes["value"].tobytes() == grid().values(points).tobytes()
@@ -43,7 +42,7 @@ def test_planes_are_made_of_two_or_three_bytes_for_each_weight(farthest: int, ea
 
 def test_rows_of_other_points_are_kept_as_they_are() -> None:
     kept = KeptRows(np.array([3, 17]), np.full((2, 40), 0.123, np.float32))
-    planes = TrellisPlanes(grid(), np.ones(COUNT, np.int16), np.zeros(COUNT, np.int8), SHAPE, kept)
+    planes = packed_planes(grid(), np.ones(COUNT, np.int16), np.zeros(COUNT, np.int8), SHAPE, kept)
     wanted = grid().values(np.ones(COUNT, np.int16)).reshape(SHAPE)
     wanted[[3, 17]] = np.float32(0.123)
     assert planes["value"].tobytes() == wanted.tobytes()
@@ -76,7 +75,7 @@ def test_what_was_read_is_gone_at_once() -> None:
     """Without the garbage collector, which may come late: no cycle holds planes."""
     gc.disable()
     try:
-        planes = TrellisPlanes(grid(), np.ones(COUNT, np.int16), np.zeros(COUNT, np.int8), SHAPE)
+        planes = packed_planes(grid(), np.ones(COUNT, np.int16), np.zeros(COUNT, np.int8), SHAPE)
         found: Float32s = planes["value"]
         gone = weakref.ref(planes), weakref.ref(found)
         del planes, found

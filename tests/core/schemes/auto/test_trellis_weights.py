@@ -18,7 +18,7 @@ from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, S
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.random_walk import LAST_WALK
 from shrinkpoint.schemes.auto.row_and_column_steps import curvature_exponents
-from shrinkpoint.schemes.auto.trellis_points import WIDER, zero_places
+from shrinkpoint.schemes.auto.trellis import WIDER, zero_places
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Rebasable, ReferenceState, Stages
 from shrinkpoint.state.training import TensorSpec

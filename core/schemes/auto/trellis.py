@@ -1,28 +1,75 @@
-"""The reference of trellis-coded weights, and where it lets them be expected."""
+"""Weights on a trellis: where points lie, where weights are expected, the nearest paths, and what a reader keeps of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8s
-from shrinkpoint.entropy.lanes.trellis import row_width
+from shrinkpoint.entropy.lanes.trellis import NOISE, row_width
 from shrinkpoint.runtime.team import map_in_threads
 from shrinkpoint.schemes.auto.random_walk import EXPONENTS, LAST_WALK, NO_WALK
-from shrinkpoint.schemes.auto.row_and_column_steps import QUARTERS
-from shrinkpoint.schemes.auto.trellis_points import Grid, zero_places
-from shrinkpoint.schemes.base import ReferenceState
-from shrinkpoint.schemes.codec_io import integer, number, plane_of
+from shrinkpoint.schemes.auto.row_and_column_steps import QUARTERS, join_exponents, split_exponents
+from shrinkpoint.schemes.base import PackedPlanes, Planes, ReferenceState
+from shrinkpoint.schemes.codec_io import integer, matrix_shape, number, plane_of
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["TrellisReference", "deviations", "expected_points", "nearest_points", "rows_of"]
+__all__ = [
+    "WIDER",
+    "Grid",
+    "KeptRows",
+    "TrellisReference",
+    "deviations",
+    "expected_points",
+    "nearest_points",
+    "packed_planes",
+    "rows_of",
+    "zero_places",
+]
+
+WIDER = (1 / 12 / NOISE) ** 0.5
+"""By how much steps may be wider than those of a scalar quantizer for the same noise."""
 
 _NO_VALUES, _NO_OFFSETS, _NO_EXPONENTS = np.zeros(0, np.float32), np.zeros(0, np.int8), np.zeros(0, np.uint8)
 _ALL = np.zeros(0, np.int64)
 _BATCHES = 4  # of sixteen paths that a thread takes at a time, at least
 
 T = TypeVar("T", bound=np.generic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Where the points of one tensor's weights lie."""
+
+    step: np.float32
+    exponents: UInt8s
+    """Quarter octaves of each element's step above ``step / 2 ** 16``."""
+    seed: int
+
+    def values(self, points: Int16s) -> Float32s:
+        """The values that points stand for: two IEEE operations each."""
+        from shrinkpoint.quantize import trellis_dither_kernels  # numba
+
+        out = np.empty(points.size, np.float32)
+        trellis_dither_kernels.values(points, self.exponents, self.quarters, self.seed, out)
+        return out
+
+    def points(self, values: Float32s) -> Int16s | None:
+        """The points, in half steps, that stand for these values; None where some are not the values of any."""
+        from shrinkpoint.quantize import trellis_dither_kernels  # numba
+
+        out = np.empty(values.size, np.int16)
+        found = trellis_dither_kernels.points(values, self.exponents, self.quarters, self.seed, out)
+        return out if found else None
+
+    @property
+    def quarters(self) -> Float32s:
+        """fp32 (4,): the steps of exponents 64 to 67."""
+        steps: Float32s = self.step * QUARTERS
+        return steps
 
 
 @dataclass(frozen=True)
@@ -64,6 +111,15 @@ class TrellisReference:
         """fp32 (4,): as `Grid.quarters`."""
         steps: Float32s = self.step * QUARTERS
         return steps
+
+
+def zero_places(seed: int, count: int) -> Int16s:
+    """Where zeros are expected, int16 (n,) in 1/256 of a step."""
+    from shrinkpoint.quantize import trellis_dither_kernels  # numba
+
+    out = np.empty(count, np.int16)
+    trellis_dither_kernels.places(seed, out)
+    return out
 
 
 def expected_points(grid: Grid, reference: TrellisReference | None) -> tuple[Int16s, Int16s]:
@@ -176,3 +232,61 @@ def deviations(
         counts,
     )
     return squares, counts
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Rows of a matrix that lie on the points of earlier checkpoints."""
+
+    rows: Indices
+    values: Float32s
+    """(rows, columns)."""
+
+
+def packed_planes(
+    grid: Grid, points: Int16s, offsets: Int8s, shape: tuple[int, ...], kept: KeptRows | None = None
+) -> PackedPlanes:
+    """The planes ``value``, ``exponent`` and ``offset`` in less than half of the memory that they take.
+
+    A value is made of its point again, an element's exponent of its row's and its column's: both are the very numbers that they
+    were, for every element's value is its own.
+
+    Args:
+        grid: that the points are on.
+        points: int16 (n,), in half steps from 0; of any number in rows that are kept.
+        offsets: int8 (n,), as `TrellisReference.offsets`.
+        shape: of the tensor.
+        kept: rows that do not lie on this grid.
+    """
+    matrix = matrix_shape(shape)
+    rows, columns = split_exponents(grid.exponents, matrix)
+    fits = int(points.min(initial=0)) >= -128 and int(points.max(initial=0)) <= 127
+    parts = {
+        "points": points.astype(np.int8) if fits else points,
+        "offsets": offsets,
+        "rows": rows,
+        "columns": columns,
+        **({"kept": kept.rows, "values": kept.values} if kept is not None else {}),
+    }
+    made: dict[str, Callable[[Planes], npt.NDArray[Any]]] = {
+        "value": partial(_values, step=grid.step, seed=grid.seed),
+        "exponent": _exponents,
+        "offset": _offsets,
+    }
+    return PackedPlanes(points.size, parts, made)
+
+
+def _exponents(parts: Planes) -> UInt8s:
+    return join_exponents(np.asarray(parts["rows"], np.int8), np.asarray(parts["columns"], np.int8))
+
+
+def _values(parts: Planes, step: np.float32, seed: int) -> Float32s:
+    grid = Grid(step=step, exponents=_exponents(parts), seed=seed)
+    values = grid.values(parts["points"].astype(np.int16, copy=False))
+    if "kept" in parts:
+        values.reshape(parts["rows"].size, -1)[parts["kept"]] = parts["values"]
+    return values
+
+
+def _offsets(parts: Planes) -> Int8s:
+    return np.asarray(parts["offsets"], np.int8)
