@@ -1,1 +1,1 @@
-"""Coders with one static table or none: rANS, Huffman and runs."""
+"""Coders with static tables: rANS and Huffman."""

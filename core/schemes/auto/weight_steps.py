@@ -16,12 +16,12 @@ What training has not moved keeps the values of the previous checkpoint, or is s
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from shrinkpoint.arrays import Bools, Float64s, Int8s
-from shrinkpoint.schemes.auto.curvature import Curvature, curvature_of, size_of, square, sums_of
+from shrinkpoint.arrays import Bools, Float64s, Int8s, widened
 from shrinkpoint.schemes.auto.options import AutoOptions
 from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT, curvature_exponents, within
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
@@ -44,7 +44,19 @@ _WIDEST_STEP = 2.0  # of a weight, in root mean squares of all of them; the move
 _UNMOVED = 2.0**-6  # of the tensor's own movement: rows that have moved less have not moved
 _FINEST = 2.0**-13  # of a tensor's largest weight: no step size is less
 _UNKNOWN_MOVEMENT = 1 / 64  # of a row's size, where nothing is known of how far training has moved it
+_LEAST = 1e-30  # of a mean square
 _USUAL = (1e-20, 1e20)  # sizes of weights that can be quantized in fp32
+
+
+class Curvature(NamedTuple):
+    """How the squares of one tensor's gradients differ between elements and from other tensors'."""
+
+    kind: str
+    """What it was read off: levels of different kinds cannot be compared."""
+    tensor: torch.Tensor
+    """What grows with it, of the weight's shape."""
+    level: float
+    """Natural logarithm of the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +134,7 @@ class WeightSteps:
     ) -> WeightSums:
         own = [spec for spec in specs if spec.tag.role is not Role.AVERAGE] or specs
         many = [spec for spec in own if _finer(spec) == 1] or own
-        return sums_of([(state.tensors[spec.name], curvatures[spec.name]) for spec in many])
+        return _sums_of([(state.tensors[spec.name], curvatures[spec.name]) for spec in many])
 
     def _step(
         self,
@@ -145,7 +157,7 @@ class WeightSteps:
             # at the widest scale it would not be exact: so it has moved, and the scale is too narrow
             return "narrow" if typical * self._options.movement_share > _NOISE * finest else "unmoved"
         if curvature is None:
-            unit = size_of([weight])
+            unit = _size_of([weight])
         else:
             octaves = (means.get(curvature.kind, curvature.level) - curvature.level) / 4
             unit = size * min(_FARTHEST, max(1 / _FARTHEST, math.exp(octaves)))
@@ -210,12 +222,56 @@ class WeightSteps:
         gradient = (self._save_context.gradients or {}).get(weight.tag.parameter or weight.name)
         for role in (Role.EXP_AVG_SQ, Role.SQUARES):
             if role in siblings:
-                return curvature_of("second moment", siblings[role])
+                return _curvature_of("second moment", siblings[role])
         if Role.EXP_AVG in siblings:
-            return curvature_of("momentum", square(siblings[Role.EXP_AVG]))
+            return _curvature_of("momentum", _square(siblings[Role.EXP_AVG]))
         if gradient is not None and tuple(gradient.shape) == weight.shape:
-            return curvature_of("gradient", square(gradient))
+            return _curvature_of("gradient", _square(gradient))
         return None
+
+
+def _curvature_of(kind: str, tensor: torch.Tensor) -> Curvature | None:
+    """The curvature from a tensor of squares; None if it is not finite, negative or all zeros.
+
+    Args:
+        kind: see `Curvature`.
+        tensor: not negative, on the host.
+    """
+    from shrinkpoint.quantize import matrix_kernels  # numba
+
+    if tensor.is_complex() or tensor.numel() == 0:
+        return None
+    least, most = torch.aminmax(tensor)
+    if not (bool(least >= 0) and bool(most > 0) and bool(torch.isfinite(most))):  # NaN is neither
+        return None
+    mean = matrix_kernels.total(widened(tensor)) / tensor.numel()
+    return Curvature(kind, tensor, math.log(max(mean, _LEAST)))
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    """The squares of a moment or a gradient, in fp32."""
+    return tensor.float().square()
+
+
+def _size_of(tensors: list[torch.Tensor]) -> float:
+    """Root of the mean square of all elements that are finite in sum."""
+    return _sums_of([(tensor, None) for tensor in tensors]).size
+
+
+def _sums_of(found: Sequence[tuple[torch.Tensor, Curvature | None]]) -> WeightSums:
+    """Of weights with their curvatures, those alone whose squares are finite in sum."""
+    from shrinkpoint.quantize import matrix_kernels  # numba
+
+    squares, elements = 0.0, 0
+    levels: dict[str, tuple[float, int]] = {}
+    for tensor, curvature in found:
+        own = float(matrix_kernels.square_sum(widened(tensor)))
+        if math.isfinite(own):
+            squares, elements = squares + own, elements + tensor.numel()
+        if curvature is not None:
+            total, before = levels.get(curvature.kind, (0.0, 0))
+            levels[curvature.kind] = total + tensor.numel() * curvature.level, before + tensor.numel()
+    return WeightSums(squares=squares, count=elements, levels=levels)
 
 
 def known_movement(save_context: SaveContext, spec: TensorSpec) -> Float64s | None:

@@ -30,7 +30,6 @@ from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.entropy.numbers import delta_bits, encode_numbers
 from shrinkpoint.entropy.static.huffman import encode_huffman, encode_ranks, rank_lengths
 from shrinkpoint.entropy.static.rans import encode_symbols
-from shrinkpoint.entropy.static.rle import encode_runs
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
@@ -38,6 +37,7 @@ from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Coded, Context, ReferenceState
 from shrinkpoint.schemes.catalogue import CODECS as LIBRARY
 from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.schemes.inshrinkerator.level_deltas import encode_runs
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
 from shrinkpoint.schemes.lossless import Lossless

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.payloads import check_survives
 
-from shrinkpoint.entropy.static.rle import MAX_RUN, decode_runs, encode_runs
 from shrinkpoint.errors import FormatError
+from shrinkpoint.schemes.inshrinkerator.level_deltas import MAX_RUN, decode_runs, encode_runs
 
 
 @given(st.lists(st.tuples(st.integers(0, 255), st.integers(1, 40)), max_size=40))
