@@ -19,8 +19,10 @@ __all__ = [
     "SEEDS",
     "WEIGHT_DTYPES",
     "as_float32",
+    "check_moment",
     "check_sections",
     "emit",
+    "emitted",
     "finite",
     "floats",
     "integer",
@@ -89,6 +91,32 @@ def emit(values: Float32s, spec: TensorSpec, *, own: bool = False) -> torch.Tens
         raise FormatError(f"{spec.name}: {values.size} fp32 values cannot become {spec.dtype} {spec.shape}")
     # a copy, so that the caller may change the tensor without changing the reference of the next delta
     return torch.from_numpy(values if own else values.copy()).to(spec.dtype).reshape(spec.shape)
+
+
+def check_moment(spec: TensorSpec) -> None:
+    """Raise FormatError unless a codec of moments may have stored the tensor."""
+    if spec.dtype not in CODED_DTYPES or spec.numel == 0:
+        raise FormatError(f"{spec.name}: a moment of {spec.dtype} and shape {spec.shape} is stored exactly")
+
+
+def emitted(restored: Float32s, spec: TensorSpec, *, nonzero: Float32s | None = None) -> torch.Tensor:
+    """What a reader will have of restored values, in the spec's dtype.
+
+    Args:
+        restored: flat, finite; nobody else holds them.
+        spec: the tensor.
+        nonzero: the true values, of which none may become zero that is not; None where that does no harm.
+
+    Raises:
+        CannotRepresentError: the dtype has too small a range for them.
+    """
+    value = emit(restored, spec, own=True)
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return value
+    narrow = widened(value)
+    if not finite(narrow) or (nonzero is not None and bool(((narrow == 0) & (nonzero != 0)).any())):
+        raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
+    return value
 
 
 def normal(values: Float32s) -> Float32s:

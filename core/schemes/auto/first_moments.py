@@ -15,6 +15,7 @@ comes back too large, the first moment is made as much larger before it is put o
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -26,25 +27,23 @@ from shrinkpoint.arrays import Float32s, Float64s, UInt8s, widened
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.auto.moment_units import (
-    STRANGE,
-    MomentCodec,
-    OwnUnits,
-    RootUnits,
-    check_dtype,
-)
+from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged, Stages
 from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
     as_float32,
+    check_moment,
+    check_sections,
     emit,
+    emitted,
     finite,
     integer,
     matrix_shape,
+    normal,
     number,
     section,
 )
-from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.training import Role, TensorSpec
 from shrinkpoint.state.tree import JSON
 
 __all__ = ["CentroidFirstMomentCodec", "CentroidMomentumCodec"]
@@ -60,16 +59,23 @@ _CLIPPING = 6 * _PER_OCTAVE  # how many of those are tried that clip the largest
 _CLIP_STEPS = 126
 _LONGEST = 2.0  # by what levels are lengthened at most: from there on, they would be farther from the truth than zeros
 _NOTHING = np.zeros(0, np.float32)
+_PLANE = "levels"  # the section of what an element is restored from
+_STRANGE = 31.0  # roots of a second moment that a first one of the same gradient is large at most: it hardly exceeds ten of the
+# true one, and twice that of a factored one
+_STRANGERS = 1e-3  # share of elements beyond that shows the two not to be moments of one gradient
 _SAMPLE = 1 << 16  # elements by which a step size is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CentroidCodec(MomentCodec, Stages):
-    """Levels of a moment, and their centroids.
+class _CentroidCodec(Stages):
+    """Levels of a moment in units of each element's own, which both sides know, and their centroids.
 
     Raises:
         ConfigError: an option is out of its range.
     """
+
+    id: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
 
     step: float | None = None
     """Distance of two levels in units; None takes the widest that loses no more than `loss`."""
@@ -85,10 +91,24 @@ class _CentroidCodec(MomentCodec, Stages):
         if not 0 < self.loss <= 1:
             raise ConfigError(f"loss must be above 0 and at most 1, not {self.loss}")
 
+    @abstractmethod
+    def _measure(
+        self, values: Float32s, spec: TensorSpec, context: Context
+    ) -> tuple[Float32s, dict[str, bytes]]:
+        """Each element's unit, and what has to be stored for it; refuses what it does not suit."""
+
+    @abstractmethod
+    def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Float32s:
+        """The units again, from what is stored.
+
+        Raises:
+            FormatError: it is malformed.
+        """
+
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `Stages.stage`; refuses what has no unit, or is not finite."""
         quantized = self._quantize(tensor, spec, context)
-        value = _in_range(quantized.value(spec), spec)
+        value = emitted(quantized.values(), spec)
         quantized = replace(quantized, units=_NOTHING)  # which coding does not need
 
         def coded() -> Coded:
@@ -97,7 +117,7 @@ class _CentroidCodec(MomentCodec, Stages):
             payload = encode_matrix(levels, None, width=width, predictable=True)
             params: dict[str, JSON] = {"step": float(quantized.step), "radius": quantized.radius}
             params["centroids"] = list(quantized.centroids)
-            encoded = EncodedTensor(self.id, params, {self.PLANE: payload, **quantized.sections})
+            encoded = EncodedTensor(self.id, params, {_PLANE: payload, **quantized.sections})
             return Coded(encoded, {}, value)
 
         return Staged(value, coded)
@@ -113,9 +133,9 @@ class _CentroidCodec(MomentCodec, Stages):
         )
         plane, sums, counts = np.empty(values.size, np.uint8), np.zeros(128), np.zeros(128)
         radius = int(
-            moment_kernels.levels(values, units, step, self.CLIP_STEPS, self.linear, plane, sums, counts)
+            moment_kernels.levels(values, units, step, _CLIP_STEPS, self.linear, plane, sums, counts)
         )
-        plane -= np.uint8(self.CLIP_STEPS - radius)
+        plane -= np.uint8(_CLIP_STEPS - radius)
         centroids = _centroids(sums, counts, radius)
         true = float(moment_kernels.square_sum(values, units, self.linear))
         longer = _longer(true, counts, step, _sizes(centroids, radius))
@@ -133,17 +153,17 @@ class _CentroidCodec(MomentCodec, Stages):
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        check_dtype(spec)
+        check_moment(spec)
         step, radius = (
             number(encoded.params, spec, "step"),
-            integer(encoded.params, spec, "radius", 0, self.CLIP_STEPS),
+            integer(encoded.params, spec, "radius", 0, _CLIP_STEPS),
         )
         if not 0 < step < 1e30:
             raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
         centroids = _read_centroids(encoded.params.get("centroids"), radius, spec)
         units = self._units(encoded, spec, context)
         levels = decode_matrix(
-            section(encoded, spec, self.PLANE),
+            section(encoded, spec, _PLANE),
             spec.numel,
             None,
             width=row_width(*matrix_shape(spec.shape)),
@@ -151,12 +171,12 @@ class _CentroidCodec(MomentCodec, Stages):
         if levels.size and max(int(levels.max()), -int(levels.min())) > radius:
             raise FormatError(f"{spec.name}: a level lies beyond {radius}")
         plane = (levels + np.int16(radius)).astype(np.uint8)
-        return _Quantized(plane, radius, step, centroids, units, {}).value(spec)
+        return emit(_Quantized(plane, radius, step, centroids, units, {}).values(), spec, own=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CentroidFirstMomentCodec(RootUnits, _CentroidCodec):
-    """Levels of Adam's ``m / sqrt(v)``.
+class CentroidFirstMomentCodec(_CentroidCodec):
+    """Levels of ``m / sqrt(v)``, v being Adam's second moment as restored.
 
     Guarantees: in units of v as restored, m is restored no farther from what is wanted than zeros are, and no longer than that; it is
     zero where v is restored as zero. Wanted is m itself or, where v as training has it is given, what makes the true update.
@@ -166,6 +186,7 @@ class CentroidFirstMomentCodec(RootUnits, _CentroidCodec):
     """
 
     id: ClassVar[str] = "centroid-first-moment"
+    needs: ClassVar[tuple[str, ...]] = (Role.EXP_AVG_SQ.value,)
 
     second_moment: torch.Tensor | None = None
     """v as training has it, of the same shape; only encoding needs it."""
@@ -177,6 +198,26 @@ class CentroidFirstMomentCodec(RootUnits, _CentroidCodec):
         if not 0 <= self.epsilon < math.inf:
             raise ConfigError(f"epsilon must be finite and not negative, not {self.epsilon}")
 
+    def _measure(
+        self, values: Float32s, spec: TensorSpec, context: Context
+    ) -> tuple[Float32s, dict[str, bytes]]:
+        """Refuses moments without a second one, or that are not moments of one gradient."""
+        from shrinkpoint.schemes.auto import moment_kernels  # numba
+
+        roots = _roots(spec, context)
+        if roots is None:
+            raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
+        if moment_kernels.count_beyond(values, roots, np.float32(_STRANGE)) > _STRANGERS * values.size:
+            raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
+        return roots, {}
+
+    def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Float32s:
+        check_sections(encoded, spec, _PLANE)
+        roots = _roots(spec, context)
+        if roots is None:
+            raise FormatError(f"{spec.name}: the second moment that it is measured by is missing")
+        return roots
+
     def _wanted(self, values: Float32s, units: Float32s, spec: TensorSpec) -> Float32s:
         """Such that ``m' / (sqrt(v') + epsilon)``, with v' as restored, is ``m / (sqrt(v) + epsilon)``."""
         from shrinkpoint.schemes.auto import moment_kernels  # numba
@@ -186,13 +227,13 @@ class CentroidFirstMomentCodec(RootUnits, _CentroidCodec):
             return values
         wanted = np.empty_like(values)
         moment_kernels.in_other_units(
-            values, as_float32(second, spec, CODED_DTYPES), units, self.epsilon, STRANGE, wanted
+            values, as_float32(second, spec, CODED_DTYPES), units, self.epsilon, _STRANGE, wanted
         )
         return wanted
 
 
 @dataclass(frozen=True, kw_only=True)
-class CentroidMomentumCodec(OwnUnits, _CentroidCodec):
+class CentroidMomentumCodec(_CentroidCodec):
     """Levels of a momentum in units of its own root mean square by row and column, for optimizers without a second moment.
 
     Guarantees and raises as `CentroidFirstMomentCodec`; with `linear`, which is for optimizers whose update is a multiple of
@@ -200,6 +241,20 @@ class CentroidMomentumCodec(OwnUnits, _CentroidCodec):
     """
 
     id: ClassVar[str] = "centroid-momentum"
+
+    def _measure(
+        self, values: Float32s, spec: TensorSpec, context: Context
+    ) -> tuple[Float32s, dict[str, bytes]]:
+        """Refuses what reaches the end of fp32's range."""
+        factors = Factors.of_roots(values.reshape(matrix_shape(spec.shape)))
+        units = factors.product()
+        if not finite(units):
+            raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
+        return units, {"factors": factors.encode()}
+
+    def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Float32s:
+        check_sections(encoded, spec, _PLANE, "factors")
+        return Factors.read(encoded, spec).product()
 
 
 @dataclass(frozen=True)
@@ -213,21 +268,27 @@ class _Quantized:
     units: Float32s
     sections: dict[str, bytes]
 
-    def value(self, spec: TensorSpec) -> torch.Tensor:
-        """What a reader will have: a product of two fp32 numbers for each element, rounded to the tensor's dtype."""
+    def values(self) -> Float32s:
+        """What a reader will have, before it is rounded to the tensor's dtype: a product of two fp32 numbers for each element."""
         from shrinkpoint.schemes.auto import moment_kernels  # numba
 
         sizes = _sizes(self.centroids, self.radius)
         values = np.empty(self.plane.size, np.float32)
         moment_kernels.unlevel(self.plane, self.units, self.step * sizes, self.radius, values)
-        return emit(values, spec, own=True)
+        return values
 
 
-def _in_range(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Refuse what has become infinite in half precision."""
-    if value.dtype.itemsize == 2 and not finite(widened(value)):
-        raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
-    return value
+def _roots(spec: TensorSpec, context: Context) -> Float32s | None:
+    """The root of the second moment at every element, or None if the parameter has none."""
+    second = context.siblings.get(Role.EXP_AVG_SQ.value)
+    if second is None or second.numel() != spec.numel or second.dtype not in CODED_DTYPES:
+        return None
+    values = widened(second)
+    if values.size and not (values.min() >= 0 and values.max() < np.inf):  # also false for NaN
+        return None
+    roots = normal(values)
+    np.sqrt(roots, out=roots)  # IEEE 754 rounds the root correctly: the same everywhere
+    return roots
 
 
 def _sizes(centroids: tuple[int, ...], radius: int) -> Float32s:

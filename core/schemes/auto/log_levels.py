@@ -28,7 +28,6 @@ from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import ConfigError, FormatError
 from shrinkpoint.schemes.auto.factors import EMPTY, Factors
-from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted
 from shrinkpoint.schemes.base import (
     Coded,
     Context,
@@ -43,8 +42,10 @@ from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
     SEEDS,
     as_float32,
+    check_moment,
     check_sections,
     emit,
+    emitted,
     integer,
     matrix_shape,
     section,
@@ -171,7 +172,7 @@ class LogLevelsCodec(Stages):
         """See `TensorCodec.decode`."""
         from shrinkpoint.schemes.auto import log_kernels  # numba
 
-        check_dtype(spec)
+        check_moment(spec)
         step, seed = _read_step(encoded, spec)
         others = [name for name in ("zeros",) if name in encoded.sections]
         others += ["signs"] if _is_signed(encoded, spec) else []

@@ -18,9 +18,17 @@ import torch
 from shrinkpoint.arrays import Float32s, Float64s
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.auto.factors import Factors
-from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged, Stages
-from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, check_sections, emit, finite, matrix_shape
+from shrinkpoint.schemes.codec_io import (
+    CODED_DTYPES,
+    as_float32,
+    check_moment,
+    check_sections,
+    emit,
+    emitted,
+    finite,
+    matrix_shape,
+)
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["FactoredSecondMomentCodec", "rank_one"]
@@ -87,7 +95,7 @@ class FactoredSecondMomentCodec(Stages):
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
         check_sections(encoded, spec, "factors")
-        check_dtype(spec)
+        check_moment(spec)
         return emit(Factors.read(encoded, spec).product(), spec, own=True)
 
 
