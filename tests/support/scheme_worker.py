@@ -188,7 +188,7 @@ def encode(case: Case, threads: int = 1) -> tuple[list[TrainingState], list[byte
         return case.build(SaveContext(state=state, step=step, reference=reference))
 
     # The network does not pay in planes as small as these: without the tables they are coded by it none the less.
-    with mock.patch.object(lstm, "_encode_ordinary", return_value=bytes(1 << 20)):
+    with mock.patch.object(lstm, "encode_given", return_value=(bytes(1 << 20), False)):
         _, told = save_chain(saved, make, threads)
     return saved, [write_container(one.checkpoint) for one in told]
 

@@ -21,7 +21,7 @@ from shrinkpoint.entropy.static.rans import encode_symbols
 from shrinkpoint.errors import ConfigError, CorruptionError, FormatError
 
 SMALL = LstmOptions(width=8, rate=4)
-NEVER = mock.patch.object(lstm, "_encode_ordinary", return_value=bytes(1 << 20))
+NEVER = mock.patch.object(lstm, "encode_given", return_value=(bytes(1 << 20), False))
 """Within it every plane is coded by the network, also those for which it does not pay: those of fast tests."""
 Case = tuple[np.ndarray, int, int, np.ndarray | None]
 few = settings(deadline=None, max_examples=40)  # the first example compiles the kernels
@@ -126,7 +126,7 @@ def test_other_vector_units_make_the_same_bytes(tmp_path) -> None:
     environment |= {"NUMBA_CACHE_DIR": str(tmp_path)}
     program = (
         "import sys, numpy as np; from shrinkpoint.entropy.lstm import coder; from shrinkpoint.entropy.lstm.coder import *\n"
-        "coder._encode_ordinary = lambda *_: bytes(1 << 20)\n"
+        "coder.encode_given = lambda *_: (bytes(1 << 20), False)\n"
         "rng = np.random.default_rng(0); previous = rng.integers(0, 4, 3000).astype(np.uint8)\n"
         "plane = np.where(rng.random(3000) < 0.1, 0, previous).astype(np.uint8)\n"
         "payload = encode_plane(plane, 4, columns=100, previous=previous, options=LstmOptions(width=16, rate=4))\n"

@@ -17,7 +17,7 @@ from shrinkpoint.schemes.published.excp import SYMBOLS, ExCP, ExcpMomentCodec, E
 from shrinkpoint.schemes.published.itmo import ITMO, ItmoOptions
 from shrinkpoint.schemes.symbol_coders import decode_plane, encode_plane, uses_previous
 
-NEVER = mock.patch.object(lstm, "_encode_ordinary", return_value=bytes(1 << 20))
+NEVER = mock.patch.object(lstm, "encode_given", return_value=(bytes(1 << 20), False))
 """Within it every plane is coded by the network, also those for which it does not pay: those of fast tests."""
 LSTM = 6
 """The first byte of a plane that the coder has coded."""
