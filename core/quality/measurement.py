@@ -306,17 +306,7 @@ class History:
         if value is None:
             return None
         right = isinstance(value, list) and len(value) == 3
-        if not right or not all(isinstance(item, float) and 0 <= item < math.inf for item in value):
-            raise ConfigError(f"the measurements {value!r} of a search are malformed: start a new search")
-        if value[0] == 0:
+        right = right and all(isinstance(item, float) and 0 <= item < math.inf for item in value)
+        if not right or value[0] == 0:
             raise ConfigError(f"the measurements {value!r} of a search are malformed: start a new search")
         return cls(*value)
-
-    @classmethod
-    def load(cls, state: Mapping[str, Any]) -> "History | None":
-        """The entry ``history`` of a stored state.
-
-        Raises:
-            ConfigError: it is malformed.
-        """
-        return cls.from_json(state.get("history"))

@@ -147,7 +147,6 @@ class Planner:
         self._budget = budget_of(config)
         self._recovery = RecoveryEstimate(config.probe_steps, config.search_overhead, spent_s, clock)
         self._ladder = ladder_of(config, spent_s)
-        self._cost, self._costs_delay = EXACT, 0.0
         self._baseline: tuple[int, float] | None = None  # step and loss of the last save that measured it
         self._fall = 0.0  # of the loss in a step, as far as it is known at this save
         self._verdict: _Verdict | None = None  # of the last plan checked at this save
@@ -190,9 +189,8 @@ class Planner:
         else:
             save = _Save(self._ladder, save_context, measure, resume, combine)
             plan = self._without_measuring(save) or self._measured(save)
-        self._cost = plan.cost or plan.rise or EXACT
-        cost = self._whole_cost(plan)
-        self._costs_delay = cost.delay if cost is not None else 0.0
+        lasting, cost = plan.cost or plan.rise or EXACT, self._whole_cost(plan)
+        self._budget.last = lasting.mean, lasting.high, cost.delay if cost is not None else 0.0
         if plan.baseline is not None and math.isfinite(plan.baseline):
             self._baseline = save_context.step, plan.baseline
         return replace(plan, allowed=share, whole=cost, overhead=self.overhead)
@@ -409,19 +407,10 @@ class Planner:
 
     def state_dict(self) -> dict[str, object]:
         """The search's state in JSON primitives, for the manifest."""
-        cost, high = (
-            value if math.isfinite(value) else 0.0
-            for value in (max(0.0, self._cost.mean), max(0.0, self._cost.high))
-        )
         return {
             "scheme": self._config.scheme,
             "strategy": self._ladder.state_dict() if self._ladder is not None else {},
-            "restores": {
-                **self._budget.state_dict(),
-                "cost": cost,
-                "cost_high": high,
-                "cost_delay": self._costs_delay,
-            },
+            "restores": self._budget.state_dict(),
             "baseline": list(self._baseline) if self._baseline is not None else None,
             "recovery": self._recovery.state_dict(),
         }
@@ -436,7 +425,8 @@ class Planner:
         Raises:
             ConfigError: it is no such state; what could be read of it is kept.
         """
-        self._load_restores(state.get("restores"), restored=restored)
+        self._budget = budget_of(self._config)
+        self._budget.load_state_dict(state.get("restores"), restored=restored)
         self._baseline = _baseline_of(state.get("baseline"))
         recovery, strategy = state.get("recovery"), state.get("strategy")
         if self._ladder is None or state.get("scheme") != self._config.scheme:
@@ -468,22 +458,6 @@ class Planner:
         )
         self._ladder = ladder_of(config, self._spent_s)
         self.load_state_dict(state, restored=restored)
-
-    def _load_restores(self, stored: object, *, restored: bool) -> None:
-        """Add a restore to the budget spent before; it counts even where its checkpoint stores no cost."""
-        self._budget = budget_of(self._config)
-        known: dict[str, object] = (
-            stored if isinstance(stored, dict) else {"spent": 0.0, "spent_high": 0.0, "restores": 0}
-        )
-        cost, high, delay = (
-            float(value) if isinstance(value := known.get(name), int | float) else 0.0
-            for name in ("cost", "cost_high", "cost_delay")
-        )
-        try:
-            self._budget.load_state_dict(known)
-        finally:
-            if restored:
-                self._budget.restored(cost, high, delay)
 
 
 def _verdict_of(guard: Guard, save: _Save, scheme: Scheme) -> _Verdict:

@@ -19,7 +19,6 @@ __all__ = [
     "RestoreCost",
     "budget_of",
     "fall_of",
-    "measured_share",
     "reserve_of",
     "restore_cost",
 ]
@@ -121,6 +120,8 @@ class RestoreBudget:
         """Sum of the mean costs of the restores so far, as measured when their checkpoints were stored."""
         self.made = 0
         """Restores so far."""
+        self.last = 0.0, 0.0, 0.0
+        """Mean, upper end and delay of what a restore of the last checkpoint costs."""
         self._doubt = 0.0
 
     @property
@@ -169,38 +170,63 @@ class RestoreBudget:
 
     def state_dict(self) -> dict[str, object]:
         """The budget's state in JSON primitives, for a resumed training."""
-        spent = self.spent, self.spent_high, self.delays, self.made
-        return dict(zip(("spent", "spent_high", "delays", "restores"), spent, strict=True))
+        names = "spent", "spent_high", "delays", "restores", "cost", "cost_high", "cost_delay"
+        ends = (max(0.0, end) if math.isfinite(end) else 0.0 for end in self.last[:2])
+        known = self.spent, self.spent_high, self.delays, self.made, *ends, self.last[2]
+        return dict(zip(names, known, strict=True))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: object, *, restored: bool = False) -> None:
         """Continue from what `state_dict` returned.
+
+        Args:
+            state: None where the checkpoint stores none.
+            restored: whether its checkpoint was restored: then that counts, too, even where no cost of it is known.
 
         Raises:
             ConfigError: it is no such state.
         """
-        spent, high, made = state.get("spent"), state.get("spent_high"), state.get("restores")
-        delays = state.get("delays", 0.0)
-        numbers = all(
-            isinstance(value, int | float) and not isinstance(value, bool) for value in (spent, high, delays)
+        known: Mapping[str, Any] = (
+            state if isinstance(state, dict) else {"spent": 0.0, "spent_high": 0.0, "restores": 0}
         )
-        right = type(made) is int and made >= 0 and numbers
-        if not right or not (0 <= float(spent) <= float(high) < math.inf and 0 <= float(delays) < math.inf):  # type: ignore[arg-type]
+        try:
+            self._load(known)
+        finally:
+            if restored:
+                self.restored(
+                    *(_number(known.get(name)) or 0.0 for name in ("cost", "cost_high", "cost_delay"))
+                )
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        spent, high, delays = (
+            _number(state.get(name, default))
+            for name, default in (("spent", None), ("spent_high", None), ("delays", 0.0))
+        )
+        made = state.get("restores")
+        if (
+            type(made) is not int
+            or made < 0
+            or None in (spent, high, delays)
+            or not (0 <= spent <= high < math.inf and 0 <= delays < math.inf)  # type: ignore[operator]
+        ):
             raise ConfigError(f"the restore budget {dict(state)!r} is malformed: it starts over")
-        self.spent, self.made = float(spent), made  # type: ignore[assignment, arg-type]
-        self._doubt, self.delays = float(high) - self.spent, float(delays)  # type: ignore[arg-type]
+        self.spent, self.made, self._doubt, self.delays = spent, made, high - spent, delays  # type: ignore[assignment, operator]
 
 
-def measured_share(config: SaverConfig) -> float:
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _measured_share(config: SaverConfig) -> float:
     """The share of `max_degradation` that the measured costs of all restores may use."""
     return _MEASURED_OF_ADOPTIONS if config.adopt else _MEASURED
 
 
 def reserve_of(config: SaverConfig) -> float:
     """The part of `max_degradation` that is for what no measurement at a save sees."""
-    return (1 - measured_share(config)) * config.max_degradation
+    return (1 - _measured_share(config)) * config.max_degradation
 
 
 def budget_of(config: SaverConfig) -> RestoreBudget:
     """A run's budget, of which no restore has used anything yet."""
-    bound, reserve = measured_share(config) * config.max_degradation, reserve_of(config)
-    return RestoreBudget(bound, config.restore_budget, reserve)
+    bound = _measured_share(config) * config.max_degradation
+    return RestoreBudget(bound, config.restore_budget, reserve_of(config))

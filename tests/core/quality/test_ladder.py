@@ -7,11 +7,42 @@ import random
 import pytest
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.ladder import ScaleLadder
 from shrinkpoint.quality.measurement import CONFIDENCE, EXACT, Rise, absolute_error, measured_rise
 from shrinkpoint.quality.restore_budget import RestoreBudget
-from shrinkpoint.quality.scale_search import ScaleSearch
+from shrinkpoint.quality.strategy import Refusal
+from shrinkpoint.schemes.auto.scheme import AutoOptions
+from shrinkpoint.schemes.base import SaveContext
+from shrinkpoint.state.training import TrainingState
 
 WIDEST = 1.0
+NOTHING = TrainingState(None, {}, {})
+BASE, DELTA = SaveContext(state=NOTHING), SaveContext(state=NOTHING, reference={})
+
+
+class Measured:
+    """Stands for the comparison of one save; rises are made up."""
+
+    def __init__(self, measure):
+        self.measure = measure
+
+    def rise(self, scale, make):
+        return self.measure(scale)
+
+
+class Search:
+    """A ladder, and what it chooses at each save."""
+
+    def __init__(self, *, whole=False, **options):
+        self.ladder, self.comparison = ScaleLadder(AutoOptions(**options), whole=whole), None
+
+    def choose(self, measure, allowed, *, base, again=False):
+        if not again:
+            self.comparison = Measured(measure)
+        return self.ladder.measured(BASE if base else DELTA, self.comparison, allowed)
+
+    def narrower(self):
+        return self.ladder.milder(BASE, self.comparison, 1e-3, Refusal("too much", False, frozenset()))
 
 
 class Model:
@@ -50,7 +81,7 @@ class Noisy(Model):
 @pytest.mark.parametrize("slope", [1e-5, 1e-3, 2e-2, 0.3])
 @pytest.mark.parametrize("allowed", [1e-4, 1e-3, 1e-2])
 def test_what_is_chosen_holds_and_is_found_in_few_measurements(slope, allowed):
-    search, model = ScaleSearch(), Model(slope, allowed)
+    search, model = Search(), Model(slope, allowed)
     for save in range(12):
         before = len(model.asked)
         choice = search.choose(model, allowed, base=save % 4 == 0)
@@ -62,15 +93,15 @@ def test_what_is_chosen_holds_and_is_found_in_few_measurements(slope, allowed):
 
 
 def test_the_mildest_steps_that_still_break_the_bound_are_not_taken():
-    choice = ScaleSearch().choose(Model(100.0), 1e-3, base=True)
-    assert choice.scale is None
-    assert choice.rise is None
+    choice = Search().choose(Model(100.0), 1e-3, base=True)
+    assert choice.is_exact
+    assert choice.rise == EXACT
     assert "stored exactly" in choice.reason
 
 
 def test_nothing_left_asks_for_nothing():
     model = Model(0.0)
-    assert ScaleSearch().choose(model, 0.0, base=True).scale is None
+    assert Search().choose(model, 0.0, base=True).is_exact
     assert model.asked == []
 
 
@@ -78,20 +109,20 @@ def test_a_loss_that_only_the_restored_weights_make_infinite():
     def measure(scale):
         return Rise(math.inf) if scale > 0.1 else Model(0.0)(scale)
 
-    choice = ScaleSearch().choose(measure, 0.01, base=True)
-    assert choice.scale is not None
+    choice = Search().choose(measure, 0.01, base=True)
+    assert not choice.is_exact
     assert choice.scale <= 0.1
 
 
 def test_weights_that_no_scale_changes_are_taken_as_they_are():
-    search = ScaleSearch()
+    search = Search()
     for save in range(9):
         assert search.choose(lambda scale: EXACT, 1e-3, base=save % 8 == 0).scale <= 1.0
 
 
 def test_without_a_significant_rise_the_first_save_explores_no_more_than_an_octave():
     for fall in (0.0, -1e-3, -0.1):
-        search = ScaleSearch()
+        search = Search()
         measured = measured_rise([2.0, 2.0], [2 + fall, 2 + 2 * fall], [2 + fall, 2.0])
         assert search.choose(lambda scale, rise=measured: rise, 0.01, base=True).scale <= 1.0
 
@@ -104,12 +135,12 @@ def test_two_scales_that_are_measured_alike_end_the_exploration():
         asked.append(scale)
         return limited(min(scale, 0.5))
 
-    assert ScaleSearch().choose(measure, 1e-3, base=True).scale == 0.5
+    assert Search().choose(measure, 1e-3, base=True).scale == 0.5
     assert len(asked) == 2
 
 
 def test_each_base_widens_by_an_octave_at_most_where_nothing_is_significant():
-    search, scales = ScaleSearch(), []
+    search, scales = Search(), []
     flat = measured_rise([2.0, 2.0], [2.0, 2.0], [2.0, 2.0])
     for save in range(12):
         scales.append(search.choose(lambda scale: flat, 1e-3, base=save % 4 == 0).scale)
@@ -121,7 +152,7 @@ def test_each_base_widens_by_an_octave_at_most_where_nothing_is_significant():
 def test_a_long_chain_that_began_too_narrow_widens_by_an_octave_in_four_saves():
     scales = {}
     for whole in (False, True):
-        search = ScaleSearch(whole=whole)
+        search = Search(whole=whole)
         first = search.choose(Model(1e-3, 3e-6), 3e-6, base=True).scale
         within_noise = Model(1e-5, 1e-3)
         rest = [search.choose(within_noise, 3e-4, base=False).scale for _ in range(12)]
@@ -135,7 +166,7 @@ def test_a_long_chain_that_began_too_narrow_widens_by_an_octave_in_four_saves():
 
 
 def test_a_fall_widens_nothing_that_was_found():
-    search = ScaleSearch()
+    search = Search()
     scale = search.choose(Model(1e-3), 1e-3, base=True).scale
     fall = measured_rise([2.0, 2.0], [1.9, 1.8], [1.9, 2.0])
     for _ in range(6):
@@ -143,14 +174,14 @@ def test_a_fall_widens_nothing_that_was_found():
 
 
 def test_within_a_chain_one_better_measurement_widens_nothing_and_a_worse_one_narrows():
-    search = ScaleSearch()
+    search = Search()
     first = search.choose(Model(1e-2), 1e-3, base=True).scale
     assert search.choose(Model(2e-3), 1e-3, base=False).scale == first
     assert search.choose(Model(1e-1), 1e-3, base=False).scale < first
 
 
 def test_what_one_unlucky_measurement_has_narrowed_widens_again_in_the_same_chain():
-    search, usual = ScaleSearch(), Model(1e-3)
+    search, usual = Search(), Model(1e-3)
     before = search.choose(usual, 1e-3, base=True).scale
     narrowed = search.choose(Model(3e-2), 1e-3, base=False).scale
     assert narrowed < before / 3
@@ -163,7 +194,7 @@ def test_what_one_unlucky_measurement_has_narrowed_widens_again_in_the_same_chai
 
 
 def test_a_new_chain_is_wider_where_earlier_measurements_allow_it():
-    search = ScaleSearch()
+    search = Search()
     first = search.choose(Model(1e-2), 1e-3, base=True).scale
     scales = [search.choose(Model(1e-4), 1e-3, base=True).scale for _ in range(8)]
     assert scales == sorted(scales)
@@ -172,13 +203,13 @@ def test_a_new_chain_is_wider_where_earlier_measurements_allow_it():
 
 def test_a_fixed_scale_is_the_only_one_considered():
     model = Model(1e-2)
-    assert ScaleSearch().choose(model, 1e-3, base=True, fixed=0.7).scale is None
+    assert Search(weight_scale=0.7).choose(model, 1e-3, base=True).is_exact
     assert set(model.asked) == {0.7}
-    assert ScaleSearch().choose(model, 2e-2, base=True, fixed=0.7).scale == 0.7
+    assert Search(weight_scale=0.7).choose(model, 2e-2, base=True).scale == 0.7
 
 
 def test_another_bound_at_the_same_save_counts_no_measurement_twice():
-    search, model = ScaleSearch(), Model(1e-3)
+    search, model = Search(), Model(1e-3)
     first = search.choose(model, 1e-3, base=True)
     asked = len(model.asked)
     again = search.choose(model, 2e-3, base=True, again=True)
@@ -188,18 +219,18 @@ def test_another_bound_at_the_same_save_counts_no_measurement_twice():
 
 
 def test_the_next_narrower_scale():
-    search = ScaleSearch()
+    search = Search()
     scale = search.choose(Model(1e-3), 1e-3, base=True).scale
-    assert search.narrower() == scale / 2
+    assert search.narrower().scale == scale / 2
     for _ in range(20):
         last = search.narrower()
     assert last is None
 
 
 def test_the_state_moves_to_another_search():
-    first, second = ScaleSearch(), ScaleSearch()
+    first, second = Search(), Search()
     scale = first.choose(Model(5e-3), 1e-3, base=True).scale
-    second.load_state_dict(first.state_dict())
+    second.ladder.load_state_dict(first.ladder.state_dict())
     model = Model(5e-3)
     assert second.choose(model, 1e-3, base=False).scale == scale
     assert len(model.asked) == 1
@@ -219,21 +250,21 @@ def test_the_state_moves_to_another_search():
 )
 def test_another_state_is_refused(state):
     with pytest.raises(ConfigError, match="start a new search"):
-        ScaleSearch().load_state_dict(state)
+        ScaleLadder(AutoOptions()).load_state_dict(state)
 
 
 def test_a_bound_out_of_reach_costs_one_measurement_a_save():
-    search, steep, mild = ScaleSearch(), Model(100.0), Model(1e-3)
+    search, steep, mild = Search(), Model(100.0), Model(1e-3)
     search.choose(steep, 1e-3, base=True)
     for _ in range(5):
         steep.asked.clear()
-        assert search.choose(steep, 1e-3, base=False).scale is None
+        assert search.choose(steep, 1e-3, base=False).is_exact
         assert len(steep.asked) == 1
     assert search.choose(mild, 1e-3, base=False).scale > 0.1
 
 
 def test_in_a_chain_steps_become_narrower_by_enough_to_be_exchanged():
-    search = ScaleSearch()
+    search = Search()
     before = search.choose(Model(1e-3), 1e-3, base=True).scale
     model = Model(1.5e-3 / before**2)
     after = search.choose(model, 1e-3, base=False)
@@ -243,8 +274,8 @@ def test_in_a_chain_steps_become_narrower_by_enough_to_be_exchanged():
 
 def test_where_small_steps_cost_much_they_become_smaller_before_all_is_exact():
     """Right after the start, with embeddings far larger than the other weights."""
-    choice = ScaleSearch().choose(Model(3.0), 1e-3, base=True)
-    assert choice.scale is not None
+    choice = Search().choose(Model(3.0), 1e-3, base=True)
+    assert not choice.is_exact
     assert choice.rise.high <= 1e-3
 
 
@@ -252,11 +283,11 @@ def chain(seed, batches):
     """Three chains of eight saves; how far each scale is from the widest that would hold, in octaves, and its harm."""
     rng = random.Random(seed)
     model = Noisy(10 ** rng.uniform(-3.5, 0), seed, batches=batches, spread=0.7 if batches > 1 else 0.5)
-    search, best = ScaleSearch(), math.sqrt(1e-3 / model.slope)
+    search, best = Search(), math.sqrt(1e-3 / model.slope)
     chosen = []
     for save in range(24):
         choice = search.choose(model, 1e-3, base=save % 8 == 0)
-        if choice.scale is not None:
+        if not choice.is_exact:
             chosen.append((math.log2(choice.scale / min(best, WIDEST)), model.harm(choice.scale)))
         else:
             chosen.append((-10.0, 0.0))
@@ -276,11 +307,11 @@ def test_ten_restores_keep_the_bound_in_truth(batches):
     kept = 0
     for seed in range(200):
         rng = random.Random(seed)
-        model, search = Noisy(10 ** rng.uniform(-3.5, 0), seed, batches=batches), ScaleSearch()
+        model, search = Noisy(10 ** rng.uniform(-3.5, 0), seed, batches=batches), Search()
         budget, truth = RestoreBudget(0.01, 10), 0.0
         for save in range(10):
             choice = search.choose(model, budget.share, base=save % 8 == 0)
-            if choice.scale is not None:
+            if not choice.is_exact:
                 truth += model.harm(choice.scale)
                 budget.restored(choice.rise.mean, choice.rise.high)
         assert budget.spent_high <= 0.01 + 1e-9
@@ -291,4 +322,4 @@ def test_ten_restores_keep_the_bound_in_truth(batches):
 def test_the_upper_end_is_what_must_hold():
     rise = Model(1e-3)(0.9)
     assert rise.mean < 1e-3 < rise.mean + CONFIDENCE * rise.error == rise.high
-    assert ScaleSearch().choose(Model(1e-3), 1e-3, base=True, fixed=0.9).scale is None
+    assert Search(weight_scale=0.9).choose(Model(1e-3), 1e-3, base=True).is_exact
