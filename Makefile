@@ -31,16 +31,17 @@ demo-composer: .venv/ready  ## the same with Composer, beside Lightning's number
 bench: .venv/ready  ## every scheme on real trainings: docs/schemes.md (hours; may be stopped and continued)
 	.venv/bin/python examples/benchmarks/schemes.py --workers 2
 
-bench-bound: .venv/ready  ## ten restores of 25 trainings beside their undisturbed runs: docs/bound.md (hours; continues)
+bench-bound: .venv/ready  ## ten restores of each training beside its undisturbed run: docs/bound*.md (hours; continues)
 	.venv/bin/shrinkpoint compile
-	.venv/bin/python examples/benchmarks/bound.py --workers 2
+	.venv/bin/python examples/benchmarks/bound.py --only listed,more,fast,states --seeds 5 --parts spread,nudged --workers 2
 
 bench-steps: .venv/ready  ## step logs beside LowDiff's experiments: docs/steps.md (20 minutes)
 	OMP_NUM_THREADS=1 .venv/bin/python examples/benchmarks/steps.py
 
-bench-cost: .venv/ready  ## memory, and CPU seconds per GB, of saves and restores: docs/architecture.md (4 minutes)
+bench-cost: .venv/ready  ## memory of saves, and speed of the coders: docs/architecture.md (4 minutes)
 	.venv/bin/shrinkpoint compile
 	.venv/bin/python examples/benchmarks/memory.py
+	OMP_NUM_THREADS=1 .venv/bin/python examples/benchmarks/auto_speed.py
 
 # Of the commit, without what else lies here.
 wheels: .venv/ready  ## a wheel for all platforms, and one with compiled coders for this platform and Python, in dist/ (2 minutes)

@@ -5,12 +5,11 @@
 
 Each training is run for each number of saves undisturbed, with a checkpointer that does not adopt, and with one that does.
 Nothing is restored: with adoption a restored run is the run itself, bit for bit (tests/campaigns/test_kill_adoption.py), and
-without it docs/bound.md measures what ten restores cost. Saves are at least five steps apart; where the training has fewer steps,
-all three runs are made longer. Final losses are measured on data apart from the probe's. The spread is that of the undisturbed runs
-of docs/bound.jsonl, which has more seeds.
+without it docs/bound.md measures what ten restores cost. Saves are at least five steps apart; where the training has fewer
+steps, all three runs are made longer. Final losses are measured on data apart from the probe's. The spread is that of the
+undisturbed runs of results/bound.csv, which has more seeds.
 
-Every run is one cell of a file of JSON lines, so that the bench may be stopped, continued and extended: cells that are there
-are not measured again, unless --fresh is given. --table prints what is there and measures nothing.
+Every run is one row of a CSV file, and is not measured again unless --fresh is given. --table prints what is there.
 """
 
 from __future__ import annotations
@@ -20,36 +19,30 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import argparse
-import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (0, 1)]
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-
-from bound_cache import Cells
-from bound_run import library_digest, machine_digest
-from bound_summary import ABILITY_LIMIT, LIMIT, rows_of
-from bound_training import Kind, Training
-from bound_trainings import KINDS, LISTED, source_digest
+from bound_run import KEYS as BOUND_KEYS
+from bound_run import losses
+from bound_table import ABILITY_LIMIT, LIMIT, change, percents, rows_of
+from cells import RESULTS, Cell, Cells, fill, library_digest, machine_digest, names, unknown
+from demo_report import markdown_table
+from trainings import GROUPS, KINDS, Kind
 
 import shrinkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
+KEYS = ("training", "seed", "steps", "way", "saves", "quick")
 PLAIN, WITHOUT, WITH = "undisturbed", "without", "with"
 _CLOSEST = 5
-_HEAD = """\
-| training | saves, steps apart | ratio without | with | size with / without | change of the final loss, % | spread, % | other losses, % | kept | adopt, s per save | s per GB of state | evaluations, s per save | adopt + copies, share of training |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,156 +74,113 @@ class Task:
     @property
     def key(self) -> dict[str, Any]:
         """Of its cell; undisturbed runs of one length are one cell."""
-        key: dict[str, Any] = {
-            "training": self.name,
-            "source": source_digest(KINDS[self.name]),
-            "seed": self.seed,
-            "way": self.way,
-            "steps": self.kind.steps(self.quick),
-            "quick": self.quick,
-        }
+        steps = self.kind.steps(self.quick)
+        key = {"training": self.name, "seed": self.seed, "steps": steps, "way": self.way, "quick": self.quick}
         return key if self.way == PLAIN else {**key, "saves": self.saves}
 
 
-def measure(task: Task) -> dict[str, Any]:
-    """The run's losses, what its saves reported, and the seconds of its own steps."""
-    kind = task.kind
-    training, steps, seconds = kind.build(task.seed, kind, task.quick), kind.steps(task.quick), 0.0
+def measure(task: Task) -> Cell:
+    """Measure the run's losses, and what its saves took; of times, those of the saves after the first one, which searches."""
+    kind, train_s = task.kind, 0.0
+    training, steps = kind.make(task.seed, task.quick), kind.steps(task.quick)
+    saved: Cell = {}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        checkpointer = None if task.way == PLAIN else _checkpointer(folder, training, task, steps)
+        checkpointer = None
+        if task.way != PLAIN:
+            adopting = {"adopt": True, "adoptions": steps // task.every} if task.way == WITH else {}
+            checkpointer = shrinkpoint.Checkpointer(
+                folder,
+                training.model,
+                list(training.optimizers),
+                every=task.every,
+                evaluate=training.probe,
+                train_loss=training.train_loss,
+                clip_grad_norm=training.clip,
+                save_last=False,
+                busy="wait",
+                **adopting,
+                **training.saved,
+            )
+            checkpointer.resume()
         for index in range(steps):
             started = time.perf_counter()
             training.step(index)
-            seconds += time.perf_counter() - started
+            train_s += time.perf_counter() - started
             if checkpointer is not None:
                 checkpointer.step(index + 1)
                 checkpointer.flush()  # coding beside the training would take its time on so few processors
         if checkpointer is not None:
             checkpointer.close()
-        reports = checkpointer.reports() if checkpointer is not None else []
-    return {
-        "final": training.final(),
-        "abilities": {name: loss() for name, loss in training.abilities.items()},
-        "also": {name: loss() for name, loss in training.also.items()},
-        "seconds": seconds,
-        "saves": [_noted(report) for report in reports],
-        "library": library_digest(),
-        "machine": machine_digest(),
-    }
+            reports = checkpointer.reports()
+            saved = {"count": len(reports), "state_bytes": reports[-1].raw_bytes}
+            saved |= {name: sum(getattr(one, name) for one in reports) for name in ("bytes", "raw_bytes")}
+            for name in ("adopt_s", "search_s", "blocked_s"):
+                saved[name] = statistics.mean(getattr(one, name) or 0.0 for one in reports[1:])
+    told = losses(training) | {"train_s": train_s, "library": library_digest(), "machine": machine_digest()}
+    return {**told, **saved}
 
 
-def _noted(report: shrinkpoint.SaveReport) -> dict[str, Any]:
-    names = (
-        "step",
-        "kind",
-        "bytes",
-        "raw_bytes",
-        "adopt_s",
-        "search_s",
-        "blocked_s",
-        "degradation",
-        "reason",
-    )
-    return {name: getattr(report, name) for name in names}
-
-
-def _checkpointer(folder: str, training: Training, task: Task, steps: int) -> shrinkpoint.Checkpointer:
-    adopting = {"adopt": True, "adoptions": steps // task.every} if task.way == WITH else {}
-    checkpointer = shrinkpoint.Checkpointer(
-        folder,
-        training.model,
-        list(training.optimizers),
-        every=task.every,
-        evaluate=training.probe,
-        train_loss=training.train_loss,
-        clip_grad_norm=training.clip,
-        save_last=False,
-        busy="wait",
-        **adopting,
-        **training.saved,
-    )
-    checkpointer.resume()
-    return checkpointer
-
-
-def spreads() -> dict[str, tuple[float, int]]:
-    """By training, the standard deviation of undisturbed runs' final losses, of their mean, and the number of seeds."""
-    rows = rows_of(iter(Cells(ROOT / "docs" / "bound.jsonl")))
-    return {row.training: (row.spread, len(row.plain)) for row in rows if row.spread is not None}
-
-
-def table(cells: Cells, tasks: Sequence[Task]) -> str:
-    """A row for each training and number of saves of which all three runs are there, for one seed at least."""
-    lines, known = [_HEAD], spreads()
-    asked = dict.fromkeys((task.name, task.saves) for task in tasks)
-    for name, saves in asked:
+def table(cells: Cells, tasks: Sequence[Task]) -> list[str]:
+    """Make a row for each training and number of saves of which all three runs are there, for one seed at least."""
+    lines = []
+    bound = {row.training: row for row in rows_of(Cells(RESULTS / "bound.csv", *BOUND_KEYS))}
+    for name, saves in dict.fromkeys((task.name, task.saves) for task in tasks):
         some = [task for task in tasks if (task.name, task.saves, task.way) == (name, saves, WITH)]
-        found = [runs for task in some if None not in (runs := _runs(cells, task)).values()]
-        if found:
-            lines.append(_row(some[0], found, *known.get(name, (0.0, 0))))
-    return "\n".join(lines)
+        found = [
+            {way: cells.get(replace(task, way=way).key) for way in (PLAIN, WITHOUT, WITH)} for task in some
+        ]
+        complete = [
+            {way: run for way, run in runs.items() if run} for runs in found if None not in runs.values()
+        ]
+        if complete:
+            row = bound.get(name)
+            spread = (row.spread or 0.0, len(row.plain)) if row else (0.0, 0)
+            lines.append(_row(some[0], complete, *spread))
+    headings = ["training", "saves, steps apart", "ratio without", "with", "size with / without"]
+    headings += ["change of the final loss, %", "spread, %", "other losses, %", "kept", "adopt, s per save"]
+    headings += ["s per GB of state", "evaluations, s per save", "adopt + copies, share of training"]
+    return markdown_table(headings, lines)
 
 
-def _runs(cells: Cells, task: Task) -> dict[str, Any]:
-    return {way: cells.get(replace(task, way=way).key) for way in (PLAIN, WITHOUT, WITH)}
-
-
-def _row(task: Task, found: Sequence[Mapping[str, Any]], spread: float, seeds: int) -> str:
-    changes = [_change(runs[WITH]["final"], runs[PLAIN]["final"]) for runs in found]
+def _row(task: Task, found: Sequence[Mapping[str, Cell]], spread: float, seeds: int) -> list[str]:
+    changes = [change(runs[WITH]["final"], runs[PLAIN]["final"]) for runs in found]
     others = {
-        name: [_change(runs[WITH][kind][name], runs[PLAIN][kind][name]) for runs in found]
+        name: [change(runs[WITH][kind][name], runs[PLAIN][kind][name]) for runs in found]
         for kind in ("abilities", "also")
         for name in found[0][PLAIN][kind]
     }
-    abilities = [change for name in found[0][PLAIN]["abilities"] for change in others[name]]
-    near = all(change <= max(LIMIT, 2 * spread) for change in changes)
-    kept = near and all(change <= ABILITY_LIMIT for change in abilities)
-    later = [save for runs in found for save in runs[WITH]["saves"][1:]]  # the first one searches
-    raw = later[0]["raw_bytes"] / 1e9
-    adopt = statistics.mean(save["adopt_s"] or 0.0 for save in later)
-    copies = statistics.mean(save["blocked_s"] for save in later)
-    search = statistics.mean(save["search_s"] for save in later)
-    between = statistics.mean(runs[WITH]["seconds"] for runs in found) / task.saves
-    ratio = {way: statistics.median(_ratio(runs[way]) for runs in found) for way in (WITHOUT, WITH)}
-    size = statistics.median(_stored(runs[WITH]) / _stored(runs[WITHOUT]) for runs in found)
-    beside = "; ".join(f"{name} {_percents(values)}" for name, values in others.items())
-    columns = [
+    abilities = [one for name in found[0][PLAIN]["abilities"] for one in others[name]]
+    near = all(one <= max(LIMIT, 2 * spread) for one in changes)
+    kept = near and all(one <= ABILITY_LIMIT for one in abilities)
+    adopt, copies, search = (
+        statistics.mean(runs[WITH][name] for runs in found) for name in ("adopt_s", "blocked_s", "search_s")
+    )
+    between = statistics.mean(runs[WITH]["train_s"] for runs in found) / task.saves
+    ratio = {
+        way: statistics.median(runs[way]["raw_bytes"] / runs[way]["bytes"] for runs in found)
+        for way in (WITHOUT, WITH)
+    }
+    size = statistics.median(runs[WITH]["bytes"] / runs[WITHOUT]["bytes"] for runs in found)
+    return [
         task.kind.title,
-        f"{len(found[0][WITH]['saves'])}, {task.every}",
+        f"{found[0][WITH]['count']}, {task.every}",
         f"{ratio[WITHOUT]:.3g}x",
         f"{ratio[WITH]:.3g}x",
         f"{size:.2f}",
-        _percents(changes),
+        percents(changes),
         f"{100 * spread:.2f} ({seeds})",
-        beside or "-",
+        "; ".join(f"{name} {percents(values)}" for name, values in others.items()) or "-",
         "kept" if kept else "**not kept**",
         f"{adopt:.3f}",
-        f"{adopt / raw:.0f}",
+        f"{adopt / (found[0][WITH]['state_bytes'] / 1e9):.0f}",
         f"{search:.3f}",
         f"{(adopt + copies) / between:.1%}",
     ]
-    return f"| {' | '.join(columns)} |"
-
-
-def _change(loss: float, undisturbed: float) -> float:
-    return (loss - undisturbed) / abs(undisturbed)
-
-
-def _percents(changes: Sequence[float]) -> str:
-    return ", ".join(f"{100 * change:+.2f}" for change in changes)
-
-
-def _stored(run: Mapping[str, Any]) -> int:
-    return sum(save["bytes"] for save in run["saves"])
-
-
-def _ratio(run: Mapping[str, Any]) -> float:
-    return sum(save["raw_bytes"] for save in run["saves"]) / _stored(run)
 
 
 def tasks_of(arguments: argparse.Namespace) -> Iterator[Task]:
-    """All runs that were asked for; those of one seed after the other, and of few saves before those of many."""
+    """List all runs that were asked for; those of one seed after the other, and of few saves before those of many."""
     for seed in range(1, arguments.seeds + 1):
         for saves in arguments.saves:
             for name in arguments.only:
@@ -238,65 +188,28 @@ def tasks_of(arguments: argparse.Namespace) -> Iterator[Task]:
                     yield Task(name=name, seed=seed, saves=saves, way=way, quick=arguments.quick)
 
 
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def _measured(task: Task) -> tuple[Task, dict[str, Any] | str]:
-    """The result, or the traceback: other cells must not be lost to one."""
-    try:
-        return task, measure(task)
-    except Exception:  # noqa: BLE001
-        return task, traceback.format_exc()
-
-
-def fill(tasks: Sequence[Task], cells: Cells, workers: int) -> int:
-    """Measure them; returns how many failed. What went wrong is printed."""
-    failed = 0
-    with multiprocessing.get_context("spawn").Pool(workers, initializer=_one_thread) as pool:
-        for task, result in pool.imap_unordered(_measured, tasks):
-            named = f"{task.name}, seed {task.seed}, {task.saves} saves, {task.way}"
-            if isinstance(result, str):
-                failed += 1
-                print(f"{named} failed:\n{result}", file=sys.stderr, flush=True)
-                continue
-            cells.put(task.key, result)
-            ratio = f", {_ratio(result):.3g}x" if result["saves"] else ""
-            print(
-                f"{time.strftime('%H:%M:%S')}  {named}: {result['final']:.5g}{ratio}",
-                file=sys.stderr,
-                flush=True,
-            )
-    return failed
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", type=_names, default=list(LISTED), help=", ".join(KINDS))
+    parser.add_argument("--only", type=names, default=list(GROUPS["listed"]), help=", ".join(KINDS))
     parser.add_argument(
-        "--saves", type=lambda text: [int(number) for number in _names(text)], default=[10, 40]
+        "--saves", type=lambda text: [int(number) for number in names(text)], default=[10, 40]
     )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="small models, few steps: no real numbers")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--fresh", action="store_true")
-    parser.add_argument("--cache", type=Path, default=ROOT / "docs" / "adopt.jsonl")
+    parser.add_argument("--cache", type=Path, default=RESULTS / "adopt.csv")
     arguments = parser.parse_args()
-    unknown = {*arguments.only} - {*KINDS}
-    if unknown:
-        parser.error(f"there is no {', '.join(sorted(unknown))}: see --help")
-    cells, tasks = Cells(arguments.cache), list(tasks_of(arguments))
+    if wrong := unknown(arguments.only, KINDS):
+        parser.error(f"there is no {wrong}: see --help")
+    cells, tasks = Cells(arguments.cache, *KEYS), list(tasks_of(arguments))
     by_key = {str(task.key): task for task in tasks}  # undisturbed runs are asked for more than once
     missing = [task for task in by_key.values() if arguments.fresh or cells.get(task.key) is None]
-    failed = 0 if arguments.table else fill(missing, cells, arguments.workers)
-    print(table(cells, tasks))
+    failed = 0 if arguments.table else fill(missing, measure, cells, arguments.workers)
+    print(*table(cells, tasks), sep="\n")
     sys.exit(1 if failed else 0)
 
 

@@ -1,4 +1,4 @@
-"""Speed of the coders on one thread, in CPU time, beside torch.save and zstd; and how well threads share their work.
+"""Speed of the coders on one thread, in CPU time, beside torch.save, zstd and torch.distributed.checkpoint.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/auto_speed.py [--width 512] [--matrices 6] [--small 1000]
 
@@ -10,41 +10,31 @@ The first table has microseconds per tensor of many small matrices and their mom
 The second one has MB of raw state per CPU second, of a chain of eight checkpoints, from snapshots to containers and back. ``1 link``
 is what each further checkpoint of the chain adds to reading. ``memory`` is the most that a save takes beside its snapshot, with what a
 reader would hold and the container, as a share of the state (Linux).
-
-The third one has the efficiency of threads: the time of one over that of n, over n. It is simulated from the CPU time of every unit that
-threads share (`shrinkpoint.runtime.team`), and measured by the clock where there are that many processors.
-
-Other numbers have benches of their own: stages (``cost.py profile``), memory of whole saves (``memory.py``), Python's lock
-(``launches.py``), kernels that must be compiled (``first_save.py --cpu``), a GPU (``gpu.py``).
 """
 
 import argparse
-import heapq
 import math
-import os
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import zstandard
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from cost import cpu
+from common import cpu
 from demo_report import markdown_table
 from torch import nn
 
-from shrinkpoint.coding import grouping
 from shrinkpoint.coding.encode import EncodedState, encode_state
 from shrinkpoint.coding.selective import decode_chain, in_memory
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.quantize.movement import MovementTracker
-from shrinkpoint.runtime import team
 from shrinkpoint.schemes.auto.options import AutoOptions
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import build
@@ -53,10 +43,6 @@ from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import TrainingState
 
 _CHAIN, _INTERVAL = 8, 10
-_THREADS = (2, 4, 8, 16)
-
-Phases = list[tuple[float, list[float]]]
-"""Of one parameter: seconds on its own thread, then those of parts that others may take; and so on."""
 
 
 def saves_of(shapes: Sequence[tuple[int, int]], count: int) -> Iterator[SaveContext]:
@@ -95,7 +81,7 @@ class Chain:
         self._scheme, self._options = scheme, AutoOptions(weight_scale=1.0) if scheme == "auto" else None
         self._last: EncodedState | None = None
 
-    def encode(self, save: SaveContext, threads: int = 1) -> tuple[EncodedState, bytes]:
+    def encode(self, save: SaveContext) -> tuple[EncodedState, bytes]:
         """The next checkpoint, which is not kept."""
         known = {"reference": self._last and dict(self._last.reference)}
         context = SaveContext(state=save.state, step=save.step, movement=save.movement, **known)
@@ -104,7 +90,7 @@ class Chain:
             build(self._scheme, self._options, context),
             step=save.step,
             parent=self._last and self._last.checkpoint.state_digest,
-            threads=threads,
+            threads=1,
             lasting=True,
             **known,
         )
@@ -124,9 +110,9 @@ class Chain:
         self.seconds.append(best)
         self.files.append(data)
 
-    def read(self, links: int = _CHAIN, threads: int = 1) -> None:
+    def read(self, links: int = _CHAIN) -> None:
         """Restore the checkpoint after so many."""
-        decode_chain([*map(in_memory, self.files[:links])], threads=threads)
+        decode_chain([*map(in_memory, self.files[:links])], threads=1)
 
     def speeds(self) -> list[str]:
         """Cells of the second table."""
@@ -155,13 +141,19 @@ def memory() -> tuple[int, int]:
 
 
 def others(state: TrainingState) -> Iterator[list[str]]:
-    """Rows of the second table: what else a state can be stored with."""
+    """Rows of the second table: what else a state can be stored with; files are in the page cache when they are read."""
     raw = b"".join(tensor_to_bytes(tensor) for tensor in state.tensors.values())
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "state.pt")
-        saving, _ = cpu(lambda: torch.save(dict(state.tensors), file))
+        file, flat = Path(folder, "state.pt"), dict(state.tensors)
+        saving, _ = cpu(lambda: torch.save(flat, file))
         reading, _ = cpu(lambda: torch.load(file))
         yield _row("torch.save", state.nbytes, saving, reading, file.stat().st_size)
+        to = Path(folder, "dcp")
+        saving, _ = cpu(lambda: dcp.save(flat, checkpoint_id=to, no_dist=True))
+        empty = {name: torch.empty_like(tensor) for name, tensor in flat.items()}
+        reading, _ = cpu(lambda: dcp.load(empty, checkpoint_id=to, no_dist=True))
+        size = sum(part.stat().st_size for part in to.rglob("*") if part.is_file())
+        yield _row("torch.distributed.checkpoint", state.nbytes, saving, reading, size)
     saving, packed = cpu(lambda: zstandard.ZstdCompressor(level=3).compress(raw))
     reading, _ = cpu(lambda: zstandard.ZstdDecompressor().decompress(packed))
     yield _row("zstd -3", state.nbytes, saving, reading, len(packed))
@@ -170,105 +162,6 @@ def others(state: TrainingState) -> Iterator[list[str]]:
 def _row(name: str, size: int, saving: float, reading: float, stored: int) -> list[str]:
     rates = [f"{size / 1e6 / seconds:.0f}" for seconds in (saving, reading)]
     return [name, rates[0], "", rates[1], "", f"{1e9 * reading / size:.1f}", f"{size / stored:.1f}x", ""]
-
-
-class Units:
-    """Stands for a team of one: notes what each unit of work takes."""
-
-    def __init__(self) -> None:
-        self.found: list[Phases] = []
-        self._mark = 0.0
-
-    def share(self, parts: Any) -> list[Any]:
-        """Do the parts one after the other."""
-        serial, seconds, results = time.thread_time() - self._mark, [], []
-        for _, part in parts._waiting:
-            began = time.thread_time()
-            results.append(parts._function(part))
-            seconds.append(time.thread_time() - began)
-        self.found[-1].append((serial, seconds))
-        self._mark = time.thread_time()
-        return results
-
-    def of(self, action: Callable[[], Any]) -> list[Phases]:
-        """Of all that an action codes, the largest parameters first."""
-        in_order, sizes = grouping.map_in_order, []
-
-        def noting(function: Callable[[Any], Any], items: Any, threads: int, size: Any) -> Iterator[Any]:
-            for item in items:
-                self.found.append([])
-                sizes.append(size(item))
-                self._mark = time.thread_time()
-                yield function(item)
-                self.found[-1].append((time.thread_time() - self._mark, []))
-
-        self.found.clear()
-        grouping.map_in_order, team._local.team = noting, self  # type: ignore[assignment]
-        try:
-            action()
-        finally:
-            grouping.map_in_order, team._local.team = in_order, None
-        return [self.found[at] for at in sorted(range(len(sizes)), key=lambda at: -sizes[at])]
-
-
-def simulated(groups: list[Phases], threads: int) -> float:
-    """Seconds that threads take if each takes parameters, and parts of others' where none is left."""
-    waiting, shared = deque(groups), []
-
-    def do(parts: list[float], done: list[float]) -> Iterator[float | None]:
-        while parts:
-            seconds = parts.pop(0)
-            yield seconds
-            done.append(seconds)
-
-    def work() -> Iterator[
-        float | None
-    ]:  # seconds, or None: nothing can be done before another thread has done something
-        while waiting:
-            for serial, seconds in waiting.popleft():
-                yield serial
-                parts, done = list(seconds), []
-                shared.append((parts, done))
-                yield from do(parts, done)
-                while len(done) < len(seconds):
-                    yield None
-        while True:
-            for parts, done in shared:
-                yield from do(parts, done)
-            yield None
-
-    workers = [work() for _ in range(threads)]
-    now, events, idle = 0.0, [(0.0, number) for number in range(threads)], []
-    while events:
-        now, number = heapq.heappop(events)
-        idle.insert(0, number)  # it may have done what others wait for
-        look = True
-        while look:  # whoever waits looks again after whatever another one has begun
-            look = False
-            for each in list(idle):
-                if (seconds := next(workers[each])) is not None:
-                    idle.remove(each)
-                    heapq.heappush(events, (now + seconds, each))
-                    look = True
-    return now
-
-
-def efficiencies(name: str, action: Callable[[int], Any]) -> list[str]:
-    """One row of the third table."""
-    groups = Units().of(lambda: action(1))
-    alone, cells = simulated(groups, 1), []
-    for threads in _THREADS:
-        cells.append(f"{alone / threads / simulated(groups, threads):.2f}")
-        if threads <= (os.cpu_count() or 1):
-            one, many = (_clock(lambda n=n: action(n)) for n in (1, threads))
-            cells[-1] += f" ({one / threads / many:.2f})"
-    return [name, *cells]
-
-
-def _clock(action: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -281,6 +174,7 @@ def main() -> None:
     parser.add_argument("--small", type=int, default=1000)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # that DCP has one process
     width, matrices = arguments.width, arguments.matrices
     shapes = [
         (2 * matrices * width, width),
@@ -313,13 +207,6 @@ def main() -> None:
     ]
     rows = [[scheme, *chain.speeds()] for scheme, chain in chains.items()]
     print(*markdown_table(names, [*others(save.state), *rows]), sep="\n", flush=True)
-
-    print("\nefficiency of threads\n")
-    rows = []
-    for scheme, chain in chains.items():
-        rows.append(efficiencies(f"{scheme}: saving", lambda n: chain.encode(save, n)))  # noqa: B023
-        rows.append(efficiencies(f"{scheme}: reading", lambda n: chain.read(threads=n)))  # noqa: B023
-    print(*markdown_table(["threads", *map(str, _THREADS)], rows), sep="\n")
 
 
 if __name__ == "__main__":

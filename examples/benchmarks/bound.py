@@ -1,18 +1,20 @@
-"""Whether the bound holds on trainings that nobody tuned for: ten restores each, beside the undisturbed run. Writes docs/bound.md.
+"""Whether the bound holds on trainings that nobody tuned for: ten restores each, beside the undisturbed run.
 
     python examples/benchmarks/bound.py [--only gpt,lora] [--seeds 3] [--undisturbed 8] [--parts spread,late] [--workers 2] [--quick]
         [--scheme excp] [--options '{"alpha": 0.001}'] [--config '{"search_overhead": 0.2}'] [--budget 0.005]
-        [--plan | --table] [--fresh | --stale] [--cache FILE]
+        [--plan | --table [listed | more | fast | schemes]] [--fresh | --stale] [--cache FILE]
 
 Each training is run undisturbed, and restored from the store after ten of its eleven checkpoints: those spread evenly over the
-run (`spread`), or within its last tenth (`late`). A `nudged` run restores nothing, and has an error of a millionth in its weights instead. After each of them the model, the optimizers and the checkpointer are
-thrown away and made anew. The final losses are measured on data apart from the probe's. All options are the library's
-defaults, unless others are given. Trainings that have abilities from before, or parameters that are frozen, are asked for
-these as well.
+run (`spread`), or within its last tenth (`late`). A `nudged` run restores nothing, and has an error of a millionth in its weights
+instead. After each of them the model, the optimizers and the checkpointer are thrown away and made anew. The final losses are
+measured on data apart from the probe's. All options are the library's defaults, unless others are given. Trainings that have
+abilities from before, or parameters that are frozen, are asked for these as well.
 
-Every run is one cell of a file of JSON lines, so that the bench may be stopped, continued and extended: cells that are there
-are not measured again, unless --fresh is given, or --stale for those of another state of the library or another kind of
-processor. --plan tells what is missing, and how long it will take by what the cells so far took.
+Every run is one row of a CSV file, so that the bench may be stopped, continued and extended: cells that are there are not measured
+again, unless --fresh is given (as after a change of a training), or --stale for those of another state of the library or another
+kind of processor. --plan tells what is missing, and how long it will take by what the cells so far took. --table prints what is
+there: docs/bound.md (`listed`), bound_more.md, bound_fast.md, the table of docs/optimizers.md (`states`), or that of
+bound_schemes.md. --only takes such names of groups as well.
 """
 
 from __future__ import annotations
@@ -23,25 +25,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: cells
 
 import argparse
 import json
-import multiprocessing
 import sys
-import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE / "baselines")]
+sys.path[:0] = [str(Path(__file__).parents[number]) for number in (0, 1)] + [
+    str(Path(__file__).parent / "baselines")
+]
 
 from baselines import BASELINES
-from bound_cache import Cells
-from bound_run import PARTS, UNDISTURBED, Setting, Task, library_digest, machine_digest, measure
-from bound_summary import reported_of
-from bound_table import document
-from bound_trainings import KINDS, LISTED
+from bound_run import KEYS, PARTS, UNDISTURBED, Setting, Task, measure
+from bound_table import SAME, document, rows_of, schemes, states
+from cells import RESULTS, Cell, Cells, fill, library_digest, machine_digest, names, unknown
+from trainings import GROUPS, KINDS
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.catalogue import SCHEMES
@@ -50,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def tasks(arguments: argparse.Namespace) -> Iterator[Task]:
-    """All that was asked for: the undisturbed run of each training and seed, then its restored ones."""
+    """List all that was asked for: the undisturbed run of each training and seed, then its restored ones."""
     for seed in range(1, max(arguments.seeds, arguments.undisturbed) + 1):
         for name in arguments.only:
             kind = KINDS[name]
@@ -61,92 +58,45 @@ def tasks(arguments: argparse.Namespace) -> Iterator[Task]:
 
 
 def missing_of(planned: Sequence[Task], cells: Cells, fresh: bool, stale: bool) -> list[Task]:
-    """Those that are to be measured."""
+    """Choose those that are to be measured."""
+    here = {"library": library_digest(), "machine": machine_digest()} if stale else {}
 
     def wanted(task: Task) -> bool:
         found = cells.get(task.key)
         if found is None or fresh:
             return True
-        here = {"library": library_digest(), "machine": machine_digest()}
-        return stale and any(found.get(name, now) != now for name, now in here.items())
+        compared = ("machine",) if task.part in UNDISTURBED else tuple(here)
+        return any(found.get(name) != here[name] for name in compared if name in here)
 
     return [task for task in planned if wanted(task)]
 
 
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def _measure(task: Task) -> tuple[Task, dict[str, Any] | str]:
-    """The result, or the traceback: hours of other cells must not be lost to one."""
-    try:
-        return task, measure(task)
-    except Exception:  # noqa: BLE001
-        return task, traceback.format_exc()
-
-
-def _named(task: Task) -> str:
-    setting = "" if task.part in UNDISTURBED else f", {task.setting.label}"
-    return f"{task.name}, seed {task.seed}: {task.part}{setting}"
-
-
-def fill(missing: Sequence[Task], cells: Cells, workers: int) -> int:
-    """Measure them; returns how many failed. What went wrong is printed."""
-    failed = 0
-    with multiprocessing.get_context("spawn").Pool(workers, initializer=_one_thread) as pool:
-        for task, result in pool.imap_unordered(_measure, missing):
-            if isinstance(result, str):
-                failed += 1
-                print(f"{_named(task)} failed:\n{result}", file=sys.stderr, flush=True)
-                continue
-            cells.put(task.key, result)
-            print(
-                f"{time.strftime('%H:%M:%S')}  {_named(task)}: {result['seconds']:.0f} s,"
-                f" {_outcome(task, result, cells)}",
-                flush=True,
-            )
-    return failed
-
-
-def _outcome(task: Task, result: dict[str, Any], cells: Cells) -> str:
-    """A line to look at while the bench runs."""
-    if task.part in UNDISTURBED:
-        return f"{result['before']['final']:.4f} -> {result['final']:.4f}"
-    stored = sum(save["bytes"] for save in result["saves"])
-    ratio = sum(save["raw_bytes"] for save in result["saves"]) / stored
-    undisturbed = cells.get(Task(name=task.name, seed=task.seed, part="plain", quick=task.quick).key)
-    truth = (
-        "" if undisturbed is None else f", truth {100 * (result['final'] / undisturbed['final'] - 1):+.2f} %"
-    )
-    reported = reported_of(result["saves"][:-1], task.key["config"])
-    return f"{ratio:.1f}x, reported {100 * reported.mean:+.2f} (<{100 * reported.high:.2f}) %{truth}"
-
-
 def plan(missing: Sequence[Task], cells: Cells) -> str:
-    """What is missing, and how long it takes in one process, as far as cells of the same training were measured."""
-    lines, total, unknown = [], 0.0, 0
+    """Tell what is missing, and how long it takes in one process, as far as cells of the same training were measured."""
+    lines, total, new = [], 0.0, 0
     for name, part in dict.fromkeys((task.name, task.part) for task in missing):
-        some = [task for task in missing if (task.name, task.part) == (name, part)]
-        taken = [
-            result["seconds"]
-            for key, result in cells
-            if (key["training"], key["part"], key["quick"]) == (name, part, some[0].quick)
+        count = sum((task.name, task.part) == (name, part) for task in missing)
+        quick = str(missing[0].quick)
+        alike = [
+            cell for cell in cells if (cell["training"], cell["part"], cell["quick"]) == (name, part, quick)
         ]
-        if taken:
-            each = sum(taken) / len(taken)
-            total += each * len(some)
-            lines.append(f"{name}, {part}: {len(some)} cells of {each:.0f} s")
-        else:
-            unknown += len(some)
-            lines.append(f"{name}, {part}: {len(some)} cells of unknown length")
-    lines.append(
-        f"{len(missing)} cells: {total / 60:.0f} minutes in one process, and {unknown} of unknown length"
+        each = sum(cell["seconds"] for cell in alike) / len(alike) if alike else 0.0
+        total, new = total + each * count, new + (0 if alike else count)
+        lines.append(f"{name}, {part}: {count} cells of {f'{each:.0f} s' if alike else 'unknown length'}")
+    return "\n".join(
+        [
+            *lines,
+            f"{len(missing)} cells: {total / 60:.0f} minutes in one process, and {new} of unknown length",
+        ]
     )
-    return "\n".join(lines)
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+def _outcome(cell: Cell) -> str:
+    """A line to look at while the bench runs."""
+    if "bytes" not in cell:
+        return f"{cell['final']:.4f}"
+    ratio = cell["raw_bytes"] / cell["bytes"]
+    return f"{cell['final']:.4f}, {ratio:.1f}x, reported {100 * cell['cost']:+.2f} (<{100 * cell['cost_high']:.2f}) %"
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -156,48 +106,45 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", type=_names, default=list(LISTED), help=", ".join(KINDS))
+    parser.add_argument("--only", type=names, default=list(GROUPS["listed"]), help=", ".join(KINDS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--undisturbed",
-        type=int,
-        default=0,
-        help="seeds of undisturbed runs, for a better estimate of their spread",
+        "--undisturbed", type=int, default=0, help="seeds of undisturbed runs, for a better spread"
     )
     parser.add_argument(
-        "--parts",
-        type=_names,
-        default=None,
-        help="spread, late, nudged; unless given, spread, and late for some trainings",
+        "--parts", type=names, help="spread, late, nudged; unless given, spread, and late for some"
     )
     parser.add_argument("--scheme", choices=[*SCHEMES, *BASELINES], default="auto")
+    itmo = 'for itmo {"width": 4}: it restores the same with a network of any width'
     parser.add_argument(
-        "--options",
-        type=_object,
-        default={},
-        help="""fields of the scheme's options, as JSON; for itmo {"width": 4}: it restores the same with a network of any width""",
+        "--options", type=_object, default={}, help=f"fields of the scheme's options, as JSON; {itmo}"
     )
     parser.add_argument("--config", type=_object, default={}, help="fields of SaverConfig, as JSON")
-    parser.add_argument("--budget", type=float, default=None, help="max_degradation, 0.01 unless given")
+    parser.add_argument("--budget", type=float, help="max_degradation, 0.01 unless given")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="small models, few steps: no real numbers")
-    parser.add_argument("--cache", type=Path, default=None, help="docs/bound.jsonl; with --quick, in build")
-    parser.add_argument("--out", type=Path, default=None, help="the cache's name, ending in .md")
-    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
     parser.add_argument(
-        "--stale", action="store_true", help="measure again what another library or processor measured"
+        "--cache", type=Path, help="results/bound.csv, bound_schemes.csv; with --quick, in build"
     )
+    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    parser.add_argument("--stale", action="store_true", help="and what another library or processor measured")
     parser.add_argument("--plan", action="store_true", help="tell what is missing, and measure nothing")
-    parser.add_argument("--table", action="store_true", help="write the tables of what is there")
-    parser.add_argument("--prune", action="store_true", help="leave lines out of the cache that do not count")
+    parser.add_argument(
+        "--table",
+        choices=[*GROUPS, "schemes", "all"],
+        nargs="?",
+        const="all",
+        help="print it, and measure nothing",
+    )
     arguments = parser.parse_args(given)
-    unknown = {*arguments.only} - {*KINDS} | {*(arguments.parts or ())} - {*PARTS}
-    if unknown:
-        parser.error(f"there is no {', '.join(sorted(unknown))}: see --help")
+    arguments.only = [name for asked in arguments.only for name in GROUPS.get(asked, (asked,))]
+    if wrong := unknown([*arguments.only, *(arguments.parts or ())], [*KINDS, *PARTS]):
+        parser.error(f"there is no {wrong}: see --help")
     if arguments.budget is not None:
         arguments.config["max_degradation"] = arguments.budget
     options, config = (json.dumps(one, sort_keys=True) for one in (arguments.options, arguments.config))
@@ -206,29 +153,36 @@ def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         arguments.setting.build()
     except (ConfigError, TypeError) as error:
         parser.error(str(error))
-    folder = ROOT / ("build/bench-bound" if arguments.quick else "docs")
-    arguments.cache = arguments.cache or folder / "bound.jsonl"
-    arguments.out = arguments.out or arguments.cache.with_suffix(".md")
+    folder = ROOT / "build" / "bench" if arguments.quick else RESULTS
+    others = arguments.scheme != "auto" or arguments.table == "schemes"
+    arguments.cache = arguments.cache or folder / ("bound_schemes.csv" if others else "bound.csv")
     return arguments
 
 
+def table(cells: Cells, which: str, quick: bool) -> str:
+    """Print a page."""
+    rows = rows_of(cells, quick=quick)
+    if which == "schemes":
+        return "\n".join(schemes(rows))
+    if which == "all":
+        return document(rows, cells.path.name, which)
+    listed = [row for row in rows if row.training in GROUPS[which] and row.part == "spread"]
+    if which == "states":
+        return "\n".join(states(listed))
+    return document([row for row in listed if (row.scheme, row.options) == SAME], cells.path.name, which)
+
+
 def main() -> None:
-    arguments = _arguments()
-    cells = Cells(arguments.cache)
+    arguments = parsed()
+    cells = Cells(arguments.cache, *KEYS)
     missing = missing_of(list(tasks(arguments)), cells, arguments.fresh, arguments.stale)
     if arguments.plan:
         print(plan(missing, cells))
         return
-    if arguments.prune:
-        print(f"{cells.prune()} lines left out")
-        return
     failed = 0
-    if missing and not arguments.table:
-        failed = fill(missing, cells, arguments.workers)
-    text = document(cells, quick=arguments.quick, file=arguments.cache.name)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(text)
-    print(text if arguments.table else f"written: {arguments.out}")
+    if not arguments.table:
+        failed = fill(missing, measure, cells, arguments.workers, _outcome)
+    print(table(cells, arguments.table or "all", arguments.quick))
     if failed:
         sys.exit(f"{failed} cells failed: see above; the others are kept")
 

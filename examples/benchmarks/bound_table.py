@@ -1,28 +1,33 @@
-"""The tables of the bench of the bound, in Markdown."""
+"""The tables of the bench of the bound: for each training and setting, whether the promise was kept."""
 
 from __future__ import annotations
 
 import json
 import platform
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from bound_summary import SAME, Mean, Row, rows_of
-from bound_trainings import KINDS, TUNED
+from bound_run import UNDISTURBED
+from cells import Cell
 from demo_report import markdown_table
+from trainings import KINDS, TUNED
 
-__all__ = ["document"]
-
+LIMIT = 0.01
+"""What ten restores may cost of the final loss."""
+ABILITY_LIMIT = 0.002
+"""What they may cost of an ability from before, which no probe measures."""
+SAME = ("auto", "{}")
+"""The setting that is the library's default."""
 _NONE = "-"
-_VARIED = re.compile(r"'[^']*'|[-+]?\d[\d.e+-]*%?")
 
 _HEAD = """# The bound, measured on {count} trainings
 
-Written by `python examples/benchmarks/bound.py` ({versions}). Each training is run undisturbed, and once more so that
-it is thrown away and restored from the store after ten of its eleven checkpoints, all options at their defaults. Losses are those on
-data apart from the probe's, changes are relative to the undisturbed run of the same seed. The measurements are in
-[{file}]({file}); `--table` writes this page from them.
+Written by `python examples/benchmarks/bound.py --table {which}` ({versions}) from `examples/benchmarks/results/{file}`. Each
+training is run undisturbed, and once more so that it is thrown away and restored from the store after ten of its eleven checkpoints,
+all options at their defaults. Losses are those on data apart from the probe's. Changes are relative to the undisturbed run of the same
+seed.
 
 - **ratio**: bytes of all eleven checkpoints in memory over those stored; median over the seeds.
 - **reported**: the sum of the costs in the library's reports of the ten checkpoints (`cost`), in brackets the upper end of all of them
@@ -47,41 +52,168 @@ bits of all, and Muon and Lion use the first one's direction alone, of which an 
 Constants of the library are chosen on the trainings of the first table. On those of the second they are only reported.
 """
 
-_RECOMPUTED = """**Recomputed**: {cells} cells were measured with {libraries} earlier states of this library, whose reports had no `cost_delay`, and
-each a tenth of the reserve in `cost_high`. Costs and upper ends were computed for this page by the present functions
-(`shrinkpoint.quality.restore_budget`), from the other numbers of these reports: the degradation, its upper end, the held-out losses and the
-lost steps. Lost progress of their first checkpoints is not in them. Sizes, losses and updates are as those states made them."""
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of paired changes over the seeds."""
+
+    value: float
+    error: float
+    """Its standard error; 0 where there is one seed."""
+    seeds: int
+
+    @property
+    def low(self) -> float:
+        """The least that the mean may be, but for two standard errors."""
+        return self.value - 2 * self.error
+
+    def __str__(self) -> str:
+        error = f" ± {100 * self.error:.2f}" if self.seeds > 1 else ""
+        return f"{_percent(self.value)}{error} ({self.seeds})"
+
+    @classmethod
+    def of(cls, changes: Iterable[float]) -> Mean:
+        """Take the mean of any number of changes, of which one at least."""
+        found = list(changes)
+        error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+        return cls(statistics.mean(found), error, len(found))
 
 
-def _percent(value: float | None, digits: int = 2) -> str:
-    return _NONE if value is None else f"{100 * value:+.{digits}f}"
+@dataclass
+class Row:
+    """One training, restored under one setting, by seed."""
+
+    training: str
+    part: str
+    scheme: str
+    options: str
+    """Everything that is not at its default, as JSON."""
+    cells: dict[int, Cell] = field(default_factory=dict)
+    plain: dict[int, Cell] = field(default_factory=dict)
+    """The undisturbed runs, of all seeds."""
+    nudged: dict[int, Cell] = field(default_factory=dict)
+    """Undisturbed runs with an error of a millionth in all weights where others are restored."""
+
+    @property
+    def title(self) -> str:
+        """For readers."""
+        return KINDS[self.training].title + (", ten late restores" if self.part == "late" else "")
+
+    @property
+    def ratio(self) -> float:
+        """Bytes in memory over bytes stored of a whole chain, median over the seeds."""
+        return statistics.median(cell["raw_bytes"] / cell["bytes"] for cell in self.cells.values())
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation of the undisturbed final losses, of their mean; None for a single seed."""
+        finals = [cell["final"] for cell in self.plain.values()]
+        return statistics.stdev(finals) / abs(statistics.mean(finals)) if len(finals) > 1 else None
+
+    @property
+    def truths(self) -> dict[int, float]:
+        """Relative change of the final loss, of the seeds whose undisturbed run is there."""
+        return self._changes(self.cells)
+
+    @property
+    def luck(self) -> dict[int, float]:
+        """Relative change of the final loss by errors of a millionth, of the seeds that were tried."""
+        return self._changes(self.nudged)
+
+    def others(self, kind: str) -> dict[str, list[float]]:
+        """Relative changes of further losses, by name: ``abilities`` from before, or those that are ``also`` measured."""
+        changes: dict[str, list[float]] = {}
+        for seed in self.truths:
+            for name, loss in self.plain[seed][kind].items():
+                changes.setdefault(name, []).append(change(self.cells[seed][kind][name], loss))
+        return changes
+
+    @property
+    def mean(self) -> Mean:
+        """Of the changes of the final loss."""
+        return Mean.of(self.truths.values())
+
+    @property
+    def is_chaotic(self) -> bool:
+        """Whether errors of a millionth change the final loss by more than restores do, and by more than the limit."""
+        luck, truths = ([abs(change) for change in one.values()] for one in (self.luck, self.truths))
+        return bool(luck) and statistics.mean(luck) > max(LIMIT, statistics.mean(truths or [0.0]))
+
+    @property
+    def covered(self) -> bool | None:
+        """Whether the mean of the reported upper ends is no less than the mean change, but for two errors; None where
+        something was not measured."""
+        cells = [self.cells[seed] for seed in self.truths]
+        if not cells or any(cell["unmeasured"] for cell in cells):
+            return None
+        return statistics.mean(cell["cost_high"] for cell in cells) >= self.mean.low
+
+    @property
+    def kept(self) -> bool:
+        """Whether the promise was kept: the mean changes over the seeds are within their limits, but for two standard errors."""
+        losses = [self.mean, *(Mean.of(changes) for changes in self.others("also").values())]
+        abilities = [Mean.of(changes) for changes in self.others("abilities").values()]
+        near = all(mean.low <= LIMIT for mean in losses) and all(
+            mean.low <= ABILITY_LIMIT for mean in abilities
+        )
+        return near and not any(cell["frozen_changes"] for cell in self.cells.values())
+
+    def _changes(self, cells: Mapping[int, Cell]) -> dict[int, float]:
+        return {
+            seed: change(cells[seed]["final"], self.plain[seed]["final"])
+            for seed in cells
+            if seed in self.plain
+        }
 
 
-def _mean(changes: Iterable[float]) -> str:
-    """The mean with its standard error."""
-    found = list(changes)
-    if not found:
-        return _NONE
-    mean = Mean.of(found)
-    error = f" ± {100 * mean.error:.2f}" if mean.seeds > 1 else ""
-    return f"{_percent(mean.value)}{error} ({mean.seeds})"
+def change(loss: float, undisturbed: float) -> float:
+    """Give a change of a loss relative to what it was."""
+    return (loss - undisturbed) / abs(undisturbed)
 
 
-def _each(values: Iterable[float | None]) -> str:
+def rows_of(cells: Iterable[Cell], *, quick: bool = False) -> list[Row]:
+    """Make one row for each training, part and setting, in the order of the trainings.
+
+    Args:
+        cells: of any trainings and settings.
+        quick: whether the quick forms are wanted.
+    """
+    rows: dict[tuple[str, str, str, str], Row] = {}
+    undisturbed: dict[tuple[str, str], dict[int, Cell]] = {}
+    for cell in cells:
+        name, seed, part = cell["training"], int(cell["seed"]), cell["part"]
+        if cell["quick"] != str(quick):
+            continue
+        if part in UNDISTURBED:
+            undisturbed.setdefault((part, name), {})[seed] = cell
+            continue
+        options = json.dumps({**json.loads(cell["options"]), **json.loads(cell["config"])}, sort_keys=True)
+        place = (name, part, cell["scheme"], options)
+        rows.setdefault(place, Row(*place)).cells[seed] = cell
+    for row in rows.values():
+        row.plain = undisturbed.get(("plain", row.training), {})
+        row.nudged = dict(sorted(undisturbed.get(("nudged", row.training), {}).items()))
+        row.cells = dict(sorted(row.cells.items()))
+    order = list(KINDS)
+    return sorted(rows.values(), key=lambda row: (order.index(row.training), row.part != "spread"))
+
+
+def _percent(value: float | None) -> str:
+    return _NONE if value is None else f"{100 * value:+.2f}"
+
+
+def percents(values: Iterable[float | None]) -> str:
+    """Write changes in percent."""
     return ", ".join(map(_percent, values))
-
-
-def _yes(flag: bool | None) -> str:
-    return _NONE if flag is None else "yes" if flag else "no"
 
 
 def _reported(row: Row) -> str:
     said = []
-    for found in row.reports.values():
-        high = f" (<{_percent(found.high)})" if found.high != found.mean else ""
-        exact = f", exact {found.exact}" if found.exact else ""
-        blind = f", ? {found.unmeasured}" if found.unmeasured else ""
-        said.append(f"{_percent(found.mean)}{high}{exact}{blind}")
+    for cell in row.cells.values():
+        high = f" (<{_percent(cell['cost_high'])})" if cell["cost_high"] != cell["cost"] else ""
+        exact = f", exact {cell['exact']}" if cell["exact"] else ""
+        blind = f", ? {cell['unmeasured']}" if cell["unmeasured"] else ""
+        said.append(f"{_percent(cell['cost'])}{high}{exact}{blind}")
     return "; ".join(said)
 
 
@@ -93,130 +225,97 @@ def _kept(row: Row) -> str:
 
 def _other(row: Row) -> str:
     """Changes of abilities and of other losses than the final one, by their names."""
-    parts = [f"{name} {_each(values)}" for name, values in {**row.abilities, **row.also}.items()]
-    if any(row.frozen.values()):
-        parts.append(f"frozen elements changed: {', '.join(map(str, row.frozen.values()))}")
+    found = {**row.others("abilities"), **row.others("also")}
+    parts = [f"{name} {percents(values)}" for name, values in found.items()]
+    frozen = [cell["frozen_changes"] for cell in row.cells.values()]
+    if any(frozen):
+        parts.append(f"frozen elements changed: {', '.join(map(str, frozen))}")
     return "; ".join(parts) or _NONE
 
 
 def _main_table(rows: Sequence[Row]) -> list[str]:
-    lines = []
-    for row in rows:
-        lines.append(
-            [
-                _title(row),
-                f"{row.ratio:.3g}x",
-                _reported(row),
-                _each(row.truths.values()),
-                _mean(row.truths.values()),
-                _NONE if row.spread is None else f"{100 * row.spread:.2f} ({len(row.plain)})",
-                _mean(row.luck.values()),
-                _other(row),
-                _kept(row),
-                _yes(row.covered),
-            ]
-        )
-    headings = [
-        "training",
-        "ratio",
-        "reported, %",
-        "truth, %",
-        "mean, %",
-        "spread, %",
-        "a millionth, %",
-        "other losses, %",
-        "",
-        "reported bound holds",
+    lines = [
+        [
+            row.title,
+            f"{row.ratio:.3g}x",
+            _reported(row),
+            percents(row.truths.values()),
+            str(row.mean) if row.truths else _NONE,
+            _NONE if row.spread is None else f"{100 * row.spread:.2f} ({len(row.plain)})",
+            str(Mean.of(row.luck.values())) if row.luck else _NONE,
+            _other(row),
+            _kept(row),
+            _NONE if row.covered is None else "yes" if row.covered else "no",
+        ]
+        for row in rows
     ]
-    return markdown_table(headings, lines)
-
-
-def _title(row: Row) -> str:
-    late = ", ten late restores" if row.part == "late" else ""
-    return f"{KINDS[row.training].title}{late}" if row.training in KINDS else f"{row.training}{late}"
-
-
-def _number(value: object, form: Callable[[float], str]) -> str | None:
-    """A number of a report, or several by name."""
-    if isinstance(value, (int, float)):
-        return form(value)
-    if isinstance(value, Mapping):
-        told = [f"{name}: {form(item)}" for name, item in value.items() if isinstance(item, (int, float))]
-        return ", ".join(told) or None
-    return None
-
-
-def _range(values: Sequence[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}" if values else _NONE
-
-
-def _updates(rows: Sequence[Row]) -> list[str]:
-    """Errors and lengths of the first updates after a restore, relative to the true ones."""
-    lines = []
-    for row in rows:
-        errors, lengths = row.reported("update_error"), row.reported("update_length")
-        if errors or lengths:
-            names = sorted({*errors, *lengths})
-            lines += [
-                [
-                    _title(row) + (f", {name}" if name else ""),
-                    _range(errors.get(name, [])),
-                    _range(lengths.get(name, [])),
-                    "yes" if lengths.get(name) and max(lengths[name]) <= 1.05 else "no",
-                ]
-                for name in names
-            ]
-    if not lines:
-        return []
-    headings = ["training", "error", "length", "length at most 1.05"]
-    said = "The update after a restore compared with the true one: its relative error, and its relative length, as reported at the saves."
-    return ["## Updates after a restore", "", said, "", *markdown_table(headings, lines), ""]
+    headings = ["training", "ratio", "reported, %", "truth, %", "mean, %", "spread, %", "a millionth, %"]
+    return markdown_table([*headings, "other losses, %", "", "reported bound holds"], lines)
 
 
 def _costs(rows: Sequence[Row]) -> list[str]:
+    """What saving takes, and what a restore does to the next update."""
     lines = []
     for row in rows:
-        cells = row.cells.values()
+        cells = list(row.cells.values())
         train = sum(cell["train_s"] for cell in cells)
-        numbers = (
-            sum(save[name] for cell in cells for save in cell["saves"])
-            for name in ("search_s", "blocked_s", "encode_s")
-        )
-        count = sum(save["evaluations"] for cell in cells for save in cell["saves"]) / len(row.cells)
-        search, blocked, encode = (100 * number / train for number in numbers)
-        last = _each(row.last.values())
+        shares = [
+            100 * sum(cell[name] for cell in cells) / train for name in ("search_s", "blocked_s", "encode_s")
+        ]
         lines.append(
             [
-                _title(row),
-                f"{train / len(row.cells):.1f} s",
-                f"{count:.0f}",
-                f"{search:.1f}",
-                f"{blocked:.2f}",
-                f"{encode:.0f}",
-                last,
+                row.title,
+                f"{train / len(cells):.1f} s",
+                f"{sum(cell['evaluations'] for cell in cells) / len(cells):.0f}",
+                *(f"{share:.{digits}f}" for share, digits in zip(shares, (1, 2, 0), strict=True)),
+                percents(change(cell["last"], cell["final"]) for cell in cells),
+                *_updates(row),
             ]
         )
-    headings = [
-        "training",
-        "steps take",
-        "evaluations",
-        "evaluating",
-        "blocked",
-        "encoding",
-        "last one restored, %",
-    ]
+    headings = ["training", "steps take", "evaluations", "evaluating", "blocked", "encoding"]
+    headings += ["last one restored, %", "next update: error", "length"]
     said = (
         "Evaluating and probing, waiting for snapshots, and encoding in the background, in percent of the seconds of the steps alone."
         " These trainings are of seconds: at one save an hour it is a thousandth of that. Last: the loss right after a restore of the"
-        " very last checkpoint, relative to that of the run which wrote it."
+        " very last checkpoint, relative to that of the run which wrote it. The next update after a restore compared with the true one:"
+        " its relative error, and its relative length."
     )
     return ["## What it costs", "", said, "", *markdown_table(headings, lines), ""]
+
+
+def _updates(row: Row) -> list[str]:
+    """The error and the length of the next update, least and greatest of all checkpoints."""
+    told = []
+    for name in ("update_error", "update_length"):
+        ends = [cell[name] for cell in row.cells.values() if name in cell]
+        least, most = (
+            min((low for low, _ in ends), default=None),
+            max((high for _, high in ends), default=None),
+        )
+        told.append(_NONE if least is None else f"{least:.2f} to {most:.2f}")
+    return told
+
+
+def states(rows: Sequence[Row]) -> list[str]:
+    """Make a table of kinds of state: how small, and what restores do to the loss and to the next update."""
+    lines = [
+        [
+            row.title,
+            f"{row.ratio:.1f}x",
+            str(row.mean),
+            _NONE if row.spread is None else f"{100 * row.spread:.2f}",
+            *_updates(row),
+        ]
+        for row in rows
+    ]
+    headings = ["optimizer", "ratio", "change of the loss, %", "spread, %", "next update: error", "length"]
+    return markdown_table(headings, lines)
 
 
 def _verdict(name: str, rows: Sequence[Row]) -> list[str]:
     judged = [row for row in rows if row.truths]
     kept, chaotic = sum(row.kept for row in judged), {row.training: 1 for row in judged if row.is_chaotic}
-    within = [one for row in judged for one in row.within.values()]
+    within = [truth <= LIMIT for row in judged for truth in row.truths.values()]
     known = [row for row in judged if row.covered is not None]
     missed = [row.training for row in known if not row.covered]
     also = f"; chaotic: {', '.join(chaotic)}" if chaotic else ""
@@ -237,70 +336,68 @@ def _section(rows: Sequence[Row]) -> list[str]:
     for name, half in halves.items():
         if half:
             lines += ["", f"### Trainings: {name}", "", *_main_table(half)]
-    return [*lines, "", *_updates(rows), *_costs(rows), *_warnings(rows)]
+    return [*lines, "", *_costs(rows)]
 
 
-def _warnings(rows: Sequence[Row]) -> list[str]:
-    """The warnings, and where they were given; of those that differ in numbers or names alone, one."""
-    told: dict[str, list[tuple[str, str]]] = {}
-    for row in rows:
-        for text in dict.fromkeys(text for cell in row.cells.values() for text in cell["warnings"]):
-            told.setdefault(_VARIED.sub("#", text), []).append((text, f"{row.training} ({row.part})"))
-    if not told:
-        return []
-    lines = ["## Warnings", ""]
-    for found in told.values():
-        alike = f" ({len(found) - 1} more differ in numbers or names)" if len(found) > 1 else ""
-        lines.append(
-            f"- {', '.join(dict.fromkeys(place for _, place in found))}: {' '.join(found[0][0].split())}{alike}"
-        )
-    return [*lines, ""]
-
-
-def document(cells: Iterable[tuple[dict, dict]], *, quick: bool = False, file: str = "bound.jsonl") -> str:
-    """The page.
+def document(rows: Sequence[Row], file: str, which: str) -> str:
+    """Write the page of the library's default setting, and of any other.
 
     Args:
-        cells: keys and results, of any trainings and settings; of trainings that have changed since, they are left out.
-        quick: of the quick forms, or of the real ones.
-        file: the cells' file name, in the page's folder.
+        rows: of any trainings and settings.
+        file: the cells' file name.
+        which: as it is asked for with ``--table``.
     """
-    rows = rows_of(cells, quick=quick)
     settings = dict.fromkeys((row.scheme, row.options) for row in rows)
-    count = len({row.training for row in rows})
     versions = f"torch {torch.__version__.split('+')[0]}, Python {platform.python_version()}"
-    lines = [_HEAD.format(count=count, versions=versions, file=file)]
-    mixed = {
-        "states of the library": {cell.get("library") for row in rows for cell in row.cells.values()},
-        "kinds of processors": {
-            cell.get("machine") for row in rows for cell in (*row.cells.values(), *row.plain.values())
-        },
-    }
-    for kind, different in mixed.items():
+    count = len({row.training for row in rows})
+    lines = [_HEAD.format(count=count, versions=versions, file=file, which=which)]
+    for kind, column in (("states of the library", "library"), ("kinds of processors", "machine")):
+        different = {cell.get(column) for row in rows for cell in row.cells.values()}
         if len(different) > 1:
-            lines += [
-                f"**Cells of {len(different)} {kind} are mixed here: `--stale` measures anew.**",
-                "",
-            ]
-    defaults = [row for row in rows if (row.scheme, row.options) == SAME]
-    states = {cell.get("library") for row in defaults for cell in row.cells.values()}
-    if len(states) == 1 < len(mixed["states of the library"]):
-        lines += ["All restored runs of the library's defaults are of one state of the library.", ""]
-    again = [cell for row in rows for seed, cell in row.cells.items() if row.reports[seed].recomputed]
-    if again:
-        lines += [
-            _RECOMPUTED.format(cells=len(again), libraries=len({cell["library"] for cell in again})),
-            "",
+            lines += [f"**Cells of {len(different)} {kind} are mixed here: `--stale` measures anew.**", ""]
+    for scheme, options in sorted(settings, key=lambda one: (one != SAME, one)):
+        if (scheme, options) != SAME:
+            changed = "".join(f", {name}={value}" for name, value in json.loads(options).items())
+            lines += [f"# `{scheme}`{changed}", ""]
+        lines += _section([row for row in rows if (row.scheme, row.options) == (scheme, options)])
+    return "\n".join(lines).rstrip()
+
+
+def schemes(rows: Sequence[Row]) -> list[str]:
+    """Make a table with one row for each scheme, and part: what ten restores do within the bound."""
+    lines = []
+    for scheme, part in dict.fromkeys((row.scheme, row.part) for row in rows):
+        mine = [row for row in rows if (row.scheme, row.part) == (scheme, part) and row.truths]
+        cells = [cell for row in mine for cell in row.cells.values()]
+        ratios = sorted(row.ratio for row in mine)
+        worst = max(mine, key=lambda row: row.mean.value)
+        held = [
+            cell["cost_high"] >= row.truths[seed]
+            for row in mine
+            for seed, cell in row.cells.items()
+            if seed in row.truths and not cell["unmeasured"]
         ]
-    for setting in sorted(settings, key=lambda one: (one != SAME, one)):
-        mine = [row for row in rows if (row.scheme, row.options) == setting]
-        if setting != SAME:
-            scheme, options = setting
-            more = (
-                ""
-                if options == SAME[1]
-                else f", {' '.join(f'{k}={v}' for k, v in json.loads(options).items())}"
-            )
-            lines += [f"# `{scheme}`{more}", ""]
-        lines += _section(mine)
-    return "\n".join(lines).rstrip() + "\n"
+        known = [row for row in mine if row.covered is not None]
+        lines.append(
+            [
+                f"`{scheme}`" + (", late" if part == "late" else ""),
+                f"{len(mine)}, {len(cells)}",
+                f"{statistics.median(ratios):.3g}x ({ratios[0]:.3g} to {ratios[-1]:.3g})",
+                f"{sum(cell['exact'] for cell in cells)} of {10 * len(cells)}",
+                f"{sum(row.kept for row in mine)} of {len(mine)}",
+                f"{sum(bool(row.covered) for row in known)} of {len(known)}",
+                f"{sum(held)} of {len(held)}",
+                f"{worst.mean} {worst.training}",
+            ]
+        )
+    headings = [
+        "scheme",
+        "trainings, runs",
+        "ratio",
+        "stored exactly",
+        "kept",
+        "reported bound holds",
+        "in single runs",
+        "largest mean, %",
+    ]
+    return markdown_table(headings, lines)

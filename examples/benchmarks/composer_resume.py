@@ -13,7 +13,6 @@ import argparse
 import logging
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,11 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import composer
 import torch
-from composer import Callback, Logger, State
 from support.composer_cases import CASES, IMPOSSIBLE, Case
-from support.composer_data import BATCH, DATA, Points
-from support.composer_models import Crash, Outcome, Setup, assert_continues, fit
-from torch.utils.data import DataLoader
+from support.composer_data import BATCH
+from support.composer_models import Outcome, Setup, assert_continues, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 
@@ -46,9 +43,6 @@ algorithms. An epoch has 8 batches; the model has batch norm and dropout.
 so with them it differs a little from run to run. Native runs are those with Composer's own checkpoints, which it does not
 take on SIGTERM. [Resuming exactly](resuming.md) describes what is restored, how, and what cannot be.
 """
-
-TIMED, SECONDS_PER_BATCH = (400, 300), 0.016
-"""Batches in the epoch and before the place, of the timed case."""
 
 Fit = Callable[..., Outcome]
 
@@ -113,39 +107,6 @@ def _without_generators(outcome: Outcome) -> Outcome:
     return replace(outcome, final={name: value for name, value in outcome.final.items() if name != "rng"})
 
 
-class Slow(Points):
-    """Points that take their time."""
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(SECONDS_PER_BATCH / BATCH)
-        return super().__getitem__(index)
-
-
-class Stopwatch(Callback):
-    """How long fit() takes to the first batch that is trained on."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._start = 0.0
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        self._start = time.perf_counter()
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        self.seconds = self.seconds or time.perf_counter() - self._start
-
-
-def seconds_to_continue(way: Callable[[Any], Any]) -> float:
-    """Seconds from the start of fit() to the first new batch, in the midst of a long epoch of slow data."""
-    batches, place = TIMED
-    DATA["slow"] = lambda: DataLoader(Slow(BATCH * batches), batch_size=BATCH, shuffle=True)
-    stopwatch = Stopwatch()
-    with way(f"{place}ba") as run:
-        run(Crash(place + 1), setup=Setup(data="slow", duration="1ep", eval_interval=None))
-        run(stopwatch, Crash(place + 2), setup=Setup(data="slow", duration="1ep", eval_interval=None))
-    return stopwatch.seconds
-
-
 def table(cases: dict[str, Case]) -> Iterator[str]:
     yield "| case | native exact | ours exact | native read again | ours read again |"
     yield "|---|---|---|---:|---:|"
@@ -167,11 +128,6 @@ def report(only: str) -> Iterator[str]:
     yield "`train_subset_num_batches` is counted from the position that the data restores by itself."
     yield ""
     yield from table({name: case for name, case in IMPOSSIBLE.items() if only in name})
-    yield ""
-    batches, place = TIMED
-    times = [f"{seconds_to_continue(way):.2f} s" for way in (native, ours)]
-    yield f"From the start of `fit()` to the first new batch, {place} batches into an epoch of {batches} that take"
-    yield f"{1000 * SECONDS_PER_BATCH:.0f} ms each to read: native {times[0]}, ours {times[1]}."
 
 
 def main() -> None:

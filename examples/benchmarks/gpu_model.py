@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +19,6 @@ from demo_report import markdown_table
 from torch import Tensor, nn
 
 import shrinkpoint
-from shrinkpoint.errors import ShrinkpointWarning
-
-__all__ = [
-    "Bench",
-    "Report",
-    "Rows",
-    "Shape",
-    "Training",
-    "checkpointing",
-    "noted",
-    "number",
-    "pinned",
-    "release",
-    "resident",
-]
 
 _BATCHES = 8
 _SCORED = 4
@@ -196,11 +179,6 @@ class Training:
         return torch.cuda.max_memory_allocated(self.shape.device) if self.shape.on_gpu else 0
 
 
-def resident() -> int:
-    """Bytes of this process in memory; drivers may leave out what they have pinned."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def pinned() -> int:
     """Bytes of pinned memory that torch has allocated; 0 where it does not say."""
     try:
@@ -231,46 +209,6 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{places}f}"
 
 
-class Report:
-    """Prints what is found, and appends it to a page.
-
-    Args:
-        out: the page; None writes none.
-    """
-
-    def __init__(self, out: Path | None) -> None:
-        self._out = out
-
-    def say(self, *lines: str) -> None:
-        """Print lines, at once."""
-        print(*lines, sep="\n", flush=True)
-        if self._out is not None:
-            with self._out.open("a") as page:
-                page.write("\n".join(lines) + "\n")
-
-    @contextmanager
-    def table(self, *headings: str) -> Iterator[Rows]:
-        """A table of the rows that are added inside; those that are there are printed whatever happens."""
-        rows = Rows()
-        try:
-            yield rows
-        finally:
-            if rows.cells:
-                self.say("", *markdown_table(headings, rows.cells), "")
-
-
-@dataclass
-class Rows:
-    """Of a table that is being made."""
-
-    cells: list[Sequence[str]] = field(default_factory=list)
-
-    def add(self, *cells: str) -> None:
-        """Add a row, and show it at once on stderr: if the machine is taken away, it is not lost."""
-        self.cells.append(cells)
-        print("   ", *cells, sep="  ", file=sys.stderr, flush=True)
-
-
 @dataclass(kw_only=True)
 class Bench:
     """What every section gets."""
@@ -278,48 +216,38 @@ class Bench:
     shape: Shape
     folder: Path
     """For runs; removed at the end."""
-    report: Report
     steps: int
     """Of a timed block."""
     rounds: int
     """Saves that are measured after the first one."""
     threads: int | None
-    limit_s: float
-    """Of a section."""
-    began: float = 0.0
-    """When the section did, by `time.perf_counter`."""
-
-    def left(self, share: float = 1.0) -> bool:
-        """Whether so much of the section's time is not over yet: what repeats, ends then."""
-        return time.perf_counter() - self.began < share * self.limit_s
 
     def url(self, name: str) -> str:
-        """Of a new run."""
+        """Name a new run."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         return str(self.folder / name)
 
 
-_KNOWN = "there is no way to evaluate"
-"""How the warning begins that saves without evaluate= give: here that is meant."""
-
-
 @contextmanager
-def noted(bench: Bench, name: str) -> Iterator[None]:
-    """What the library warns of inside is part of the result."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    said = dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, ShrinkpointWarning))
-    lines = [f"- {name}, a warning: {text}" for text in said if not text.startswith(_KNOWN)]
-    if lines:
-        bench.report.say(*lines)
+def table(*headings: str) -> Iterator[Callable[..., None]]:
+    """Print the rows that are added inside as a table, whatever happens; and each at once on stderr, should the machine be lost."""
+    rows: list[Sequence[str]] = []
+
+    def add(*cells: str) -> None:
+        rows.append(cells)
+        print("   ", *cells, sep="  ", file=sys.stderr, flush=True)
+
+    try:
+        yield add
+    finally:
+        print("", *markdown_table(headings, rows), "", sep="\n", flush=True)
 
 
 @contextmanager
 def checkpointing(
     bench: Bench, url: str, training: Training, **options: Any
 ) -> Iterator[shrinkpoint.Checkpointer]:
-    """One that is let go of after some seconds, whatever it is doing, when the section's time is over."""
+    """Make one that is let go of after some seconds where something fails."""
     made = shrinkpoint.Checkpointer(
         url, training.model, training.optimizer, save_last=False, threads=bench.threads, **options
     )

@@ -26,8 +26,9 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
+from common import TextTraining, in_memory_folder
 from demo_report import markdown_table
-from steps_task import GPTConfig, Training, load_text
+from gpt import GPTConfig
 
 from shrinkpoint.checkpointer import Checkpointer
 
@@ -104,7 +105,7 @@ def _lock_free() -> Callable[[], bool]:
     return lambda: not thread.is_alive()
 
 
-def _torch_save(training: Training, folder: str) -> Callable[[], Callable[[], bool]]:
+def _torch_save(training: TextTraining, folder: str) -> Callable[[], Callable[[], bool]]:
     state = training.state()
 
     def start() -> Callable[[], bool]:
@@ -126,8 +127,7 @@ def _save(checkpointer: Checkpointer, step: int) -> Callable[[], Callable[[], bo
 
 def _measure(arguments: argparse.Namespace, folder: str) -> list[list[str]]:
     config = GPTConfig(width=arguments.width, layers=arguments.layers, heads=8, block=64, batch=2)
-    text, _ = load_text(config)
-    training = Training(text, config)
+    training = TextTraining(config)
     training.step()
     print(f"{training.count / 1e6:.1f} million parameters", flush=True)
     rows: list[list[str]] = []
@@ -166,8 +166,7 @@ def main() -> None:
     parser.add_argument("--only", default="lossless,auto")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(dir=in_memory_folder()) as folder:
         rows = _measure(arguments, folder)
     names = [
         "",

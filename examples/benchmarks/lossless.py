@@ -18,7 +18,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,12 @@ from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (0, 1)]
 
+from common import TextTraining
+from demo_report import markdown_table
 from fastcheck import differences, from_differences, from_index, indexed, ordered
-from gpt import GPT, GPTConfig, build_optimizer, load_corpus, train_loader
+from gpt import GPTConfig
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 """By role, then by parameter's name."""
@@ -46,32 +47,19 @@ _LEAST = 4096
 
 
 def trained(config: GPTConfig, every: int) -> tuple[Tensors, Tensors]:
-    """The states ``every`` steps before the end of the training and at its end."""
-    torch.manual_seed(0)
-    model = GPT(config)
-    optimizer, scheduler = build_optimizer(model, config)
-    states = []
-    loader = train_loader(load_corpus()[0], config)
-    for step, batch in enumerate(islice(loader, config.steps), 1):
-        loss = model.loss(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        if step in (config.steps - every, config.steps):
-            states.append(_copied(model, optimizer))
+    """Train; the states ``every`` steps before the end of the training and at its end."""
+    training, states = TextTraining(config), []
+    for steps in (config.steps - every, every):
+        for _ in range(steps):
+            training.step()
+        found: Tensors = {role: {} for role in GROUPS}
+        for name, parameter in training.model.named_parameters():
+            if parameter.numel() >= _LEAST:
+                kept = {**training.optimizer.state[parameter], "weight": parameter.detach()}
+                for role in GROUPS:
+                    found[role][name] = kept[role].clone()
+        states.append(found)
     return states[0], states[1]
-
-
-def _copied(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    found: Tensors = {role: {} for role in GROUPS}
-    for name, parameter in model.named_parameters():
-        if parameter.numel() >= _LEAST:
-            kept = {**optimizer.state[parameter], "weight": parameter.detach()}
-            for role in GROUPS:
-                found[role][name] = kept[role].clone()
-    return found
 
 
 @dataclass
@@ -236,24 +224,30 @@ def coders() -> list[Coder]:
     return [*found, FastCheck(), Ours()]
 
 
-def table(title: str, found: Mapping[str, Mapping[str, Result]]) -> Iterator[str]:
-    """Lines of Markdown."""
-    zstd = sum(found[Zstd.name].values(), Result())
-    yield (
-        f"| {title} | {' | '.join(GROUPS.values())} | all | of {zstd.raw / 1e6:.1f} MB | encode MB/s | | decode MB/s | |"
-    )
-    yield "|---|" + "---:|" * (len(GROUPS) + 6)
+def table(title: str, found: Mapping[str, Mapping[str, Result]]) -> list[str]:
+    """Make the lines of a table."""
+    zstd, rows = sum(found[Zstd.name].values(), Result()), []
     for name, groups in found.items():
         whole = sum(groups.values(), Result())
-        ratios = " | ".join(f"{r.raw / r.size:.3f}" for r in (*groups.values(), whole))
-        speeds = " | ".join(
-            f"{whole.raw / ours / 1e6:.0f} | {theirs / ours:.2f}x"
-            for ours, theirs in ((whole.encode_s, zstd.encode_s), (whole.decode_s, zstd.decode_s))
-        )
-        yield f"| {name} | {ratios} | {whole.size / 1e6:.2f} MB | {speeds} |"
-    if ZipNN.name not in found:
-        yield "| ZipNN | " + " | ".join(["not installed"] + [""] * (len(GROUPS) + 5)) + " |"
-    yield ""
+        row = [
+            name,
+            *(f"{r.raw / r.size:.3f}" for r in (*groups.values(), whole)),
+            f"{whole.size / 1e6:.2f} MB",
+        ]
+        for ours, theirs in ((whole.encode_s, zstd.encode_s), (whole.decode_s, zstd.decode_s)):
+            row += [f"{whole.raw / ours / 1e6:.0f}", f"{theirs / ours:.2f}x"]
+        rows.append(row)
+    headings = [
+        title,
+        *GROUPS.values(),
+        "all",
+        f"of {zstd.raw / 1e6:.1f} MB",
+        "encode MB/s",
+        "",
+        "decode MB/s",
+        "",
+    ]
+    return [*markdown_table(headings, rows), ""]
 
 
 def main() -> None:
@@ -274,7 +268,7 @@ def main() -> None:
     for title, reference in (("alone", None), (f"against {arguments.every} steps before", before)):
         # the first round compiles kernels
         found = {coder.name: [coder.measure(now, reference) for _ in range(2)][-1] for coder in measured}
-        print("\n".join(table(title, found)), flush=True)
+        print(*table(title, found), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""What saving takes of memory beside a training, and of CPU time per GB: python examples/benchmarks/memory.py (some minutes)
+"""What saving takes of memory beside a training: python examples/benchmarks/memory.py (some minutes)
 
 A GPT of the given size is trained for some AdamW steps on the source text of the standard library and saved three times, each scheme in a
 process of its own. Given are, in sizes of the state (weights and both moments, fp32), how much more resident memory the process has than
 the training had before: at most while a save is under way, and after it. ``blocked`` is how long training
 waited for the snapshot. The evaluation is on the CPU, where its copy of the live weights counts too. Compiled coders and
-libraries take the same memory whatever the size: they are loaded before, by saves of a small model, and given apart. Then `cost.py`
-prints CPU seconds per GB, of this and of torch.save, zstd and torch.distributed.checkpoint; ``--no-cpu`` leaves that out.
+libraries take the same memory whatever the size: they are loaded before, by saves of a small model, and given apart.
 
 ``--scratch FOLDER`` has a save put parts of it into a folder on a local disk (`SaverConfig.scratch_folder`).
 
@@ -15,17 +14,15 @@ prints CPU seconds per GB, of this and of torch.save, zstd and torch.distributed
 import argparse
 import gc
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import Peak, resident
 from gpt import GPT, VOCABULARY, GPTConfig, build_optimizer, load_corpus, loss_on
 
 import shrinkpoint
@@ -34,27 +31,6 @@ CASES = ("auto", "lossless", "inshrinkerator")
 _BLOCK = 32
 _SAVES = 3
 _STEPS = 5
-
-
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-class Peak:
-    """The most that was resident since `reset`, looked at every few milliseconds."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        threading.Thread(target=self._look, daemon=True).start()
-
-    def reset(self) -> None:
-        self.bytes = resident()
-
-    def _look(self) -> None:
-        while True:
-            self.bytes = max(self.bytes, resident())
-            time.sleep(0.003)
 
 
 def built(config: GPTConfig, vocabulary: int) -> GPT:
@@ -167,7 +143,6 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--resumed", action="store_true", help="try steps from restored states")
     parser.add_argument("--scratch", metavar="FOLDER", help="as of SaverConfig.scratch_folder")
-    parser.add_argument("--no-cpu", action="store_true", help="print no CPU seconds per GB")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
@@ -192,11 +167,6 @@ def main() -> None:
         f" libraries {found['libraries'] / 1e6:.0f} MB",
         flush=True,
     )
-    if not options.no_cpu:
-        cost = [sys.executable, str(Path(__file__).with_name("cost.py"))]
-        size = ["--width", str(options.width), "--layers", str(options.layers)]
-        print(flush=True)
-        subprocess.run([*cost, *size], check=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,16 @@ from baselines import (
     ScarOptions,
     UniformOptions,
 )
-from schemes_cache import digest
 
 from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.schemes.base import SaveContext, Scheme
-from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
+from shrinkpoint.schemes.catalogue import build, options_of
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
 from shrinkpoint.schemes.published.excp_codecs import ExcpOptions
 from shrinkpoint.schemes.published.lc_checkpoint import LCCheckpointOptions
 
 _MATRICES: dict[str, Any] = {"matrices_only": True, "min_elements": 2000}
-
-__all__ = ["SETTINGS", "SLICED", "SLOW", "Setting", "chosen", "known"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +41,6 @@ class Setting:
     """Of Inshrinkerator, which has no settings of its own but those that its search chooses."""
     restores: bool = False
     """Whether runs are restored ten times with it: the few that stand for their scheme."""
-
-    @property
-    def key(self) -> str:
-        """Another one for other options; labels are for readers."""
-        options = asdict(self.options) if self.options is not None else None
-        configuration = self.configuration.to_json() if self.configuration is not None else None
-        return digest({"options": options, "configuration": configuration})
 
     def build(self, save_context: SaveContext) -> Scheme:
         """The scheme for one save."""
@@ -123,9 +113,6 @@ def _weights_only() -> Iterator[Setting]:
         yield Setting(scheme=scheme, label=f"{label}, moments too", options=moments)
 
 
-SLOW = frozenset({"itmo"})
-"""Schemes that are measured on a slice alone, and stand in no table of speeds."""
-
 SETTINGS: tuple[Setting, ...] = (
     *_auto(),
     *_excp(),
@@ -135,27 +122,13 @@ SETTINGS: tuple[Setting, ...] = (
 )
 
 
-def _sliced() -> Iterator[Setting]:
-    """Those that are compared on a slice: an LSTM takes hours for a whole state."""
-    for slow in SLOW & set(SCHEMES):
-        itmo = options_of(slow)
-        for alpha in (2e-4, 1e-3):
-            options = replace(itmo, alpha=alpha, refill="factored", base_moments="quantized", **_MATRICES)
-            yield Setting(scheme=slow, label=f"alpha {alpha:g}, refilled, lossy base", options=options)
-    yield from (setting for setting in SETTINGS if setting.label.endswith("lossy base"))
-    yield from (setting for setting in SETTINGS if setting.scheme == "auto")
-
-
-SLICED: tuple[Setting, ...] = tuple(_sliced())
-
-
 def known(texts: Iterable[str]) -> list[str]:
     """What the user named: schemes, or ``scheme:label``; several by commas where no label holds one.
 
     Raises:
         ValueError: a name stands for nothing.
     """
-    names = {name for s in (*SETTINGS, *SLICED) for name in (s.scheme, f"{s.scheme}:{s.label}")}
+    names = {name for s in SETTINGS for name in (s.scheme, f"{s.scheme}:{s.label}")}
     found = [name for text in texts for name in ([text] if text in names else text.split(","))]
     unknown = sorted(set(found) - names)
     if unknown:

@@ -1,17 +1,14 @@
-"""The tables of the bench, in Markdown."""
+"""The tables of the bench of schemes, in Markdown: how small, what it costs, and who is smallest under a bound."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from cells import Cell
 from demo_report import markdown_table
-from schemes_summary import Best, Row, Spread, advantage, best_under, ratio, share
-
-__all__ = ["BOUND", "RESTORES_BOUND", "document", "name_of"]
 
 BOUND = 0.005
 """Of the loss after the last mark's resumed steps."""
@@ -31,12 +28,11 @@ _HEAD = """# The schemes, measured
 **The results of `auto` are only those measured since its noise is limited by training's own movement and its moments keep their
 length ([auto.md](auto.md)); `--only auto` measures the rest.**
 
-Written by `python examples/benchmarks/schemes.py` ({versions}). The demo's GPT (byte-level, Python's standard library) and a
-causal dilated convolutional network over the same text are trained for real, {seeds}. Each undisturbed run is coded as one
-chain of checkpoints, a base and its deltas, through the library's own path; sizes are those of whole files, against all
-bytes of the state (weights: of their sections, against theirs). Every number is the mean over the seeds, `±` half
-of the way from the least to the greatest. The measurements are in [schemes.jsonl](schemes.jsonl);
-`--table --cache docs` writes this page from them.
+Written by `python examples/benchmarks/schemes.py --table` ({versions}) from `examples/benchmarks/results/schemes.csv`. The demo's GPT
+(byte-level, Python's standard library) and a causal dilated convolutional network over the same text are trained for real, with up to
+{seeds} seeds. Each undisturbed run is coded as one chain of checkpoints, a base and its deltas, through the library's own path; sizes are
+those of whole files, against all bytes of the state (weights: of their sections, against theirs). Every number is the mean over the
+seeds, `±` half of the way from the least to the greatest.
 
 - **at a restore, {marks}**: held-out loss of a run that continues from a restored state, against the undisturbed
   run at the same step, so many optimizer steps after the restore; mean over restores of two checkpoints, the
@@ -46,20 +42,119 @@ of the way from the least to the greatest. The measurements are in [schemes.json
 - "moments too" codes Adam's moments in levels, where the papers do not change them; "refilled" and
   "mended" repair what docs of the options call defects. ExCP's base is stored in full as published, "lossy base" has
   its moments clustered.
-
-![ratio against loss](schemes.svg)
 """
 
 
-def name_of(model: str) -> str:
-    """A model's title."""
-    return _TITLES.get(model, model)
+@dataclass(frozen=True)
+class Spread:
+    """One number from several seeds."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds."""
+        return sum(self.values) / len(self.values)
+
+    @property
+    def half(self) -> float:
+        """Half of the way from the least to the greatest."""
+        return (max(self.values) - min(self.values)) / 2
+
+    def __str__(self) -> str:
+        low, high = min(self.values), max(self.values)
+        return f"{self.mean:.3g}x" + (f" ({low:.3g} to {high:.3g})" if len(self.values) > 1 else "")
+
+
+@dataclass
+class Row:
+    """One setting on one training, by seed."""
+
+    model: str
+    every: int
+    scheme: str
+    setting: str
+    chain: dict[int, Cell] = field(default_factory=dict)
+    restores: dict[int, Cell] = field(default_factory=dict)
+
+    def of(self, part: str, number: Callable[[Cell], float]) -> Spread | None:
+        """A number of every seed's cell; None if there is none."""
+        cells: dict[int, Cell] = getattr(self, part)
+        return Spread(tuple(number(cells[seed]) for seed in sorted(cells))) if cells else None
+
+
+def rows_of(cells: Iterable[Cell], *, quick: bool = False) -> list[Row]:
+    """Make one row for each setting and training, in the order in which they come."""
+    rows: dict[tuple[str, int, str, str], Row] = {}
+    for cell in cells:
+        if cell["quick"] == str(quick):
+            place = (cell["model"], int(cell["every"]), cell["scheme"], cell["setting"])
+            getattr(rows.setdefault(place, Row(*place)), cell["part"])[int(cell["seed"])] = cell
+    return list(rows.values())
+
+
+def ratio(cell: Cell, kind: str | None = None, *, weights: bool = False) -> float:
+    """Raw bytes over stored ones of a chain's checkpoints of one kind; None counts all kinds."""
+    raw, stored = ("raw_weights", "weights") if weights else ("raw", "stored")
+    sizes = [cell["sizes"][one] for one in ("base", "delta") if kind in (None, one)]
+    return sum(size[raw] for size in sizes) / max(1, sum(size[stored] for size in sizes))
+
+
+def _delta(cell: Cell) -> float:
+    return ratio(cell, "delta")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The smallest setting of a scheme under a bound, found for every seed by itself."""
+
+    ratios: dict[int, float]
+    settings: dict[int, str]
+
+    def __str__(self) -> str:
+        return str(Spread(tuple(self.ratios[seed] for seed in sorted(self.ratios))))
+
+    def over(self, other: Best) -> Spread | None:
+        """How many times smaller than another scheme's, by the seeds that both were measured with."""
+        seeds = sorted(set(self.ratios) & set(other.ratios))
+        return Spread(tuple(self.ratios[seed] / other.ratios[seed] for seed in seeds)) if seeds else None
+
+
+def best_under(
+    rows: Iterable[Row], part: str, rise: Callable[[Cell], float], bound: float, size: Callable[[Cell], float]
+) -> Best | None:
+    """Find the smallest setting among rows of one scheme and training whose loss rises by at most `bound`.
+
+    Args:
+        rows: the settings.
+        part: the kind of cell that tells.
+        rise: of the loss, from a cell.
+        bound: such a rise, as a share.
+        size: a ratio, the more the smaller the files, from a cell.
+
+    Returns:
+        None if for some seed no setting holds the bound.
+    """
+    best, seeds = Best({}, {}), set()
+    for row in rows:
+        cells: dict[int, Cell] = getattr(row, part)
+        seeds |= set(cells)
+        for seed, cell in cells.items():
+            if rise(cell) <= bound and size(cell) > best.ratios.get(seed, 0.0):
+                best.ratios[seed], best.settings[seed] = size(cell), row.setting
+    return best if seeds and seeds == set(best.ratios) else None
+
+
+def _after_resuming(rows: Iterable[Row], mark: int, size: Callable[[Cell], float]) -> Best | None:
+    return best_under(rows, "chain", lambda cell: cell["rises"][str(mark)], BOUND, size)
+
+
+def _after_restores(rows: Iterable[Row]) -> Best | None:
+    return best_under(rows, "restores", lambda cell: cell["rise"], RESTORES_BOUND, ratio)
 
 
 def _times(spread: Spread | None) -> str:
-    if spread is None:
-        return _NONE
-    return f"{spread.mean:.3g}x" if spread.mean < 100 else f"{spread.mean:.0f}x"
+    return _NONE if spread is None else f"{spread.mean:.3g}x" if spread.mean < 100 else f"{spread.mean:.0f}x"
 
 
 def _percent(spread: Spread | None) -> str:
@@ -69,21 +164,19 @@ def _percent(spread: Spread | None) -> str:
     return f"{100 * spread.mean:+.2f}{around} %"
 
 
-def _ratios(row: Row, *, weights: bool = False) -> list[str]:
-    kinds = ("base", "delta", None)
-    return [_times(row.of("chain", lambda cell, k=kind: ratio(cell, k, weights=weights))) for kind in kinds]
-
-
 def _table(rows: Sequence[Row], marks: Sequence[int]) -> list[str]:
     headings = ["scheme", "setting", "base", "delta", "chain"]
     headings += ["weights: base", "delta", "chain", "at a restore"]
     headings += [f"+{mark}" for mark in marks if mark] + ["restored n times", "its deltas", "its chain"]
     lines = []
     for row in rows:
-        if not row.chain and not row.restores:
-            continue
-        line = [row.scheme, row.setting, *_ratios(row), *_ratios(row, weights=True)]
-        line += [_percent(row.rise(mark)) for mark in marks]
+        line = [row.scheme, row.setting]
+        for weights in (False, True):
+            for kind in ("base", "delta", None):
+                line.append(
+                    _times(row.of("chain", lambda cell, k=kind, w=weights: ratio(cell, k, weights=w)))
+                )
+        line += [_percent(row.of("chain", lambda cell, m=mark: cell["rises"][str(m)])) for mark in marks]
         line.append(_percent(row.of("restores", lambda cell: cell["rise"])))
         lines.append([*line, _times(row.of("restores", _delta)), _times(row.of("restores", ratio))])
     return markdown_table(headings, lines)
@@ -92,40 +185,16 @@ def _table(rows: Sequence[Row], marks: Sequence[int]) -> list[str]:
 def _smallest(rows: Sequence[Row], mark: int) -> list[str]:
     """The smallest setting of every scheme that holds the bound."""
     lines = []
-    for scheme in dict.fromkeys(row.scheme for row in rows):
+    for scheme in dict.fromkeys(row.scheme for row in rows if row.chain):
         mine = [row for row in rows if row.scheme == scheme]
-        delta, chain = (_after_resuming(mine, mark, size) for size in (_delta, ratio))
-        restored = _after_restores(mine)
-        if not any(row.chain for row in mine):
-            continue
+        bests = [*(_after_resuming(mine, mark, size) for size in (_delta, ratio)), _after_restores(mine)]
         found = [
-            (_range(best.spread), ", ".join(dict.fromkeys(best.settings.values())))
-            if best
-            else (_NONE, _NONE)
-            for best in (delta, chain, restored)
+            (str(best), ", ".join(dict.fromkeys(best.settings.values()))) if best else (_NONE, _NONE)
+            for best in bests
         ]
         lines.append([scheme, *(cell for pair in found for cell in pair)])
     headings = ["scheme", "delta", "setting", "chain", "setting", "restored n times: chain", "setting"]
     return markdown_table(headings, lines)
-
-
-def _delta(cell: Mapping[str, Any]) -> float:
-    return ratio(cell, "delta")
-
-
-def _after_resuming(
-    rows: Iterable[Row], mark: int, size: Callable[[Mapping[str, Any]], float]
-) -> Best | None:
-    return best_under(rows, "chain", lambda cell: cell["rises"][str(mark)], BOUND, size)
-
-
-def _after_restores(rows: Iterable[Row]) -> Best | None:
-    return best_under(rows, "restores", lambda cell: cell["rise"], RESTORES_BOUND, ratio)
-
-
-def _range(spread: Spread) -> str:
-    low, high = min(spread.values), max(spread.values)
-    return f"{spread.mean:.3g}x" + (f" ({low:.3g} to {high:.3g})" if len(spread.values) > 1 else "")
 
 
 def _seeds(rows: Sequence[Row]) -> list[str]:
@@ -133,8 +202,6 @@ def _seeds(rows: Sequence[Row]) -> list[str]:
     measured: dict[int, int] = {}
     for row in rows:
         count = len({*row.chain} | {*row.restores})
-        if not count:  # on a slice alone
-            continue
         measured[count] = measured.get(count, 0) + 1
     if len(measured) == 1:
         return [f"Seeds: {next(iter(measured))}."]
@@ -146,111 +213,55 @@ def _seeds(rows: Sequence[Row]) -> list[str]:
 
 def _verdicts(rows: Sequence[Row], mark: int) -> list[str]:
     """How many times smaller ours is than its strongest rival."""
-    ours, theirs = ([row for row in rows if row.scheme == name] for name in (_OURS, _RIVAL))
+    halves = {name: [row for row in rows if row.scheme == name] for name in (_OURS, _RIVAL)}
     lines = []
     for words, size in (("deltas", _delta), ("whole chains", ratio)):
-        found = advantage(*(_after_resuming(half, mark, size) for half in (ours, theirs)))
-        spread = found.spread if found else None
-        if spread is not None:
-            lines.append(
-                f"- {words}: `{_OURS}` under {share(BOUND)} after {mark} resumed steps is **{_range(spread)} smaller**"
-                f" than `{_RIVAL}`'s best under the same bound."
-            )
+        best = {name: _after_resuming(half, mark, size) for name, half in halves.items()}
+        ours, theirs = best.values()
+        smaller = ours.over(theirs) if ours and theirs else None
+        if smaller is not None:
+            said = f"`{_OURS}` under {100 * BOUND:g} % after {mark} resumed steps is **{smaller} smaller** than `{_RIVAL}`'s best"
+            lines.append(f"- {words}: {said} under the same bound.")
         else:
-            missing = [
-                name
-                for name, half in ((_OURS, ours), (_RIVAL, theirs))
-                if not _after_resuming(half, mark, size)
-            ]
+            missing = "`, `".join(name for name, one in best.items() if not one)
             lines.append(
-                f"- {words}: no setting of `{'`, `'.join(missing)}` stays within {share(BOUND)} with every seed."
+                f"- {words}: no setting of `{missing}` stays within {100 * BOUND:g} % with every seed."
             )
-    restored = _after_restores(ours)
+    restored = _after_restores(halves[_OURS])
     if restored is not None:
         lines.append(
-            f"- restored at every checkpoint: `{_OURS}` under {share(RESTORES_BOUND)} reaches {_range(restored.spread)}."
+            f"- restored at every checkpoint: `{_OURS}` under {100 * RESTORES_BOUND:g} % reaches {restored}."
         )
     return lines
 
 
-def _speeds(rows: Sequence[Row]) -> list[str]:
-    measured = [row for row in rows if row.speed]
-    if not measured:
-        return []
-    numbers = [f"{what}_{threads}" for what in ("encode", "decode") for threads in (1, 2)]
-    lines = []
-    for row in measured:
-        line = [row.scheme, row.setting]
-        for number in numbers:
-            speed = row.of("speed", lambda cell, n=number: cell["speeds"][n])
-            times = row.of("speed", lambda cell, n=number: cell["speeds"][n] / cell["zstd"][n])
-            line.append(f"{speed.mean:.0f} ({times.mean:.2f})" if speed and times else _NONE)
-        lines.append(line)
-    headings = [
-        "scheme",
-        "setting",
-        *(n.replace("_1", ", 1 thread").replace("_2", ", 2 threads") for n in numbers),
-    ]
-    said = (
-        "MB of raw state per second, and in brackets as a multiple of zstd at level 3 in the same minute (which decodes"
-        " in one thread). Encoding: the last delta, from tensors in memory to the bytes of the file. Decoding: a chain"
-        " of three files, per checkpoint. The state is small, so that what each of its tensors costs counts:"
-        " `examples/benchmarks/auto_speed.py` measures `auto` on larger ones."
-    )
-    return ["## Speed", "", said, "", *markdown_table(headings, lines), ""]
-
-
-def _slices(rows: Sequence[Row]) -> list[str]:
-    measured = [row for row in rows if row.slice]
-    if not measured:
-        return []
-    roles = ("weight", "exp_avg", "exp_avg_sq")
-    lines = []
-    for row in measured:
-        bits = [row.of("slice", lambda cell, r=role: cell["bits"].get(r, 0.0)) for role in roles]
-        total = row.of("slice", lambda cell: sum(cell["bits"].values()))
-        lines.append(
-            [
-                row.model,
-                str(row.every),
-                row.scheme,
-                row.setting,
-                *(f"{b.mean:.3f}" for b in (*bits, total) if b),
-            ]
-        )
-    headings = ["model", "every", "scheme", "setting", "weight", "first moment", "second", "all"]
-    said = (
-        "Bits per element of one matrix with its moments, in the last delta of a chain of three: so small that an LSTM"
-        " codes it in reasonable time. `itmo` restores what `excp` does with the same options."
-    )
-    return ["## On a slice", "", said, "", *markdown_table(headings, lines), ""]
-
-
-def document(rows: Sequence[Row], marks: Sequence[int], seeds: Sequence[int]) -> str:
-    """All tables.
+def document(rows: Sequence[Row], marks: Sequence[int]) -> str:
+    """Write all tables.
 
     Args:
         rows: of all trainings.
         marks: the resumed steps after which losses were compared.
-        seeds: what was asked for.
     """
     versions = f"torch {torch.__version__.split('+')[0]}, Python {platform.python_version()}"
-    some = any({*row.chain} < {*seeds} for row in rows if row.chain)
-    many = f"with {'up to ' if some else ''}{len(seeds)} seeds"
-    with_seeds = many if len(seeds) > 1 else "with one seed"
     after = ", ".join(f"+{mark}" for mark in marks if mark)
-    lines = [_HEAD.format(versions=versions, seeds=with_seeds, marks=after)]
+    seeds = max((len(row.chain) for row in rows), default=0)
+    lines = [_HEAD.format(versions=versions, seeds=seeds, marks=after)]
     for model, every in dict.fromkeys((row.model, row.every) for row in rows):
         of_it = [row for row in rows if (row.model, row.every) == (model, every)]
-        if not any(row.chain or row.restores for row in of_it):
-            continue
-        lines += [f"## {name_of(model)}, {every} steps between checkpoints", ""]
-        lines += [*_seeds(of_it), ""]
-        lines += [*_verdicts(of_it, marks[-1]), ""]
         lines += [
-            f"The smallest settings under {share(BOUND)} after {marks[-1]} resumed steps, for every seed by itself"
+            f"## {_TITLES.get(model, model)}, {every} steps between checkpoints",
+            "",
+            *_seeds(of_it),
+            "",
         ]
-        lines += [f"(restored n times: under {share(RESTORES_BOUND)}):", "", *_smallest(of_it, marks[-1]), ""]
+        lines += [*_verdicts(of_it, marks[-1]), ""]
+        said = f"The smallest settings under {100 * BOUND:g} % after {marks[-1]} resumed steps, for every seed by itself"
+        lines += [
+            said,
+            f"(restored n times: under {100 * RESTORES_BOUND:g} %):",
+            "",
+            *_smallest(of_it, marks[-1]),
+            "",
+        ]
         lines += ["All settings:", "", *_table(of_it, marks), ""]
-    coders = (Path(__file__).parent / "excp_coders.md").read_text()  # by a bench of its own, which says so
-    return "\n".join([*lines, *_speeds(rows), *_slices(rows), coders]).rstrip() + "\n"
+    return "\n".join(lines).rstrip()

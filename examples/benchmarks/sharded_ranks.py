@@ -13,6 +13,7 @@ the compiled coders, which a process loads once: some 200 MB. All times are of t
 import argparse
 import gc
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,11 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from demo_report import markdown_table
 
 import shrinkpoint
 from shrinkpoint.coding.selective import Source
@@ -211,35 +214,25 @@ def main() -> None:
     parser.add_argument("--restores", type=int, nargs="*", default=[2, 3, 4])
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    console = Console(width=120)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         url = str(folder / "run")
-        table = Table(title=f"{options.ranks} ranks: milliseconds, the slowest rank's")
-        for column in ("save", "blocked", "snapshot and exchange", "more than these"):
-            table.add_column(column, justify="right")
-        for number, blocked, exchange in spawned(save, options.ranks, folder, url, options):
-            table.add_row(
-                str(number), *(f"{1e3 * value:.1f}" for value in (blocked, exchange, blocked - exchange))
-            )
-        console.print(table)
-        table = Table(title=f"restored, after {options.ranks} ranks have written a base and deltas")
-        for column in (
-            "ranks",
-            "MB of a rank's shard",
-            "bytes read / needed",
-            "memory grown / shard",
-            "/ (1.5 shards + largest tensor)",
-            "optimizer's there: / shard",
-            "/ (1.5 shards + largest tensor)",
-        ):
-            table.add_column(column, justify="right")
+        print(f"{options.ranks} ranks: milliseconds, the slowest rank's\n")
+        lines = [
+            [str(number), *(f"{1e3 * value:.1f}" for value in (blocked, exchange, blocked - exchange))]
+            for number, blocked, exchange in spawned(save, options.ranks, folder, url, options)
+        ]
+        headings = ["save", "blocked", "snapshot and exchange", "more than these"]
+        print(*markdown_table(headings, lines), sep="\n", flush=True)
+        print(f"\nrestored, after {options.ranks} ranks have written a base and deltas\n")
+        lines = []
         for world in options.restores:
             [(read, local, *grown)] = spawned(restore, world, folder, url, options)
-            table.add_row(
-                str(world), f"{local / 1e6:.1f}", f"{read:.2f}", *(f"{value:.2f}" for value in grown)
-            )
-        console.print(table)
+            shares = [f"{value:.2f}" for value in (read, *grown[2:], *grown[:2])]
+            lines.append([str(world), f"{local / 1e6:.1f} MB", *shares])
+        bound = "of 1.5 shards and the largest tensor"
+        headings = ["ranks", "a rank's shard", "bytes read, of those needed", "memory, of the shard", bound]
+        print(*markdown_table([*headings, "with the optimizer's: of the shard", bound], lines), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What sharded saving takes at scale, without GPUs: balance of owners, sizes of records, messages; and bytes against one container.
 
-    python examples/benchmarks/sharded_scale.py [--width 192 --layers 4] [--scheme auto] [--no-bytes]
+    python examples/benchmarks/sharded_scale.py [--width 192 --layers 4] [--scheme auto]
 
 First table: fp32 weights and both moments of models like Llama's with 7 and 405 billion parameters, on paper, and the CPU time in which one
 rank (the fullest owner) finds out what it sends and receives, once for a layout. Second: a GPT after some AdamW steps, coded as
@@ -15,12 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent))
 import torch
-from codec import train
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (0, 1)]
+
+from common import TextTraining
+from demo_report import markdown_table
+from gpt import GPTConfig
 
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.container.layout import PartOf
@@ -107,23 +108,9 @@ def record_sizes(world: int) -> tuple[int, int]:
     return len(head.to_bytes()), len(manifest.to_bytes())
 
 
-def paper() -> Table:
+def paper() -> list[str]:
     """The first table."""
-    table = Table(title="on paper: fp32 weights and both moments")
-    for column in (
-        "model",
-        "ranks",
-        "stored tensors",
-        "fullest owner / mean",
-        "GB of the fullest",
-        "head",
-        "manifest",
-        "puts",
-        "agreement, all ranks",
-        "posts",
-        "planning",
-    ):
-        table.add_column(column, justify="right")
+    lines = []
     for name, shape in MODELS.items():
         specs = llama(**shape)
         for world in RANKS:
@@ -132,20 +119,28 @@ def paper() -> Table:
             for spec, rank in owners.values():
                 loads[rank] += spec.nbytes
             head, manifest = record_sizes(world)
-            table.add_row(
-                name,
-                str(world),
-                str(len(owners)),
-                f"{max(loads) * world / sum(loads):.3f}",
-                f"{max(loads) / 1e9:.2f}",
-                f"{head / 1e3:.0f} kB",
-                f"{manifest / 1e3:.0f} kB",
-                str(world + 2),
-                f"{AGREEMENT * world / 1e3:.0f} kB",
-                f"{POST * world / 1e3:.0f} kB",
-                f"{planning_s(specs, world, loads.index(max(loads)), owners):.2f} s",
-            )
-    return table
+            sizes = (head, manifest, AGREEMENT * world, POST * world)
+            kilobytes = [f"{size / 1e3:.0f} kB" for size in sizes]
+            planning = f"{planning_s(specs, world, loads.index(max(loads)), owners):.2f} s"
+            fullest = f"{max(loads) * world / sum(loads):.3f}", f"{max(loads) / 1e9:.2f} GB"
+            cells = [name, str(world), str(len(owners)), *fullest, *kilobytes[:2]]
+            lines.append([*cells, str(world + 2), *kilobytes[2:], planning])
+    headings = [
+        "parameters",
+        "ranks",
+        "stored tensors",
+        "fullest owner, of the mean",
+        "of the fullest",
+        "head",
+    ]
+    headings += [
+        f"manifest of a chain of {CHAIN}",
+        "puts for a save",
+        "agreement, all ranks",
+        "posts",
+        "planning",
+    ]
+    return markdown_table(headings, lines)
 
 
 def fsdp_layout(specs: Mapping[str, TensorSpec], world: int) -> Layout:
@@ -230,27 +225,31 @@ def coded(states: list[TrainingState], world: int, scheme: str = "lossless") -> 
     return found
 
 
-def measured(width: int, layers: int, scheme: str) -> Table:
+def snapshots(width: int, layers: int) -> list[TrainingState]:
+    """Train, and take two states some steps apart."""
+    training = TextTraining(GPTConfig(width=width, layers=layers, heads=width // 64, block=64, batch=4))
+    states = []
+    for steps in (8, 4):
+        for _ in range(steps):
+            training.step()
+        states.append(training.snapshot())
+    return states
+
+
+def measured(width: int, layers: int, scheme: str) -> list[str]:
     """The second table."""
-    states, _ = train(width, layers)
-    table = Table(
-        title=f"{scheme}, {sum(spec.nbytes for spec in states[0].specs.values()) / 1e6:.1f} MB of state"
-    )
-    for column in ("ranks", "base, bytes", "delta, bytes", "of one container", "slowest owner's share"):
-        table.add_column(column, justify="right")
+    states = snapshots(width, layers)
+    lines: list[list[str]] = []
     alone: list[tuple[int, float]] = []
     for world in (1, 2, 4, 16):
         found = coded(states, world, scheme)
         alone = alone or found
         ratio = sum(size for size, _ in found) / sum(size for size, _ in alone)
-        table.add_row(
-            str(world),
-            str(found[0][0]),
-            str(found[1][0]),
-            f"{ratio:.4f}",
-            f"1/{1 / max(share for _, share in found):.1f}",
-        )
-    return table
+        share = f"1/{1 / max(share for _, share in found):.1f}"
+        lines.append([str(world), *(str(size) for size, _ in found), f"{ratio:.4f}", share])
+    headings = ["ranks", "base, bytes", "delta, bytes", "of one container's", "largest owner's share"]
+    title = f"{scheme}, {sum(spec.nbytes for spec in states[0].specs.values()) / 1e6:.1f} MB of state"
+    return [title, "", *markdown_table(headings, lines)]
 
 
 def main() -> None:
@@ -258,12 +257,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--scheme", choices=("lossless", "auto"), default="lossless")
-    parser.add_argument("--no-bytes", action="store_true", help="print the first table alone")
-    arguments = parser.parse_args()
-    console = Console(width=140)
-    console.print(paper())
-    if not arguments.no_bytes:
-        console.print(measured(arguments.width, arguments.layers, arguments.scheme))
+    options = parser.parse_args()
+    print(*paper(), "", *measured(options.width, options.layers, options.scheme), sep="\n")
 
 
 if __name__ == "__main__":

@@ -15,15 +15,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import argparse
 import shutil
+import sys
 import tempfile
 import warnings
 from pathlib import Path
 
 import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (0, 1)]
+
+from common import in_memory_folder
+from gpt import GPTConfig
 from steps_costs import Measured, measure_costs, print_costs, print_storage
 from steps_errors import report
 from steps_recovery import print_recovery
-from steps_task import config_of, load_text
 from steps_waste import print_waste
 
 SECTIONS = ("cost", "recovery", "storage", "waste", "errors")
@@ -38,38 +43,32 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--before", type=int, default=200, help="steps before the base of the errors")
     parser.add_argument("--log", default=None, help="default: a folder in /dev/shm, or a temporary one")
-    parser.add_argument("--exact-only", action="store_true", help="of the costs, those of the exact log")
     parser.add_argument("--small", action="store_true", help="a tiny model, to see that it runs")
     arguments = parser.parse_args()
     wanted = arguments.sections.split(",")
     unknown = set(wanted) - set(SECTIONS)
     if unknown:
         parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    if arguments.exact_only and set(wanted) != {"cost"}:
-        parser.error("--exact-only is for --sections cost: the other tables need all methods")
     warnings.filterwarnings("ignore", message="The epoch parameter")  # torch's own, of its scheduler
     torch.set_num_threads(1)
-    config = config_of(arguments.small)
-    text, batches = load_text(config)
-    shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    log = arguments.log or tempfile.mkdtemp(prefix="steps-bench-", dir=shared)
+    tiny = {"width": 32, "layers": 1, "heads": 2, "block": 32, "batch": 4}
+    config = GPTConfig(**(tiny if arguments.small else {}))
+    log = arguments.log or tempfile.mkdtemp(prefix="steps-bench-", dir=in_memory_folder())
     try:
         measured: Measured | None = None
         if {"cost", "storage", "waste"} & set(wanted):
-            measured = measure_costs(
-                text, config, log, blocks=arguments.blocks, exact_only=arguments.exact_only
-            )
+            measured = measure_costs(config, log, arguments.blocks)
             if "cost" in wanted:
                 print_costs(measured)
             if "storage" in wanted:
                 print_storage(measured)
         if {"recovery", "waste"} & set(wanted):
-            recovered = print_recovery(text, config, f"{log}/recovery")
+            recovered = print_recovery(config, f"{log}/recovery")
             if "waste" in wanted:
                 assert measured is not None
                 print_waste(measured, recovered)
         if "errors" in wanted:
-            report(text, batches, config, seeds=arguments.seeds, before=arguments.before)
+            report(config, seeds=arguments.seeds, before=arguments.before)
     finally:
         if arguments.log is None:
             shutil.rmtree(log, ignore_errors=True)

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from steps_lightning import measure_lightning
-from steps_published import TopK
-from steps_task import GPTConfig, Training
+from common import TextTraining
+from demo_report import markdown_table
+from gpt import GPTConfig
+from steps_errors import TopK
 from torch import Tensor
 
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.steps.options import StepLog
-
-__all__ = ["EXACT", "Begun", "Measured", "Method", "measure_costs", "print_costs", "print_storage"]
 
 _BLOCK = 8
 _TOLERATED = 0.035  # of the training time, in experiment 4
@@ -41,8 +40,8 @@ class Method:
     """CPU seconds of the training's thread in it."""
     thread_cpu: float = 0.0
     """CPU seconds of the training's thread, in all."""
-    cpu: float | None = 0.0
-    """CPU seconds of the process, training included; None where there is no such training without the method."""
+    cpu: float = 0.0
+    """CPU seconds of the process, training included."""
     bytes: int = 0
 
 
@@ -60,8 +59,6 @@ class Begun:
     """Seconds that the end of a segment of the exact log takes, beyond any other step: capture, digest, waiting."""
     segment_lag: float
     """Seconds from the end of a segment until it was written."""
-    bare_copy: float
-    """Seconds of a copy of the weights to memory that is there, after a step: the least that the small log waits for a record."""
 
 
 @dataclass
@@ -92,16 +89,15 @@ class Measured:
         method = self.methods[name]
         return method.waited_cpu / (method.thread_cpu - method.waited_cpu)
 
-    def background(self, name: str) -> float | None:
+    def background(self, name: str) -> float:
         """CPU time of the whole process that a method adds, relative."""
-        cpu, plain = self.methods[name].cpu, self.methods["nothing"].cpu
-        return cpu / plain - 1 if cpu is not None and plain is not None else None
+        return self.methods[name].cpu / self.methods["nothing"].cpu - 1
 
 
 class _Runner:
     """A training that calls `keep` after each step."""
 
-    def __init__(self, method: Method, training: Training, keep: Callable[[int], None]) -> None:
+    def __init__(self, method: Method, training: TextTraining, keep: Callable[[int], None]) -> None:
         self.method, self.training, self.keep = method, training, keep
         self.done = 0
 
@@ -117,15 +113,14 @@ class _Runner:
             self.method.waited += ended - kept
             self.method.waited_cpu += ended_own - kept_own
             self.method.thread_cpu += ended_own - own
-            assert self.method.cpu is not None
             self.method.cpu += time.process_time() - cpu
 
 
-def _nothing(training: Training, method: Method, folder: Path) -> Callable[[int], None]:
+def _nothing(training: TextTraining, method: Method, folder: Path) -> Callable[[int], None]:
     return lambda step: None
 
 
-def _torch_save(training: Training, method: Method, folder: Path) -> Callable[[int], None]:
+def _torch_save(training: TextTraining, method: Method, folder: Path) -> Callable[[int], None]:
     def keep(step: int) -> None:
         state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
         torch.save(state, folder / "full.pt")
@@ -134,7 +129,7 @@ def _torch_save(training: Training, method: Method, folder: Path) -> Callable[[i
     return keep
 
 
-def _background(training: Training, method: Method, folder: Path) -> Callable[[int], None]:
+def _background(training: TextTraining, method: Method, folder: Path) -> Callable[[int], None]:
     """As CheckFreq: a copy, and its writing while the next step is computed; the step after that waits for it."""
     thread: list[threading.Thread] = []
 
@@ -150,7 +145,7 @@ def _background(training: Training, method: Method, folder: Path) -> Callable[[i
     return keep
 
 
-def _differences(training: Training, method: Method, folder: Path) -> Callable[[int], None]:
+def _differences(training: TextTraining, method: Method, folder: Path) -> Callable[[int], None]:
     """Naive differential checkpoints: the largest 1 % of what the whole state has changed by, closed loop."""
     read: dict[str, Tensor] = {}
 
@@ -173,7 +168,7 @@ def _differences(training: Training, method: Method, folder: Path) -> Callable[[
     return keep
 
 
-def _top_k(training: Training, method: Method, folder: Path) -> Callable[[int], None]:
+def _top_k(training: TextTraining, method: Method, folder: Path) -> Callable[[int], None]:
     log = TopK(_SHARE, feedback=False)
 
     def keep(step: int) -> None:
@@ -188,37 +183,32 @@ def _top_k(training: Training, method: Method, folder: Path) -> Callable[[int], 
     return keep
 
 
-_OTHERS: dict[str, Callable[[Training, Method, Path], Callable[[int], None]]] = {
+_OTHERS: dict[str, Callable[[TextTraining, Method, Path], Callable[[int], None]]] = {
     "nothing": _nothing,
     "torch.save": _torch_save,
     "background save (CheckFreq)": _background,
     "differences, top 1 % (naive DC)": _differences,
     "gradients, top 1 % (LowDiff)": _top_k,
 }
-EXACT, _LIGHTNING, _SMALL, _BOUNDED = (
+EXACT, _SMALL, _BOUNDED = (
     "step_log='exact'",
-    "step_log='exact', Lightning",
     "step_log='small', every step",
     "step_log='small', overhead=0.02",
 )
 
 
-def measure_costs(
-    text: Tensor, config: GPTConfig, log: str, *, blocks: int, exact_only: bool = False
-) -> Measured:
-    """Train with every method in turn, some steps each; or without any and with the exact log only."""
-    every, share = (0, None) if exact_only else _bounded(text, config, log, blocks)
-    others = ["nothing"] if exact_only else list(_OTHERS)
-    options = {EXACT: StepLog()}  # its defaults: segments of 8 steps here
-    if not exact_only:
-        options |= {
-            _SMALL: StepLog(kind="small", segment_steps=_BLOCK, overhead=None),
-            _BOUNDED: StepLog(kind="small", segment_steps=_BLOCK, overhead=None, every=every),
-        }
+def measure_costs(config: GPTConfig, log: str, blocks: int) -> Measured:
+    """Train with every method in turn, some steps each."""
+    every, share = _bounded(config, log, blocks)
+    options = {
+        EXACT: StepLog(),  # its defaults: segments of 8 steps here
+        _SMALL: StepLog(kind="small", segment_steps=_BLOCK, overhead=None),
+        _BOUNDED: StepLog(kind="small", segment_steps=_BLOCK, overhead=None, every=every),
+    }
     with tempfile.TemporaryDirectory() as folder:
-        runners = [_other(name, text, config, Path(folder)) for name in others]
+        runners = [_other(name, config, Path(folder)) for name in _OTHERS]
         ours = {
-            name: _ours(name, text, config, f"{folder}/{index}", log, options[name])
+            name: _ours(name, config, f"{folder}/{index}", log, options[name])
             for index, name in enumerate(options)
         }
         begun = _begin(runners, ours)
@@ -242,19 +232,15 @@ def measure_costs(
             assert checkpointer.step_log.off is None, checkpointer.step_log.off
             checkpointer.saver.close()
     methods = {r.method.name: r.method for r in (*runners, *(runner for runner, _ in ours.values()))}
-    timed = measure_lightning(text, config, log, steps=blocks * _BLOCK, segment=_BLOCK)
-    methods[_LIGHTNING] = Method(
-        _LIGHTNING, timed.seconds, timed.waited, timed.waited_cpu, timed.thread_cpu, cpu=None
-    )
     count = runners[0].training.count
     return Measured(count, 12 * count, methods, blocks * _BLOCK, begun, every, share)
 
 
-def _bounded(text: Tensor, config: GPTConfig, log: str, blocks: int) -> tuple[int, float | None]:
+def _bounded(config: GPTConfig, log: str, blocks: int) -> tuple[int, float | None]:
     """The interval that the overhead bound leads to, and the last measured share, in a training that is alone."""
     with tempfile.TemporaryDirectory() as folder:
         options = StepLog(kind="small", segment_steps=_BLOCK)
-        runner, checkpointer = _ours("", text, config, folder, log, options)
+        runner, checkpointer = _ours("", config, folder, log, options)
         _warm_up(runner)
         checkpointer.save(runner.done, wait=True)
         _warm_up(runner, checkpointer)
@@ -264,17 +250,15 @@ def _bounded(text: Tensor, config: GPTConfig, log: str, blocks: int) -> tuple[in
         return checkpointer.step_log.every, checkpointer.step_log.share
 
 
-def _other(name: str, text: Tensor, config: GPTConfig, folder: Path) -> _Runner:
-    method, training = Method(name), Training(text, config)
+def _other(name: str, config: GPTConfig, folder: Path) -> _Runner:
+    method, training = Method(name), TextTraining(config)
     own = folder / str(len(name))
     own.mkdir()
     return _Runner(method, training, _OTHERS[name](training, method, own))
 
 
-def _ours(
-    name: str, text: Tensor, config: GPTConfig, run: str, log: str, options: StepLog
-) -> tuple[_Runner, Any]:
-    training = Training(text, config)
+def _ours(name: str, config: GPTConfig, run: str, log: str, options: StepLog) -> tuple[_Runner, Any]:
+    training = TextTraining(config)
     checkpointer = Checkpointer(
         run,
         training.model,
@@ -312,17 +296,7 @@ def _begin(runners: list[_Runner], ours: dict[str, tuple[_Runner, Any]]) -> Begu
         if name != EXACT:
             _warm_up(runner, checkpointer)  # the log of the next steps refers to it
     stalls, lags = _segments(*ours[EXACT])
-    return Begun(stall, lag, rehearsal, stalls, lags, _bare_copy(runners[0]))
-
-
-def _bare_copy(runner: _Runner) -> float:
-    copies, seconds = runner.training.weights(), []
-    for _ in range(2 * _BLOCK):
-        runner.step(timed=False)
-        started = time.perf_counter()
-        runner.training.copy_to(copies)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return Begun(stall, lag, rehearsal, stalls, lags)
 
 
 def _segments(runner: _Runner, checkpointer: Any) -> tuple[float, float]:
@@ -350,34 +324,22 @@ def print_costs(found: Measured) -> None:
     print(
         "\nExperiment 1: training time when every step is kept. Experiment 4: how often, if that may add 3.5 %\n"
     )
-    print(
-        "| every step | training waits | of its thread's CPU time | CPU time, background included | medians of the steps | at most every |"
-        " bytes per parameter and step |"
-    )
-    print("|---|---:|---:|---:|---:|---:|---:|")
-    plain = found.methods["nothing"]
+    rows = []
     for name, method in found.methods.items():
-        if method is plain:
-            continue
-        added, cpu = found.overhead(name), found.background(name)
-        median = statistics.median(method.seconds) / found.step - 1
-        others = f"{cpu:+.1%} | {median:+.1%}" if cpu is not None else " | "
-        size = f"{method.bytes / found.steps / found.parameters:.3f}" if method.bytes else ""
-        print(
-            f"| {name} | {added:+.2%} | {found.computing(name):+.2%} | {others} | {max(1, math.ceil(added / _TOLERATED))} steps | {size} |"
-        )
+        if name != "nothing":
+            added = found.overhead(name)
+            shares = [f"{added:+.2%}", f"{found.computing(name):+.2%}", f"{found.background(name):+.1%}"]
+            shares.append(f"{statistics.median(method.seconds) / found.step - 1:+.1%}")
+            often = f"{max(1, math.ceil(added / _TOLERATED))} steps"
+            rows.append([name, *shares, often, f"{method.bytes / found.steps / found.parameters:.3f}"])
+    headings = ["every step", "training waits", "of its thread's CPU time", "CPU time, background included"]
+    headings += ["medians of the steps", "at most every", "bytes per parameter and step"]
+    print(*markdown_table(headings, rows), sep="\n")
     begun = found.begun
+    share = "not measured" if found.small_share is None else f"{found.small_share:.1%}"
     print(
         f"\nonce, before these steps, the exact log and the rehearsal of its first segment took {1e3 * begun.rehearsal:.0f} ms; the end of a"
         f" segment takes {1e3 * begun.segment_stall:.2f} ms beyond other steps, and it is written {1e3 * begun.segment_lag:.0f} ms later"
-    )
-    print(
-        f"\na bare copy of the weights takes {1e3 * begun.bare_copy:.2f} ms, {begun.bare_copy / found.step:.2%} of a step"
-    )
-    if not found.small_every:
-        return
-    share = "not measured" if found.small_share is None else f"{found.small_share:.1%}"
-    print(
         f"\nwith overhead=0.02 the small log ends with every={found.small_every}, and measured its share as {share}"
     )
 
@@ -385,14 +347,12 @@ def print_costs(found: Measured) -> None:
 def print_storage(found: Measured) -> None:
     """Experiment 7 and table III."""
     print(f"\nExperiment 7, table III: bytes per step where a full state is kept every {_FULL_EVERY} steps\n")
-    print("| | bytes per parameter and step | less than a full state each step |\n|---|---:|---:|")
     full = found.state_bytes / found.parameters
-    print(f"| a full state each step | {full:.2f} | 1.0x |")
-    for name in (
-        "differences, top 1 % (naive DC)",
-        "gradients, top 1 % (LowDiff)",
-        EXACT,
-        _SMALL,
-    ):
+    rows = [["a full state each step", f"{full:.2f}", "1.0x"]]
+    for name in ("differences, top 1 % (naive DC)", "gradients, top 1 % (LowDiff)", EXACT, _SMALL):
         each = full / _FULL_EVERY + found.methods[name].bytes / found.steps / found.parameters
-        print(f"| {name} | {each:.3f} | {full / each:.1f}x |")
+        rows.append([name, f"{each:.3f}", f"{full / each:.1f}x"])
+    print(
+        *markdown_table(["", "bytes per parameter and step", "less than a full state each step"], rows),
+        sep="\n",
+    )

@@ -1,4 +1,9 @@
-"""How far the weights that a small log gives are from the training's, and those of published gradient logs."""
+"""How far the weights that a small log gives are from the training's, and those of gradient logs as published.
+
+LowDiff's compressor (arXiv 2509.04084) keeps the largest 1 % of each tensor's gradient, without error feedback. A recovery replays
+these through the optimizer; the published parallel recovery sums the gradients of a batch and makes one step, which is right for plain
+SGD and not for Adam, whose moments need each gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from steps_published import TopK, replay, replay_summed
-from steps_task import GPTConfig, Training
+from common import TextTraining
+from demo_report import markdown_table
+from gpt import GPTConfig
 from torch import Tensor
 
 from shrinkpoint.steps.layout import Layout, UpdateSizes
@@ -25,6 +31,63 @@ SHARES = (0.001, 0.01, 0.1)
 BATCHES = (1, 2, 4, 8, 20)
 _SMALL = f"small, {DEFAULT:g} x rms"
 _SAME = f"LowDiff, top k of as many bytes as {_SMALL}"
+
+
+_PAIR_BYTES = 8  # a value and an index of 32 bits each
+
+
+class TopK:
+    """The largest share of a gradient's elements.
+
+    Args:
+        share: rho of the paper.
+        feedback: add what a record leaves out to the next one, in the log only; the paper does not.
+    """
+
+    def __init__(self, share: float, *, feedback: bool) -> None:
+        self._share, self._feedback = share, feedback
+        self._left: dict[int, Tensor] = {}
+        self.bytes = 0
+        """Of all records so far."""
+
+    def record(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients that a reader of the record gets."""
+        return [self._kept(index, gradient) for index, gradient in enumerate(gradients)]
+
+    def _kept(self, index: int, gradient: Tensor) -> Tensor:
+        flat = gradient.reshape(-1).clone()
+        if self._feedback and index in self._left:
+            flat += self._left[index]
+        count = max(1, int(self._share * flat.numel()))
+        places = flat.abs().topk(count).indices
+        kept = torch.zeros_like(flat)
+        kept[places] = flat[places]
+        if self._feedback:
+            self._left[index] = flat - kept
+        self.bytes += count * _PAIR_BYTES
+        return kept.reshape(gradient.shape)
+
+
+def replay(training: TextTraining, records: Sequence[Sequence[Tensor]]) -> None:
+    """One step of the optimizer for each record."""
+    for record in records:
+        _step(training, record)
+
+
+def replay_summed(training: TextTraining, records: Sequence[Sequence[Tensor]], batch: int) -> None:
+    """The published parallel recovery: one step for the sum of each `batch` records."""
+    for start in range(0, len(records), batch):
+        together = records[start : start + batch]
+        _step(training, [torch.stack(parts).sum(0) for parts in zip(*together, strict=True)])
+        for _ in together[1:]:
+            training.scheduler.step()
+
+
+def _step(training: TextTraining, gradients: Sequence[Tensor]) -> None:
+    for parameter, gradient in zip(training.parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    training.optimizer.step()
+    training.scheduler.step()
 
 
 @dataclass
@@ -48,8 +111,7 @@ class Course:
     gradients: list[list[Tensor]]
     weights: list[list[Tensor]]
     end: dict[str, Any]
-    training: Training
-    batches: list[Tensor]
+    training: TextTraining
     true: float | None = None
     """The held-out loss at the end."""
 
@@ -64,16 +126,14 @@ class Course:
         """Of the held-out loss, relative, with other weights at the end."""
         self.training.load(self.end)
         if self.true is None:
-            self.true = self.training.loss(self.batches)
+            self.true = self.training.loss()
         self.training.put(weights)
-        return self.training.loss(self.batches) / self.true - 1
+        return self.training.loss() / self.true - 1
 
 
-def course(
-    text: Tensor, batches: list[Tensor], config: GPTConfig, seed: int, beta2: float, before: int
-) -> Course:
+def course(config: GPTConfig, seed: int, beta2: float, before: int) -> Course:
     """Train `before` steps to the base, and then as many as are compared."""
-    training = Training(text, config, seed=seed, beta2=beta2)
+    training = TextTraining(config, seed=seed, beta2=beta2)
     for _ in range(before):
         training.step()
     base, start = training.state(), training.weights()
@@ -84,7 +144,7 @@ def course(
         training.optimizer.step()
         training.scheduler.step()
         weights.append(training.weights())
-    return Course(base, start, gradients, weights, training.state(), training, batches)
+    return Course(base, start, gradients, weights, training.state(), training)
 
 
 def small(found: Course, quantization_step: float, off: float = 0.0) -> Row:
@@ -174,26 +234,22 @@ def rows_of(found: Course) -> list[Row]:
     ]
 
 
-def report(
-    text: Tensor, batches: list[Tensor], config: GPTConfig, *, seeds: int, before: int
-) -> dict[str, list[Row]]:
+def report(config: GPTConfig, *, seeds: int, before: int) -> None:
     """Print the table; medians over the seeds, with the range of the last error."""
-    found: dict[str, list[Row]] = {}
     for beta2 in (0.95, 0.999):
-        every = [rows_of(course(text, batches, config, seed, beta2, before)) for seed in range(1, seeds + 1)]
+        every = [rows_of(course(config, seed, beta2, before)) for seed in range(1, seeds + 1)]
         print(f"\nbeta2 {beta2}, {seeds} seeds, base after {before} steps\n")
-        print(
-            "| log | bits per element and step | ns per element | weight error after 5, 20, 50 steps | loss at 50 |"
-        )
-        print("|---|---:|---:|---|---:|")
-        for rows in zip(*every, strict=True):
-            print(_line(rows))
-            found.setdefault(rows[0].name, []).extend(rows)
-    _verdict(found)
-    return found
+        headings = [
+            "log",
+            "bits per element and step",
+            "ns per element",
+            "weight error after 5, 20, 50 steps",
+        ]
+        lines = [_line(rows) for rows in zip(*every, strict=True)]
+        print(*markdown_table([*headings, "loss at 50"], lines), sep="\n", flush=True)
 
 
-def _line(rows: Sequence[Row]) -> str:
+def _line(rows: Sequence[Row]) -> list[str]:
     middle = statistics.median
     errors = ", ".join(f"{middle([row.errors[at] for row in rows]):.1%}" for at in sorted(rows[0].errors))
     last = [row.errors[max(row.errors)] for row in rows]
@@ -201,19 +257,6 @@ def _line(rows: Sequence[Row]) -> str:
     rise = middle([row.rise for row in rows])
     first = rows[0].first_bits
     note = f" (first {first:.2f})" if first is not None and "off" in rows[0].name else ""
-    return (
-        f"| {rows[0].name} | {middle([row.bits for row in rows]):.2f}{note} | {f'{middle(times):.1f}' if times else ''} |"
-        f" {errors} ({min(last):.1%} to {max(last):.1%}) | {'' if rise != rise else f'{rise:+.2%}'} |"
-    )
-
-
-def _verdict(found: dict[str, list[Row]]) -> None:
-    ours, after = found[_SMALL], max(AFTER)
-    for name in ("LowDiff, top 1.0%", _SAME):
-        theirs = found[name]
-        ratios = [t.errors[after] / o.errors[after] for o, t in zip(ours, theirs, strict=True)]
-        print(
-            f"\n{name}, {statistics.median(row.bits for row in theirs):.2f} bits: its weight error after {after} steps is"
-            f" {min(ratios):.1f} to {max(ratios):.1f} times that of the small log with"
-            f" {statistics.median(row.bits for row in ours):.2f} bits (at most {max(row.bits for row in ours):.2f})"
-        )
+    bits, spread = f"{middle([row.bits for row in rows]):.2f}{note}", f"({min(last):.1%} to {max(last):.1%})"
+    nanoseconds = f"{middle(times):.1f}" if times else ""
+    return [rows[0].name, bits, nanoseconds, f"{errors} {spread}", "" if rise != rise else f"{rise:+.2%}"]

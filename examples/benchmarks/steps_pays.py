@@ -17,17 +17,11 @@ To first order in 1 / M these are the forms of LowDiff's section on optimal inte
 save in the background stalls for C and not for its duration, and each step is replayed, not each batch of summed ones.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-
-__all__ = [
-    "Costs",
-    "LogCosts",
-    "best_interval",
-    "waste_with_log",
-    "waste_without_log",
-]
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _ROUNDS = 80

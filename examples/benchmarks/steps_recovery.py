@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from steps_task import GPTConfig, Training
-from torch import Tensor
+from common import TextTraining
+from demo_report import markdown_table
+from gpt import GPTConfig
 
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.steps.options import StepLog
-
-__all__ = ["Recovered", "print_recovery"]
 
 _CASES = ((5, 5), (10, 5), (20, 5), (50, 5), (48, 8))
 """Steps since the checkpoint, and in a segment; 8 is the default for a model of this size."""
@@ -46,8 +45,8 @@ class _Generator:
         self._generator.set_state(state["state"])
 
 
-def _start(text: Tensor, config: GPTConfig, run: str, log: str | None, segment: int) -> tuple[Training, Any]:
-    training = Training(text, config)
+def _start(config: GPTConfig, run: str, log: str | None, segment: int) -> tuple[TextTraining, Any]:
+    training = TextTraining(config)
     more: dict[str, Any] = {}
     if log is not None:
         more = {"step_log": StepLog(segment_steps=segment, busy="wait"), "step_log_url": log}
@@ -64,27 +63,32 @@ def _start(text: Tensor, config: GPTConfig, run: str, log: str | None, segment: 
     return training, checkpointer
 
 
-def print_recovery(text: Tensor, config: GPTConfig, log: str) -> Recovered:
+def print_recovery(config: GPTConfig, log: str) -> Recovered:
     """Print the table, and return its last line's measurements: both ways lead to the same weights, bit by bit."""
     print(
         "\nExperiment 5: recovery after so many steps since the last checkpoint (the paper: -83.2 % at 10)\n"
     )
-    print(
-        "| steps | in segments of | replayed from the log | computed again | less | a replayed step, of a training step |"
-    )
-    print("|---:|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
-        for lost, segment in _CASES:
-            line, recovered = _measured(lost, segment, text, config, f"{folder}/{lost}", f"{log}/{lost}")
-            print(line, flush=True)
-    return recovered
+        found = [
+            _measured(lost, segment, config, f"{folder}/{lost}", f"{log}/{lost}") for lost, segment in _CASES
+        ]
+    headings = [
+        "steps since the checkpoint",
+        "in segments of",
+        "replayed from the log",
+        "computed again",
+        "less",
+    ]
+    print(
+        *markdown_table([*headings, "a replayed step, of a training step"], [line for line, _ in found]),
+        sep="\n",
+    )
+    return found[-1][1]
 
 
-def _measured(
-    lost: int, segment: int, text: Tensor, config: GPTConfig, run: str, log: str
-) -> tuple[str, Recovered]:
+def _measured(lost: int, segment: int, config: GPTConfig, run: str, log: str) -> tuple[list[str], Recovered]:
     base = 2 * segment
-    training, checkpointer = _start(text, config, run, log, segment)
+    training, checkpointer = _start(config, run, log, segment)
     checkpointer.resume()
     for step in range(1, base + lost + 1):
         training.step()
@@ -94,8 +98,8 @@ def _measured(
     checkpointer.step_log.flush()
     checkpointer.saver.close()
 
-    def resumed(log: str | None) -> tuple[float, Training]:
-        fresh, own = _start(text, config, run, log, segment)
+    def resumed(log: str | None) -> tuple[float, TextTraining]:
+        fresh, own = _start(config, run, log, segment)
         started = time.perf_counter()
         reached = own.resume()
         seconds = time.perf_counter() - started
@@ -118,5 +122,5 @@ def _measured(
         assert all(map(torch.equal, one.weights(), training.weights())), "another state than the training's"
     computed = restored + steps
     ratio = max(0.0, taken - restored) / steps
-    line = f"| {lost} | {segment} | {taken:.2f} s | {computed:.2f} s | {1 - taken / computed:.1%} | {ratio:.3f} |"
-    return line, Recovered(restored, ratio)
+    times = f"{taken:.2f} s", f"{computed:.2f} s", f"{1 - taken / computed:.1%}", f"{ratio:.3f}"
+    return [str(lost), str(segment), *times], Recovered(restored, ratio)

@@ -1,24 +1,51 @@
-"""Experiment 3 and table I: expected loss of time to failures, by the costs that this run has measured and the models of both.
+"""Experiment 3 and table I of LowDiff: expected loss of time to failures, by the costs of this run and the models of both.
 
 Only the failures and the time of a restart are assumed; `_Constants` lists, and the tables print, what was measured.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from steps_costs import EXACT, Measured
 from steps_pays import Costs, LogCosts, best_interval, waste_with_log, waste_without_log
-from steps_published import corrected_optimum, paper_optimum, paper_waste
 from steps_recovery import Recovered
-
-__all__ = ["print_waste"]
 
 _HOURS = (0.1, 0.5, 1.0, 2.0)
 _RESTART = 60.0
 _SEGMENT = 8  # steps, of a model of this size
 _FREQUENCIES = (10, 20, 50, 100, 200)  # steps per full checkpoint
 _BATCHES = (1, 2, 4, 8, 16)  # steps per batch
+
+
+def paper_optimum(*, size: float, bandwidth: float, mtbf: float, merge: float) -> tuple[float, float]:
+    """Equation 10: the best frequency of full checkpoints, per second, and seconds of training in a batch.
+
+    Args:
+        size: bytes of a full checkpoint.
+        bandwidth: of its writing, bytes per second; training is taken to wait for it.
+        mtbf: mean time between failures.
+        merge: seconds to merge one batch at a recovery.
+    """
+    batch = (2 * size * merge * mtbf / bandwidth) ** (1 / 3)
+    return merge / batch**2, batch
+
+
+def paper_waste(
+    frequency: float, batch: float, *, size: float, bandwidth: float, mtbf: float, merge: float, load: float
+) -> float:
+    """Equation 8, for each second of training: `load` is the time to read a full checkpoint."""
+    lost = batch / 2 + load + merge / 2 * (1 / (frequency * batch) - 1)
+    return lost / mtbf + size / bandwidth * frequency
+
+
+def corrected_optimum(
+    *, stall: float, mtbf: float, replay_ratio: float, write_stall: float
+) -> tuple[float, float]:
+    """The same where a save stalls training for `stall` and each step is replayed: seconds between full checkpoints, and
+    seconds of training in a segment whose write stalls for `write_stall`."""
+    return math.sqrt(2 * mtbf * stall / replay_ratio), math.sqrt(2 * mtbf * write_stall)
 
 
 @dataclass

@@ -1,20 +1,25 @@
-"""What several stores cost and bring: commit latency, parity, and saves and restores where bandwidth is the limit.
+"""What several stores cost and bring: commit latency, parity, and FastCheck's tables, where bandwidth is the limit.
 
-    OMP_NUM_THREADS=1 python examples/benchmarks/stores.py [--folder DISK] [--rounds 40] [--rate 20e6]
+    OMP_NUM_THREADS=1 python examples/benchmarks/stores.py [--folder DISK] [--only latency,rates] [--rate 4e6]
 
-Everything is measured in one run and shown as ratios. The tables of bandwidth (`stores_bandwidth.py`) put each store behind a
-link of ``--rate`` bytes a second, or of each of ``--rates``; their states are the demo's GPT with AdamW, ``--every`` steps apart. With
-``--only server`` the stores are buckets of an S3 server, each behind a proxy of ``--server-rate``. ``--only`` takes several names, with commas.
+Everything is measured in one run and shown as ratios. FastCheck's figures 6, 7, 9 and 10 (``models``, ``techniques``, ``intervals``,
+``shards``) compare with torch.save to one place where bandwidth is the limit. Here each store is a folder behind a link of ``--rate``
+bytes a second, or of each of ``--rates``: a wrapper that sleeps as long as the bytes would take. The trainings are some of the bench of
+the bound, of 0.1 to 0.7 million parameters, after ``--steps`` steps. Times are those of the stores alone, the shortest of
+``--repeats``; seconds to encode are told beside them, and are spent in the background.
 """
 
+from __future__ import annotations
+
 import argparse
+import io
 import os
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,49 +27,86 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (0, 1)]
+
+from cells import names, unknown
+from common import cpu, in_memory_folder
+from demo_report import markdown_table
+from lossless import GROUPS, FastCheck, Tensors
+from trainings import KINDS
+from trainings.base import Training
+
+from shrinkpoint import Checkpointer
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.store.local import LocalObjects
+from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.parity import p_of, q_of
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+Lines = list[str]
+FIVE = ("gpt", "bert", "vit", "lstm", "recommender")
+INTERVALS = (1, 2, 4, 8, 16, 32, 64)
+EVERY = 8
+"""Steps between a delta and what it is a difference to, unless said otherwise."""
 
-from stores_bandwidth import by_rate, containers, over_links, over_server, random_bytes
-from stores_links import Distant
+
+class Behind:
+    """A store of which every answer takes some seconds, and each byte some more."""
+
+    def __init__(self, inner: ObjectStore, seconds: float = 0.0, rate: float = float("inf")) -> None:
+        self._inner, self._seconds, self._rate = inner, seconds, rate
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name not in ("put", "put_if_absent", "get", "list", "delete"):
+            return found
+
+        def answer(*given: Any, **options: Any) -> Any:
+            answered = found(*given, **options)
+            moved = answered if name == "get" else given[1] if name.startswith("put") else b""
+            time.sleep(self._seconds + len(moved) / self._rate)
+            return answered
+
+        return answer
 
 
-def latency(folder: Path, rounds: int) -> Iterator[str]:
-    """Commits on three stores and on one, in turns: folders on a disk and in memory, where every sync takes 5 ms longer, and where
-    every request takes 20 ms.
-    """
-    yield "| container | stores | one | three, `parity=1` | ratio | ratio of the fastest |"
-    yield "|---|---|---:|---:|---:|---:|"
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as root:
-        quick = Path(root)
+def run_of(folder: Path, stores: int, **behind: float) -> RunStore:
+    """Open a run in so many stores, one of them for parity where there are several."""
+    slow: Any = [Behind(LocalObjects(str(folder / str(number))), **behind) for number in range(stores)]
+    return RunStore("ignored", objects=slow[0] if stores == 1 else StripedObjects(slow, parity=1))
+
+
+# --- latency and parity -------------------------------------------------------------------------------------
+
+
+def latency(folder: Path, options: argparse.Namespace) -> Lines:
+    """Commits on three stores and on one, in turns: folders on a disk and in memory, where every sync takes 5 ms longer, and
+    where every request takes 20 ms."""
+    rows = []
+    with tempfile.TemporaryDirectory(dir=in_memory_folder()) as root:
         kinds = (
             ("folders, one disk", folder, 0.0, 0.0),
-            ("folders, memory", quick, 0.0, 0.0),
-            ("folders, syncs of 5 ms", quick, 5e-3, 0.0),
-            ("requests of 20 ms", quick, 0.0, 20e-3),
+            ("folders, memory", Path(root), 0.0, 0.0),
+            ("folders, syncs of 5 ms", Path(root), 5e-3, 0.0),
+            ("requests of 20 ms", Path(root), 0.0, 20e-3),
         )
         for size in (4_000, 400_000, 4_000_000):
             for number, (name, where, sync_s, request_s) in enumerate(kinds):
                 with _slow_syncs(sync_s):
-                    one, three = _commits(where / f"latency-{size}-{number}", size, rounds, request_s)
+                    one, three = _commits(where / f"latency-{size}-{number}", size, options.rounds, request_s)
                 medians, fastest = [statistics.median(each) for each in (one, three)], [min(one), min(three)]
                 times = [f"{median * 1e3:.1f} ms" for median in medians]
                 ratios = [f"{three / one:.2f}" for one, three in (medians, fastest)]
-                yield f"| {' | '.join([f'{size // 1000:,} kB', name, *times, *ratios])} |"
+                rows.append([f"{size // 1000:,} kB", name, *times, *ratios])
+    headings = ["container", "stores", "one", "three, `parity=1`", "ratio", "ratio of the fastest"]
+    return markdown_table(headings, rows)
 
 
 def _commits(base: Path, size: int, rounds: int, request_s: float) -> tuple[list[float], list[float]]:
     """Seconds of commits on one store and on three; who is first, and pays for what the disk still has to do, changes."""
-    data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
-    writers = [
-        run.writer() for run in (_run([base / "one"], request_s), _run([base / n for n in "abc"], request_s))
-    ]
+    data = np.random.default_rng(0).bytes(size)
+    writers = [run_of(base / f"{stores}", stores, seconds=request_s).writer() for stores in (1, 3)]
     times: tuple[list[float], list[float]] = [], []
     for step in range(rounds + 2):
         for which in (0, 1) if step % 2 else (1, 0):
@@ -74,13 +116,6 @@ def _commits(base: Path, size: int, rounds: int, request_s: float) -> tuple[list
             if step > 1:  # the first commits make folders, and threads
                 times[which].append(taken)
     return times
-
-
-def _run(folders: list[Path], request_s: float) -> RunStore:
-    if not request_s:
-        return RunStore(folders)
-    distant: Any = [Distant(LocalObjects(str(folder)), request_s) for folder in folders]
-    return RunStore("ignored", objects=StripedObjects(distant, parity=1) if len(distant) > 1 else distant[0])
 
 
 @contextmanager
@@ -99,24 +134,200 @@ def _slow_syncs(seconds: float) -> Iterator[None]:
         os.fsync = real
 
 
-def parity() -> Iterator[str]:
-    """Of 48 MiB, by CPU time of one thread; the best of some rounds."""
-    yield "| | GB/s of data |"
-    yield "|---|---:|"
+def parity(folder: Path, options: argparse.Namespace) -> Lines:
+    """Of 48 MiB, by CPU time of one thread."""
+    rows = []
     for k in (2, 4):
         shards = [np.random.default_rng(i).integers(0, 256, 48 * 2**20 // k, np.uint8) for i in range(k)]
         for name, work in (("P (XOR)", p_of), ("Q", q_of)):
-            best = min(_cpu(lambda work=work, shards=shards: work(shards)) for _ in range(9))
-            yield f"| {name}, {k} data shards | {48 * 2**20 / best / 1e9:.1f} |"
+            best, _ = cpu(lambda work=work, shards=shards: work(shards), 9)
+            rows.append([f"{name}, {k} data shards", f"{48 * 2**20 / best / 1e9:.1f}"])
+    return markdown_table(["parity, 48 MiB, one thread", "GB/s of data"], rows)
 
 
-def _cpu(work: Callable[[], object]) -> float:
-    began = time.thread_time()
-    work()
-    return time.thread_time() - began
+# --- where bandwidth is the limit ---------------------------------------------------------------------------
 
 
-PARTS = ("latency", "parity", "bandwidth", "rates", "server")
+class Made:
+    """What one training's state comes to, coded in different ways.
+
+    Args:
+        name: of the training.
+        steps: how long it is trained.
+        intervals: steps between a delta and what it is a difference to.
+        schemes: of this library.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        steps: int,
+        intervals: Sequence[int] = (EVERY,),
+        schemes: Sequence[str] = ("lossless",),
+    ) -> None:
+        self.title = KINDS[name].title.partition(",")[0]
+        training = self._training = KINDS[name].make(0, quick=False)
+        self.bases: dict[tuple[str, int], bytes] = {}
+        self.deltas: dict[tuple[str, int], bytes] = {}
+        self.encode_s: dict[tuple[str, int], float] = {}
+        with tempfile.TemporaryDirectory() as root:
+            savers = {
+                (scheme, interval): Checkpointer(
+                    f"{root}/{scheme}-{interval}",
+                    training.model,
+                    list(training.optimizers),
+                    scheme=scheme,
+                    busy="wait",
+                    threads=1,
+                    guards=False,
+                )
+                for scheme in schemes
+                for interval in intervals
+            }
+            for step in range(1, steps + 1):
+                training.step(step - 1)
+                for (_, interval), saver in savers.items():
+                    if step in (steps - interval, steps):
+                        saver.save(step, wait=True)
+                if step == steps - EVERY:
+                    self._before = _tensors(training)
+            for which, saver in savers.items():
+                saver.close()
+                store = saver.saver.store
+                newest = store.manifests()[0]
+                assert newest.kind == "delta", f"{name}: the delta of {which} was stored as a base"
+                self.bases[which], self.deltas[which] = store.fetch(newest)
+                self.encode_s[which] = saver.reports()[-1].encode_s
+        raw = io.BytesIO()
+        optimizers = [optimizer.state_dict() for optimizer in training.optimizers]
+        torch.save({"model": training.model.state_dict(), "optimizers": optimizers}, raw)
+        self.raw = raw.getvalue()
+
+    @property
+    def delta(self) -> bytes:
+        """The usual one."""
+        return self.deltas["lossless", EVERY]
+
+    def fastcheck(self) -> tuple[bytes, float]:
+        """Take as many bytes as its published form comes to, what it does not code as it is; and the seconds of coding."""
+        found = FastCheck().measure(_tensors(self._training), self._before).values()
+        size = len(self.raw) - sum(part.raw for part in found) + sum(part.size for part in found)
+        return self.raw[:size], sum(part.encode_s for part in found)
+
+
+def _tensors(training: Training) -> Tensors:
+    """Copies of what FastCheck codes: the weights and the moments of Adam."""
+    found: Tensors = {role: {} for role in GROUPS}
+    state = training.optimizers[0].state
+    for name, parameter in training.model.named_parameters():
+        kept = {**state.get(parameter, {}), "weight": parameter.detach()}
+        for role in GROUPS:
+            if role in kept:
+                found[role][name] = kept[role].clone()
+    return found
+
+
+class Rows:
+    """Rows of times, each compared with the first."""
+
+    HEADINGS = ("bytes", "save", "less", "restore", "less")
+
+    def __init__(self, folder: Path, rate: float, repeats: int) -> None:
+        self._folder, self._rate, self._repeats = folder, rate, repeats
+        self._first: list[float] = []
+        self.rows: list[list[str]] = []
+
+    def add(self, cells: Sequence[str], data: bytes, stores: int) -> None:
+        """Measure one way of saving: so many bytes to so many stores."""
+        times = []
+        for _ in range(self._repeats):
+            with tempfile.TemporaryDirectory(dir=self._folder) as name:
+                times.append(self._timed(Path(name), data, stores))
+        best = [min(column) for column in zip(*times, strict=True)]
+        self._first = self._first or best
+        save, load = (
+            [f"{now:.2f} s", f"{1 - now / then:.1%}"] for now, then in zip(best, self._first, strict=True)
+        )
+        self.rows.append([*cells, f"{len(data) / 1e6:.2f} MB", *save, *load])
+
+    def _timed(self, folder: Path, data: bytes, stores: int) -> tuple[float, float]:
+        """Seconds of one commit to a new run, and of reading it back as another process would."""
+        with run_of(folder, stores, rate=self._rate).writer() as writer:
+            began = time.perf_counter()
+            manifest = writer.commit(data, step=1, kind="base", parent=None, state_digest="", meta={})
+            saved = time.perf_counter() - began
+        fresh = run_of(folder, stores, rate=self._rate)
+        began = time.perf_counter()
+        assert fresh.fetch(manifest) == [data]
+        return saved, time.perf_counter() - began
+
+
+def models(folder: Path, options: argparse.Namespace) -> Lines:
+    """Figure 6."""
+    rows = []
+    for name in options.models:
+        made, table = Made(name, options.steps), Rows(folder, options.rate, options.repeats)
+        table.add([made.title, "torch.save, one store"], made.raw, 1)
+        table.add(["", "lossless delta, 4+1"], made.delta, 5)
+        rows += table.rows
+    return markdown_table(["training", "saved as", *Rows.HEADINGS], rows)
+
+
+def techniques(folder: Path, options: argparse.Namespace) -> Lines:
+    """Figure 7."""
+    made = Made("gpt", options.steps, schemes=("lossless", "auto"))
+    theirs, seconds = made.fastcheck()
+    table, own = Rows(folder, options.rate, options.repeats), made.encode_s["lossless", EVERY]
+    for name, took, data, stores in (
+        ("torch.save", None, made.raw, 1),
+        ("lossless, no delta", None, made.bases["lossless", EVERY], 1),
+        ("lossless delta", own, made.delta, 1),
+        ("FastCheck's form", seconds, theirs, 1),
+        ("torch.save", None, made.raw, 5),
+        ("lossless delta", own, made.delta, 5),
+        ("FastCheck's form", seconds, theirs, 5),
+        ("default scheme's delta", made.encode_s["auto", EVERY], made.deltas["auto", EVERY], 1),
+    ):
+        way = "one store" if stores == 1 else f"{stores - 1}+1"
+        table.add([f"{name}, {way}", "-" if took is None else f"{took:.2f} s"], data, stores)
+    return markdown_table([f"{made.title}, saved as", "encode", *Rows.HEADINGS], table.rows)
+
+
+def intervals(folder: Path, options: argparse.Namespace) -> Lines:
+    """Figure 9."""
+    wanted = [interval for interval in INTERVALS if interval < options.steps]
+    made, table = Made("gpt", options.steps, wanted), Rows(folder, options.rate, options.repeats)
+    table.add(["torch.save, one store", "1.00"], made.raw, 1)
+    for interval in wanted:
+        delta = made.deltas["lossless", interval]
+        table.add([f"{interval}, 4+1", f"{len(made.raw) / len(delta):.2f}"], delta, 5)
+    return markdown_table([f"{made.title}, steps between deltas", "ratio", *Rows.HEADINGS], table.rows)
+
+
+def shards(folder: Path, options: argparse.Namespace) -> Lines:
+    """Figure 10."""
+    made, table = Made("gpt", options.steps), Rows(folder, options.rate, options.repeats)
+    table.add(["torch.save, one store"], made.raw, 1)
+    for name, data in (("torch.save", made.raw), ("lossless delta", made.delta)):
+        for count in (1, 2, 3, 4, 5):
+            table.add([f"{name}, {count}+1"], data, count + 1)
+    return markdown_table([f"{made.title}, data shards", *Rows.HEADINGS], table.rows)
+
+
+def rates(folder: Path, options: argparse.Namespace) -> Lines:
+    """How fast the links may be for stripes to matter: in memory, and in folders of one disk."""
+    made, rows = Made("gpt", options.steps), []
+    with tempfile.TemporaryDirectory(dir=in_memory_folder()) as root:
+        for rate in options.rates:
+            for name, where in (("memory", Path(root)), ("one disk", folder)):
+                table = Rows(where, rate, options.repeats)
+                table.add([""], made.raw, 1)
+                table.add([f"{rate / 1e6:g} MB/s, {name}"], made.delta, 5)
+                rows.append(table.rows[1])
+    return markdown_table([f"{made.title}, lossless delta, 4+1", *Rows.HEADINGS], rows)
+
+
+TABLES = {table.__name__: table for table in (latency, parity, models, techniques, intervals, shards, rates)}
 
 
 def main() -> None:
@@ -124,38 +335,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--only", default=",".join(PARTS), help="some of the tables; default: %(default)s")
-    parser.add_argument("--rate", type=float, default=20e6, help="bytes a second of each store")
-    parser.add_argument("--rates", default="4e6,20e6,100e6", help="of the table by rate")
-    parser.add_argument("--server-rate", type=float, default=4e6, help="of each bucket of the server")
+    parser.add_argument("--only", type=names, default=list(TABLES), help=f"default: {','.join(TABLES)}")
+    parser.add_argument("--rounds", type=int, default=40, help="commits of which the latency is the median")
+    parser.add_argument("--models", type=names, default=list(FIVE), help=f"default: {','.join(FIVE)}")
+    parser.add_argument("--rate", type=float, default=4e6, help="bytes a second of each store")
     parser.add_argument(
-        "--sizes",
-        help="random bytes instead of a training's states: MB of torch.save, lossless, default scheme",
+        "--rates", type=lambda text: list(map(float, names(text))), default=[4e6, 20e6, 100e6]
     )
-    parser.add_argument("--every", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=5, help="turns of the tables of bandwidth")
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    wanted = options.only.split(",")
-    if unknown := set(wanted) - set(PARTS):
-        parser.error(f"--only {','.join(unknown)}: the tables are {', '.join(PARTS)}")
+    if wrong := unknown(options.only, TABLES):
+        parser.error(f"--only {wrong}: the tables are {', '.join(TABLES)}")
+    if options.steps <= EVERY:
+        parser.error(
+            f"--steps {options.steps}: deltas are to the state {EVERY} steps before the last; use more"
+        )
     warnings.simplefilter("ignore", ShrinkpointWarning)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
-        folder = Path(root)
-        parts = {"latency": latency(folder, options.rounds), "parity": parity()}
-        if {"bandwidth", "rates", "server"} & set(wanted):
-            sizes = [float(size) for size in options.sizes.split(",")] if options.sizes else []
-            made = random_bytes(sizes) if sizes else containers(options.every, options.steps)
-            rates = [float(rate) for rate in options.rates.split(",")]
-            parts["bandwidth"] = over_links(made, options.rate, options.repeats)
-            parts["rates"] = by_rate(folder, made, rates, options.repeats)
-            parts["server"] = over_server(folder, made, options.server_rate, options.repeats)
-        for name in wanted:
-            for line in parts[name]:
-                print(line, flush=True)
-            print()
+        for name in options.only:
+            print(*TABLES[name](Path(root), options), "", sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The bench of the coders' speed: that it has a row for each way to store a state, and that threads lose no work."""
+"""The bench of the coders' speed: that it has a row for each way to store a state."""
 
 import subprocess
 import sys
@@ -22,8 +22,6 @@ def test_every_table_has_its_rows() -> None:
     rows = [line.strip("|").split("|") for line in printed.splitlines() if line.startswith("| ")]
     assert [row[0].strip() for row in rows if row[0].strip()] == [
         *("auto", "lossless"),
-        *("torch.save", "zstd -3", "auto", "lossless"),
-        *("threads", "auto: saving", "auto: reading", "lossless: saving", "lossless: reading"),
+        *("torch.save", "torch.distributed.checkpoint", "zstd -3", "auto", "lossless"),
     ]
-    for _, *efficiencies in rows[-4:]:
-        assert all(0 < float(cell.split()[0]) <= 1 for cell in efficiencies)
+    assert all(float(cell) > 0 for row in rows[-2:] for cell in row[1:6])

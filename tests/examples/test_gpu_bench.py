@@ -1,4 +1,4 @@
-"""The GPU's bench, without one: that it runs, prints what it measures, and outlives a section that fails."""
+"""The GPU's bench, without one: that it runs, and prints what it measures."""
 
 import subprocess
 import sys
@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "examples" / "benchmarks" / "gpu.py"
-SECTIONS = ("plain", "saves", "measured", "restore", "steps", "adopt", "exchange")
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="it reads the process's memory from /proc, and sets alarms"
-)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads the process's memory from /proc")
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -33,9 +30,8 @@ def table(text: str, first: str) -> list[dict[str, str]]:
     return rows
 
 
-def test_saves_are_measured_beside_other_ways(tmp_path: Path) -> None:
-    page = tmp_path / "gpu.md"
-    done = run("--only", "plain,saves", "--out", str(page), "--folder", str(tmp_path))
+def test_saves_are_measured_beside_other_ways() -> None:
+    done = run("--only", "plain,saves")
     assert done.returncode == 0, done.stdout + done.stderr
     ways = table(done.stdout, "without this library")
     names = [way["without this library"].split()[0] for way in ways]
@@ -51,39 +47,22 @@ def test_saves_are_measured_beside_other_ways(tmp_path: Path) -> None:
         assert float(save["encode, s"]) > 0, save
         assert float(save["ratio"]) > 1, save
         float(save["3 steps with it take longer by, ms"])  # by chance less than nothing, on a busy machine
-    assert table(page.read_text(), "scheme") == saves
-    assert [left.name for left in tmp_path.iterdir()] == ["gpu.md"]
-
-
-@pytest.mark.slow
-def test_a_section_that_takes_too_long_is_left_for_the_next_one(tmp_path: Path) -> None:
-    done = run("--only", "plain,restore", "--limit", "0.01", "--folder", str(tmp_path))
-    assert done.returncode > 0
-    for name in ("plain", "restore"):
-        assert f"### {name}" in done.stdout
-        assert f"{name} failed: TimeOver" in done.stdout, done.stdout + done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_every_section_has_its_table(tmp_path: Path) -> None:
-    done = run("--folder", str(tmp_path), "--limit", "120")
+def test_every_section_has_its_table() -> None:
+    done = run()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line[4:] for line in done.stdout.splitlines() if line.startswith("### ")] == list(SECTIONS)
-    assert "failed" not in done.stdout
-    measured = table(done.stdout, "AdamW")
-    assert {row["AdamW"] for row in measured} == {"fused", "foreach"}
-    assert all(float(row["evaluations, s"]) > 0 for row in measured), measured
-    assert measured[0]["probed steps"] != "none"
+    sections = [line[4:] for line in done.stdout.splitlines() if line.startswith("### ")]
+    assert sections == ["plain", "saves", "restore", "adopt", "exchange"]
     adopted = table(done.stdout, "evaluated")
     assert {"no", "yes"} == {row["evaluated"] for row in adopted}
     assert all(float(row["adopt, s"]) > 0 for row in adopted), adopted
     restored = table(done.stdout, "stored by")
     assert [row["stored by"] for row in restored] == ["torch.save", *["lossless"] * 2, *["auto"] * 2]
-    assert all(float(row["resume, s"]) > float(row["of it decoding, s"]) > 0 for row in restored[1:])
-    logs = table(done.stdout, "log")
-    assert [int(row["replayed steps"]) for row in logs[:3]] == [0, 7, 10], logs
-    assert all(float(row["bits per parameter and step"]) > 0 for row in logs if row["steps"] != "0"), logs
+    assert all(
+        float(row["resume, s"]) > float(row["of it reading and decoding, s"]) > 0 for row in restored[1:]
+    )
     exchanged = table(done.stdout.partition("### exchange")[2], "scheme")
     assert all(float(row["blocked, ms"]) > float(row["exchange, ms"]) > 0 for row in exchanged), exchanged

@@ -1,0 +1,295 @@
+"""What one scheme costs and spares on one training: sizes, and losses after restores.
+
+The demo's GPT with two settings of beta2, and a small convolutional network: causal dilated convolutions over the same text, as
+in ByteNet (arXiv 1610.10099). Its held-out loss is smooth and far from overfitting, which that of a classifier of the few pictures
+that are on every machine is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cells import Cell
+from gpt import GPT, VOCABULARY, GPTConfig, build_optimizer, load_corpus, val_batches
+from schemes_settings import Setting
+from torch import Tensor, nn
+from trainings.base import mean_loss, training
+from trainings.data import windows
+
+from shrinkpoint.coding.encode import encode_state
+from shrinkpoint.coding.selective import Decoded, decode_chain, in_memory
+from shrinkpoint.container.writer import write_container
+from shrinkpoint.quantize.movement import MovementTracker
+from shrinkpoint.schemes.base import ReferenceState, SaveContext
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import Role, TrainingState
+
+PARTS = ("chain", "restores")
+KEYS = ("model", "every", "seed", "part", "scheme", "setting", "quick")
+"""Columns that tell cells apart."""
+WIDE = 200
+"""From so many steps between saves on there are few of them."""
+_DILATIONS = (1, 2, 4, 8, 16)
+
+
+class ConvNet(nn.Module):
+    """Residual blocks of causal dilated convolutions that predict the next byte; 1.5 million parameters for the demo's width."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.convs = nn.ModuleList(
+            nn.Conv1d(width, width, 3, dilation=_DILATIONS[i % len(_DILATIONS)]) for i in range(blocks)
+        )
+        self.mixers = nn.ModuleList(nn.Conv1d(width, width, 1) for _ in range(blocks))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(blocks + 1))
+        self.head = nn.Linear(width, VOCABULARY)
+        nn.init.normal_(self.token.weight, std=0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens).transpose(1, 2)
+        for index, (conv, mixer) in enumerate(zip(self.convs, self.mixers, strict=True)):
+            # padded on the left alone: no position sees a later one
+            inner = conv(F.pad(self._normed(index, x), (2 * conv.dilation[0], 0)))
+            x = x + mixer(F.gelu(inner, approximate="tanh"))
+        return self.head(self._normed(-1, x).transpose(1, 2))
+
+    def _normed(self, index: int, x: Tensor) -> Tensor:
+        return self.norms[index](x.transpose(1, 2)).transpose(1, 2)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per byte over windows ``(batch, length + 1)``."""
+        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+MODELS: dict[str, tuple[Callable[[GPTConfig], Any], float]] = {
+    "gpt": (GPT, 0.95),
+    "gpt-999": (GPT, 0.999),
+    "conv": (lambda config: ConvNet(config.width, 2 * config.layers), 0.999),
+}
+"""By name, with beta2; all are trained with AdamW."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """One training: what is trained, from which seed, when it is saved, and where its losses are compared."""
+
+    model: str
+    seed: int
+    every: int
+    quick: bool = False
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """Resumed steps after which a restored run is compared with the undisturbed one."""
+        return (0, 1, 2, 4) if self.quick else (0, 5, 20, 40)
+
+    @property
+    def save_steps(self) -> range:
+        """The steps after which checkpoints are written: ten, or four that are far apart."""
+        saves = 3 if self.quick else 4 if self.every >= WIDE else 10
+        return range(self.every, self.every * saves + 1, self.every)
+
+    @property
+    def steps(self) -> int:
+        """Of the whole training: evenly spread saves leave one more interval behind the last one."""
+        return self.save_steps[-1] + self.every
+
+    @property
+    def probes(self) -> tuple[int, int]:
+        """The two checkpoints, the middle one and the last, from which restored runs are compared."""
+        return self.save_steps[(len(self.save_steps) - 1) // 2], self.save_steps[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One cell."""
+
+    course: Course
+    part: str
+    setting: Setting
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """Its place among the cells."""
+        return {
+            **vars(self.course),
+            "part": self.part,
+            "scheme": self.setting.scheme,
+            "setting": self.setting.label,
+        }
+
+
+@cache
+def _corpus() -> tuple[Tensor, Tensor]:
+    return load_corpus()
+
+
+class Position:
+    """A training that can be stopped, looked at, and put elsewhere."""
+
+    def __init__(self, course: Course) -> None:
+        config = GPTConfig(steps=course.steps, warmup=min(100, course.steps // 5))
+        if course.quick:
+            config = replace(config, width=32, layers=2, heads=2, block=64, warmup=10)
+        build, beta2 = MODELS[course.model]
+        torch.manual_seed(course.seed)
+        model = build(config)
+        optimizer, schedule = build_optimizer(model, config)
+        for group in optimizer.param_groups:
+            group["betas"] = (0.9, beta2)
+        text, held = _corpus()
+        held_out = val_batches(held, config, count=4 if course.quick else 24)
+
+        def batch(drawn: torch.Generator) -> Tensor:
+            return windows(text, config.batch, config.block + 1, drawn)
+
+        self._made = training(model, model.loss, batch, course.seed, [], [], optimizer, clip=1.0)
+        self._made.scheduler, self.loss, self.step = schedule, mean_loss(model, model.loss, held_out), 0
+        self._describe = describe_training(
+            model, [optimizer], model_path=("model",), optimizers_path=("optimizers",)
+        )
+
+    def run(self, to: int) -> None:
+        """Train until so many steps are done."""
+        while self.step < to:
+            self._made.step(self.step)
+            self.step += 1
+
+    def state(self) -> TrainingState:
+        """Copy the whole state, as a framework would save it."""
+        made = self._made
+        live = {
+            "model": made.model.state_dict(),
+            "optimizers": [made.optimizers[0].state_dict()],
+            "schedule": made.scheduler.state_dict(),
+            "step": self.step,
+        }
+        return _copy(TrainingState.capture(live, self._describe))
+
+    def load(self, state: TrainingState) -> None:
+        """Go on from a state; its tensors are not touched."""
+        saved = _copy(
+            state
+        ).to_object()  # the optimizer keeps the tensors that it is given, and training changes them
+        self._made.model.load_state_dict(saved["model"])
+        self._made.optimizers[0].load_state_dict(saved["optimizers"][0])
+        self._made.scheduler.load_state_dict(saved["schedule"])
+        self.step = saved["step"]
+
+
+def _copy(state: TrainingState) -> TrainingState:
+    tensors = {name: tensor.detach().clone() for name, tensor in state.tensors.items()}
+    return TrainingState(state.tree, tensors, state.specs)
+
+
+@lru_cache(maxsize=1)
+def undisturbed(course: Course) -> tuple[dict[int, TrainingState], dict[int, float]]:
+    """Train without any restore: the states at the saves, and the losses wherever another run is compared with it."""
+    position, states, losses = Position(course), {}, {}
+    marked = {save + mark for save in course.probes for mark in course.marks} | {course.steps}
+    states[0] = position.state()
+    for step in sorted({*course.save_steps, *marked}):
+        position.run(step)
+        if step in marked:
+            losses[step] = position.loss()
+        if step in course.save_steps:
+            states[step] = position.state()
+    return states, losses
+
+
+class Chain:
+    """A base and its deltas, coded one after another as the library's own saver does.
+
+    Args:
+        setting: the scheme.
+        start: the state that training starts from.
+    """
+
+    def __init__(self, setting: Setting, start: TrainingState) -> None:
+        self._setting = setting
+        self.files: list[bytes] = []
+        self.sizes = {
+            kind: dict.fromkeys(("raw", "stored", "raw_weights", "weights"), 0) for kind in ("base", "delta")
+        }
+        """In bytes, of all checkpoints of a kind: in memory, and as files; and of the weights, their sections."""
+        self._held: dict[str, ReferenceState] | None = None
+        self._parent: str | None = None
+        self._restored = False
+        self._movement = MovementTracker()
+        self._movement.note(start, 0)
+
+    def add(self, state: TrainingState, step: int) -> None:
+        """Code a state as the next checkpoint."""
+        save_context = SaveContext(
+            state=state,
+            step=step,
+            reference=self._held,
+            restored=self._restored,
+            movement=self._movement.since(state, step),
+        )
+        scheme = self._setting.build(save_context)
+        coded = encode_state(state, scheme, step=step, reference=self._held, parent=self._parent)
+        self.files.append(write_container(coded.checkpoint))
+        weights = [entry for entry in coded.checkpoint.entries if entry.spec.tag.role is Role.WEIGHT]
+        sizes = self.sizes[coded.checkpoint.kind]
+        sizes["raw"] += sum(entry.spec.nbytes for entry in coded.checkpoint.entries)
+        sizes["stored"] += len(self.files[-1])
+        sizes["raw_weights"] += sum(entry.spec.nbytes for entry in weights)
+        sizes["weights"] += sum(entry.encoded.nbytes for entry in weights)
+        self._held, self._parent = dict(coded.reference), coded.checkpoint.state_digest
+        self._restored = False
+        self._movement.note(state, step)
+
+    def read(self, count: int | None = None) -> Decoded:
+        """Decode what a reader gets of the last one of so many checkpoints; None counts all."""
+        return decode_chain([*map(in_memory, self.files[:count])])
+
+    def restore(self) -> TrainingState:
+        """Decode the last checkpoint, from which training, and the chain, then go on."""
+        decoded = self.read()
+        self._held, self._restored = dict(decoded.reference), True
+        self._movement.note(decoded.state, decoded.header.step)
+        return decoded.state
+
+
+def measure(task: Task) -> Cell:
+    """Measure a cell.
+
+    ``chain``: the undisturbed run's states as a chain, and what a restore of two of them costs, at once and steps later;
+    ``restores``: a run that goes on from what a reader gets of every one of its checkpoints, against the undisturbed one.
+    """
+    course, (states, losses) = task.course, undisturbed(task.course)
+    chain, position = Chain(task.setting, states[0]), Position(course)
+    if task.part == "restores":
+        position.load(states[course.save_steps[0]])  # until there, nothing disturbs it
+        for step in course.save_steps:
+            position.run(step)
+            chain.add(position.state(), step)
+            position.load(chain.restore())
+        position.run(course.steps)
+        return {"sizes": chain.sizes, "rise": position.loss() / losses[course.steps] - 1}
+    for step in course.save_steps:
+        chain.add(states[step], step)
+    probes = [_rises(course, position, chain, losses, step) for step in course.probes]
+    return {
+        "sizes": chain.sizes,
+        "rises": {mark: sum(probe[mark] for probe in probes) / len(probes) for mark in course.marks},
+    }
+
+
+def _rises(
+    course: Course, position: Position, chain: Chain, losses: dict[int, float], step: int
+) -> dict[int, float]:
+    """Rises of the loss over the undisturbed run's, after some steps from a restore."""
+    position.load(chain.read(course.save_steps.index(step) + 1).state)
+    rises = {}
+    for mark in course.marks:
+        position.run(step + mark)
+        rises[mark] = position.loss() / losses[step + mark] - 1
+    return rises
