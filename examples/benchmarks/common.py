@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from gpt import GPT, GPTConfig, build_optimizer, load_corpus, loss_on, val_batches
+from gpt import GPT, VOCABULARY, GPTConfig, build_optimizer, load_corpus, loss_on, val_batches
 from torch import Tensor, nn
 
 from shrinkpoint.state.roles import describe_training
@@ -112,6 +112,17 @@ class TextTraining:
             self.model, [self.optimizer], model_path=("model",), optimizers_path=("optimizers",)
         )
         return Snapshotter().take(TrainingState.capture(live, describe)).state
+
+
+def gpt_of(config: GPTConfig, vocabulary: int) -> GPT:
+    """Make a GPT with rows for tokens that the text does not have."""
+    model = GPT(config)
+    if vocabulary != VOCABULARY:
+        model.token = torch.nn.Embedding(vocabulary, config.width)
+        torch.nn.init.normal_(model.token.weight, std=0.02)
+        model.head = torch.nn.Linear(config.width, vocabulary, bias=False)
+        model.head.weight = model.token.weight
+    return model
 
 
 def cpu(work: Callable[[], _T], rounds: int = 2) -> tuple[float, _T]:

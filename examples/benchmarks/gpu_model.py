@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import gpt_of
 from demo_report import markdown_table
+from gpt import GPTConfig
 from torch import Tensor, nn
 
 import shrinkpoint
@@ -41,43 +43,6 @@ class Shape:
         return self.device.type == "cuda"
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = max(1, width // 64)
-        self.attn_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn_in, self.attn_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp_in, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        qkv = self.attn_in(self.attn_norm(x)).view(rows, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn_out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh"))
-
-
-class _GPT(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.token = nn.Embedding(shape.vocabulary, shape.width)
-        self.position = nn.Embedding(shape.length, shape.width)
-        self.blocks = nn.ModuleList(_Block(shape.width) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        for part in self.modules():
-            if isinstance(part, nn.Linear | nn.Embedding):
-                nn.init.normal_(part.weight, std=0.02)
-        self.head.weight = self.token.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 class Training:
     """A GPT of GPT-2's form on made-up tokens, with bf16 autocast and AdamW.
 
@@ -92,7 +57,10 @@ class Training:
         self.shape = shape
         torch.manual_seed(0)
         with shape.device:
-            self.model: nn.Module = _GPT(shape)
+            config = GPTConfig(
+                width=shape.width, layers=shape.layers, heads=max(1, shape.width // 64), block=shape.length
+            )
+            self.model: nn.Module = gpt_of(config, shape.vocabulary)
             # Few tokens are frequent, as in text: there is something to be learned, and rows of the embedding move unequally.
             size = (_BATCHES + _SCORED, shape.batch, shape.length + 1)
             tokens = (shape.vocabulary ** torch.rand(size)).long() - 1

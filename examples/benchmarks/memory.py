@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import Peak, resident
+from common import Peak, gpt_of, resident
 from gpt import GPT, VOCABULARY, GPTConfig, build_optimizer, load_corpus, loss_on
 
 import shrinkpoint
@@ -33,17 +33,6 @@ _SAVES = 3
 _STEPS = 5
 
 
-def built(config: GPTConfig, vocabulary: int) -> GPT:
-    """The model, with rows for tokens that the text does not have."""
-    model = GPT(config)
-    if vocabulary != VOCABULARY:
-        model.token = torch.nn.Embedding(vocabulary, config.width)
-        torch.nn.init.normal_(model.token.weight, std=0.02)
-        model.head = torch.nn.Linear(config.width, vocabulary, bias=False)
-        model.head.weight = model.token.weight
-    return model
-
-
 def measure(
     scheme: str, width: int, layers: int, vocabulary: int, resumed: bool, scratch: str | None
 ) -> dict[str, object]:
@@ -51,7 +40,7 @@ def measure(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = GPTConfig(width=width, layers=layers, heads=8, block=_BLOCK, batch=1)
-    model = built(config, vocabulary)
+    model = gpt_of(config, vocabulary)
     optimizer = build_optimizer(model, config)[0]
     text, held_out = load_corpus(max_bytes=400_000)
     batches = [text[at : at + _BLOCK + 1].long()[None] for at in range(0, 40 * _BLOCK, _BLOCK)]

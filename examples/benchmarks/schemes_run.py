@@ -1,7 +1,6 @@
 """What one scheme costs and spares on one training: sizes, and losses after restores.
 
-The demo's GPT with two settings of beta2, and a small convolutional network: causal dilated convolutions over the same text, as
-in ByteNet (arXiv 1610.10099). Its held-out loss is smooth and far from overfitting, which that of a classifier of the few pictures
+The demo's GPT with two settings of beta2, and a small convolutional network over the same text. Its held-out loss is smooth and far from overfitting, which that of a classifier of the few pictures
 that are on every machine is not.
 """
 
@@ -9,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from cells import Cell
-from gpt import GPT, VOCABULARY, GPTConfig, build_optimizer, load_corpus, val_batches
+from gpt import GPT, GPTConfig, build_optimizer, load_corpus, val_batches
 from schemes_settings import Setting
-from torch import Tensor, nn
+from torch import Tensor
 from trainings.base import mean_loss, training
 from trainings.data import windows
+from trainings.text import CausalConvolutions, next_loss
 
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.coding.selective import Decoded, decode_chain, in_memory
@@ -34,43 +33,12 @@ KEYS = ("model", "every", "seed", "part", "scheme", "setting", "quick")
 """Columns that tell cells apart."""
 WIDE = 200
 """From so many steps between saves on there are few of them."""
-_DILATIONS = (1, 2, 4, 8, 16)
-
-
-class ConvNet(nn.Module):
-    """Residual blocks of causal dilated convolutions that predict the next byte; 1.5 million parameters for the demo's width."""
-
-    def __init__(self, width: int, blocks: int) -> None:
-        super().__init__()
-        self.token = nn.Embedding(VOCABULARY, width)
-        self.convs = nn.ModuleList(
-            nn.Conv1d(width, width, 3, dilation=_DILATIONS[i % len(_DILATIONS)]) for i in range(blocks)
-        )
-        self.mixers = nn.ModuleList(nn.Conv1d(width, width, 1) for _ in range(blocks))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(blocks + 1))
-        self.head = nn.Linear(width, VOCABULARY)
-        nn.init.normal_(self.token.weight, std=0.1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens).transpose(1, 2)
-        for index, (conv, mixer) in enumerate(zip(self.convs, self.mixers, strict=True)):
-            # padded on the left alone: no position sees a later one
-            inner = conv(F.pad(self._normed(index, x), (2 * conv.dilation[0], 0)))
-            x = x + mixer(F.gelu(inner, approximate="tanh"))
-        return self.head(self._normed(-1, x).transpose(1, 2))
-
-    def _normed(self, index: int, x: Tensor) -> Tensor:
-        return self.norms[index](x.transpose(1, 2)).transpose(1, 2)
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte over windows ``(batch, length + 1)``."""
-        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 MODELS: dict[str, tuple[Callable[[GPTConfig], Any], float]] = {
     "gpt": (GPT, 0.95),
     "gpt-999": (GPT, 0.999),
-    "conv": (lambda config: ConvNet(config.width, 2 * config.layers), 0.999),
+    "conv": (lambda config: CausalConvolutions(config.width, 2 * config.layers, (1, 2, 4, 8, 16)), 0.999),
 }
 """By name, with beta2; all are trained with AdamW."""
 
@@ -149,8 +117,9 @@ class Position:
         def batch(drawn: torch.Generator) -> Tensor:
             return windows(text, config.batch, config.block + 1, drawn)
 
-        self._made = training(model, model.loss, batch, course.seed, [], [], optimizer, clip=1.0)
-        self._made.scheduler, self.loss, self.step = schedule, mean_loss(model, model.loss, held_out), 0
+        loss = partial(next_loss, model)
+        self._made = training(model, loss, batch, course.seed, [], [], optimizer, clip=1.0)
+        self._made.scheduler, self.loss, self.step = schedule, mean_loss(model, loss, held_out), 0
         self._describe = describe_training(
             model, [optimizer], model_path=("model",), optimizers_path=("optimizers",)
         )

@@ -91,7 +91,7 @@ def test_training_is_the_same_from_the_same_seed_and_learns(name):
         assert training.final() != unused.final()
 
 
-@pytest.mark.parametrize("name", (*MORE, *STATES))
+@pytest.mark.parametrize("name", [*MORE, *STATES])
 def test_a_further_training_is_the_same_from_the_same_seed_and_learns(name):
     from trainings import KINDS
 

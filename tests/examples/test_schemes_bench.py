@@ -72,10 +72,10 @@ def test_training_goes_on_from_its_own_state_bit_by_bit(model):
 
 def test_network_of_convolutions_sees_no_later_byte():
     import torch
-    from schemes_run import ConvNet
+    from trainings.text import CausalConvolutions
 
     torch.manual_seed(0)
-    model, tokens = ConvNet(16, 6), torch.randint(256, (1, 40))
+    model, tokens = CausalConvolutions(16, 6), torch.randint(256, (1, 40))
     changed = tokens.clone()
     changed[0, 25:] += 1
     torch.testing.assert_close(model(tokens)[:, :25], model(changed % 256)[:, :25])

@@ -32,14 +32,14 @@ def next_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class _CausalConvolutions(nn.Module):
-    """Residual blocks of causal dilated convolutions."""
+class CausalConvolutions(nn.Module):
+    """Residual blocks of causal dilated convolutions, as in ByteNet (arXiv 1610.10099)."""
 
-    def __init__(self, width: int, blocks: int) -> None:
+    def __init__(self, width: int, blocks: int, dilations: tuple[int, ...] = (1, 2, 4, 8)) -> None:
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, width)
         self.convs = nn.ModuleList(
-            nn.Conv1d(width, width, 3, dilation=(1, 2, 4, 8)[i % 4]) for i in range(blocks)
+            nn.Conv1d(width, width, 3, dilation=dilations[i % len(dilations)]) for i in range(blocks)
         )
         self.mixers = nn.ModuleList(nn.Conv1d(width, width, 1) for _ in range(blocks))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(blocks + 1))
@@ -255,7 +255,7 @@ def _changed_at_resume(run: Run) -> Training:
 
 
 def _convolutions(run: Run) -> Training:
-    model = _CausalConvolutions(*run.size((24, 2), (120, 7)))
+    model = CausalConvolutions(*run.size((24, 2), (120, 7)))
     return _on_text(model, run, _adamw(model, 2e-3, 0.999))
 
 
