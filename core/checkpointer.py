@@ -49,9 +49,9 @@ from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.warn import warn
 
 if TYPE_CHECKING:
-    from shrinkpoint.loop.replicated_log import ReplicatedLog
     from shrinkpoint.steps.opening import TrainingLog
     from shrinkpoint.steps.options import StepLog
+    from shrinkpoint.steps.replicated import ReplicatedLog
 
 __all__ = ["Checkpointer", "Stateful"]
 
@@ -177,17 +177,16 @@ class Checkpointer:
         if step_log is not None or step_log_url is not None or after_step is not None:
             # most trainings have no log, and need nothing of it
             from shrinkpoint.loop.replicated_log import log_of_loop
-            from shrinkpoint.steps.opening import LogRequest
+            from shrinkpoint.steps.options import LogRequest
 
             self.step_log = log_of_loop(
                 self._objects,
                 stateful,
-                LogRequest(step_log=step_log, url=step_log_url, after_step=after_step),
+                LogRequest.of(step_log, step_log_url, after_step),
                 run_url=url,
                 storage_options=storage_options,
                 parity=parity,
                 config=config,
-                every=every,
                 alone=replicated or not (sharded or several),
                 read_base=lambda step: weights_of_step(url, step, storage_options),
             )
@@ -251,7 +250,7 @@ class Checkpointer:
         if step is not None:
             restored = self.saver.restore(step)
         else:
-            newest = self._newest() if self._policy != "never" else None
+            newest = self.saver.newest() if self._policy != "never" else None
             manifest = resume_from(self._policy, newest, self.saver.url)
             restored = self.saver.restore(manifest) if manifest is not None else None
         if restored is None:
@@ -261,13 +260,6 @@ class Checkpointer:
         self._last_step = self._saved_step = self._resumed_from = restored.manifest.step
         self._began = True
         return self._replayed(restored.manifest.step, restored.manifest, wanted=step is None)
-
-    def _newest(self) -> Manifest | None:
-        """The newest sound checkpoint; while it is decoded, a log reads what it would replay first."""
-        log = self.step_log
-        if log is None or isinstance(self.saver, ShardedSaver):
-            return self.saver.newest()
-        return self.saver.newest(begins=lambda manifest: log.expect(manifest.step))
 
     def _replayed(self, base: int, manifest: Manifest | None, *, wanted: bool) -> int:
         """Replay the logged steps after a checkpoint, if there is a log.

@@ -227,7 +227,7 @@ def _logged(
     if not store.exists():
         return None
     # of a logged step alone
-    from shrinkpoint.steps.folder import near_segments, run_segments
+    from shrinkpoint.steps.log import near_segments, run_segments
     from shrinkpoint.steps.logged import LoggedWeights
     from shrinkpoint.steps.reader import LogReader
 
@@ -236,12 +236,11 @@ def _logged(
         location = parse_url(step_log_url)
         options = None if location.kind == "local" else _of_one(storage_options)
         segments = near_segments(location, options, store.run_id())
-    log = LoggedWeights(LogReader([segments], store.run_id(), "small"))
+    log = LoggedWeights(LogReader(segments, store.run_id(), "small"))
     if log.is_empty:
         return None
     with waiting_for(f"reading step {address.step} from the step log of {address.url}"):
-        found = log.at(address.step, lambda base: weights_of_step(address.url, base, storage_options))
-    return dict(found.tensors)
+        return log.at(address.step, lambda base: weights_of_step(address.url, base, storage_options))
 
 
 def weights_of_step(

@@ -1,6 +1,7 @@
 """The exact step log of a training: recording every step, handling checkpoints, replaying when a run is resumed."""
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,28 +10,24 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, StoreError
-from shrinkpoint.steps.buffers import Buffers, CopiedState
-from shrinkpoint.steps.fingerprint import fingerprint
-from shrinkpoint.steps.folder import LogFolder
-from shrinkpoint.steps.hyperparameters import parameters_of
-from shrinkpoint.steps.moment import Moment, Pending
-from shrinkpoint.steps.options import StepLog, refuse_optimizers, steps_within
-from shrinkpoint.steps.reader import FirstSegment
-from shrinkpoint.steps.record import Record
-from shrinkpoint.steps.recorder import Recorder
+from shrinkpoint.steps.capture import CannotLogError, Copied, Copies, Recorder, parameters_of
+from shrinkpoint.steps.fingerprint import begin_fingerprint
+from shrinkpoint.steps.log import Log, LogFolder
+from shrinkpoint.steps.options import StepLog, refuse_optimizers, steps_of_segment
+from shrinkpoint.steps.record import Record, TensorTable, encode_record
 from shrinkpoint.steps.remainder import Remainder
-from shrinkpoint.steps.replay import Rehearsal, Replay, ReplayBar
-from shrinkpoint.steps.segment import Place, Reference
-from shrinkpoint.steps.supervision import CannotLogError, Patience, Supervised
-from shrinkpoint.steps.writer import SegmentWriter
+from shrinkpoint.steps.replay import Replay
+from shrinkpoint.steps.segment import Place
 from shrinkpoint.warn import warn
 
 __all__ = ["ExactLog"]
 
 _WARNED = 3
+_AT_ONCE_S = 1.0
+"""Seconds that a training may wait before the share of its time counts."""
 
 
-class ExactLog(Supervised):
+class ExactLog(Log):
     """Logs every optimizer step between two checkpoints, and replays them after a crash.
 
     The log only saves time: if it fails, it warns and the training continues without it. All methods are for the
@@ -58,64 +55,35 @@ class ExactLog(Supervised):
         folder: LogFolder,
         after_step: Callable[[], object] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(folder)
         refuse_optimizers(optimizers)
         if after_step is not None and not callable(after_step):
             raise ConfigError(f"after_step must be a function, not {type(after_step).__name__}")
-        self._model = model
         self._optimizers = list(optimizers)
         self._options = options
-        self._folder = folder
         self._after_step = after_step
         self._remainder = Remainder(model, self._optimizers, stateful, after_step)
         self._remainder.refuse()
-        self._buffers = Buffers()
+        self._copies = Copies()
         self._recorder = Recorder(
-            self._optimizers, failed=self._turn_off, before=self._before_step, counted=self.counted
+            self._optimizers, failed=self._turn_off, first=self._before_first, counted=self.counted
         )
-        self._writer: SegmentWriter | None = None
-        self._inherits: list[Reference] = []
-        self._first: FirstSegment | None = None
-        self._rehearsal: Rehearsal | None = None
-        self._rehearse = options.rehearse and after_step is None
-        self._begin: Moment | Place | None = None
-        self._sealed: Pending | None = None
+        self._begin: Callable[[], str] | None = None
+        """The digest of the state before the records; None before the first step."""
         self._last: int | None = None
         self._records: list[Record] = []
-        self._copied: list[CopiedState] = []
-        self._patience = Patience(None if options.busy == "wait" else options.overhead)
+        self._copied: list[Copied] = []
+        self._began, self._waited_s = time.monotonic(), 0.0
         self._gap = False
         self.gaps = 0
         """How often nothing was logged until the next checkpoint, since the writer was too slow or steps were missing."""
 
     def open(self, run: str) -> None:
-        """Make sure, before training starts, that the log's folder can be written, and record from now on.
-
-        Args:
-            run: the nonce of the run.
-
-        Raises:
-            StoreError: it cannot.
-        """
-        self._folder.open(run)
+        """See `Log.open`; records from now on."""
+        super().open(run)
         self._recorder.start()
 
     # ---- resuming
-
-    def expect(self, step: int) -> None:
-        """Begin to read what would be replayed first, in another thread, while a checkpoint is being decoded.
-
-        Args:
-            step: of that checkpoint. Of several calls the last one counts: an older checkpoint, after a damaged one.
-        """
-        self._forget_first()
-        self._first = FirstSegment(step, self._folder.reader)
-        self._first.start()
-
-    def _forget_first(self) -> None:
-        if self._first is not None:
-            self._first.drop()
-        self._first = None
 
     def recover(self, step: int, prepare: Callable[[], Callable[[], None]]) -> int:
         """Replay the logged steps after a restored state; the next steps are logged as their continuation.
@@ -127,15 +95,8 @@ class ExactLog(Supervised):
         Returns:
             The step of the state afterwards: `step`, or later.
         """
-        try:
-            return self._recover(step, prepare)
-        finally:
-            self._forget_first()
-
-    def _recover(self, step: int, prepare: Callable[[], Callable[[], None]]) -> int:
         self._recorder.stop()
-        self._sealed = None
-        reader = self._folder.reader()
+        reader = self._reader()
         try:
             survey = reader.survey()
         except StoreError as error:
@@ -143,9 +104,8 @@ class ExactLog(Supervised):
             return step
         reached, problems = step, survey.problems
         if survey.references:
-            with ReplayBar() as bar:
-                replay = Replay(self._optimizers, self._remainder, self._after_step, reader, self._first, bar)
-                replayed = replay.run(step, survey.references, prepare)
+            replay = Replay(self._optimizers, self._remainder, self._after_step, reader)
+            replayed = replay.run(step, survey.references, prepare)
             self._inherits, reached = replayed.used, replayed.step
             problems = problems + replayed.problems
         if problems:
@@ -156,30 +116,23 @@ class ExactLog(Supervised):
             )
         return reached
 
-    def begin(self, step: int) -> None:
-        """Log from here: the state is that of `step`."""
+    def restart(self, step: int) -> None:
+        """Start a new record: the state was set to that of `step` by other means than the recorded steps."""
+        self._recorder.start()
+        self._begin = None
+        self._forget_records()
         if self.off is None:
             with self._guarded():
-                self._take_turn(step)
+                self._begin_at(step)
 
-    def _take_turn(self, step: int) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = self._folder.writer(self._inherits)
+    def _begin_at(self, step: int) -> None:
+        self._take_turn()
         self._last = step
-
-    def restart(self, step: int) -> None:
-        """Start a new record after the state was set to that of `step` by other means than the recorded steps."""
-        self._forget_first()
-        self._recorder.start()
-        self._begin, self._sealed, self._last = None, None, None
-        self._forget_records()
-        self.begin(step)
 
     # ---- training
 
     def end_step(self, step: int, *, since: int, boundary: bool = False) -> None:
-        """A training step is over.
+        """Take note that a training step is over.
 
         Args:
             step: training steps done so far.
@@ -190,8 +143,8 @@ class ExactLog(Supervised):
             return
         with self._guarded():
             if self._writer is None:
-                self._take_turn(since)
-            if self._failed() or self._is_torn() or self._gap or self._last is None:
+                self._begin_at(since)
+            if self._failed() or self._gap or self._last is None:
                 return
             if step < self._last:
                 self._leave_gap(f"the steps go from {self._last} back to {step}")
@@ -201,18 +154,18 @@ class ExactLog(Supervised):
                 self._seal()
 
     def boundary(self, step: int) -> None:
-        """A checkpoint of this step is being saved: a replay may begin here."""
+        """Take note that a checkpoint of this step is being saved: a replay may begin here."""
         if self.off is not None:
             return
         with self._guarded():
             if self._writer is None:
-                self._take_turn(step)
+                self._begin_at(step)
             if self._failed():
                 return
-            if self._is_torn() or self._gap:
+            if self._gap:
                 self._gap = False
                 self._recorder.start()
-                self._begin, self._last = Place(step, self._digest()), step
+                self._begin, self._last = self._digest(), step
                 return
             if self._last is not None and (self._recorder.pending or step > self._last):
                 self._note(step)
@@ -227,21 +180,6 @@ class ExactLog(Supervised):
         except CannotLogError:
             return False  # a capture raises it again
 
-    def committed(self, step: int) -> None:
-        """A checkpoint of this step is stored."""
-        if self._writer is not None and self.off is None:
-            self._writer.committed(step)
-
-    def flush(self) -> None:
-        """Wait until all whole segments are written; one whose digest was postponed, only if the weights are back."""
-        if self._writer is None:
-            return
-        self._writer.flush()
-        if self._sealed is not None and self._sealed.is_left and self._sealed.end.is_back():
-            with self._guarded():
-                self._settle()
-            self._writer.flush()
-
     def close(self, *, whole: bool) -> None:
         """Write what is not written yet, and leave the optimizers as they were.
 
@@ -251,56 +189,19 @@ class ExactLog(Supervised):
         if self.off is None and whole and self._records and not self._recorder.pending:
             with self._guarded():
                 self._seal()
-        self._forget_first()
         self._recorder.close()
         self._forget_records()
         if self._writer is not None:
-            self.flush()
             self._writer.close()
             self._failed()
 
-    def _before_step(self, first: bool) -> None:
-        """Called right before each recorded step, while the state is still that of the step before."""
+    def _before_first(self) -> bool:
+        """Take note of the state right before the first recorded step; False where that fails."""
         with self._guarded():
-            self._settle()
-        if first:
-            self._before_first()
-
-    def _settle(self) -> None:
-        """Have the digest of the last segment, and hand that over again if it was postponed until now."""
-        sealed, self._sealed = self._sealed, None
-        if sealed is None:
-            return
-        sealed.end.settle()
-        if sealed.is_left:
-            self._submit(replace(sealed, again=True))
-
-    def _submit(self, pending: Pending) -> bool:
-        assert self._writer is not None
-        writer = self._writer
-        # Only when the segment before is written: a crash then loses the steps of two segments at most. The second time, that
-        # has been waited for.
-        with self._patience.spent():
-            return writer.submit(
-                lambda: pending.write(writer),
-                pending.nbytes,
-                patience_s=math.inf if pending.again else self._patience.left_s,
-                release=pending.release,
-            )
-
-    def _before_first(self) -> None:
-        with self._guarded():
-            if self._begin is None and self._last is not None:
-                self._begin = Place(self._last, self._digest())
-            elif self._begin is None:
-                self._begin = Place(-1, self._digest())  # its step is known when `begin` is called
+            if self._begin is None:
+                self._begin = self._digest()
             self._remainder.begin()
-            if self._rehearse and Rehearsal.possible(self._optimizers):
-                try:
-                    self._rehearsal = Rehearsal(self._optimizers)
-                except Exception as error:  # noqa: BLE001 - out of memory, or an optimizer that cannot be copied
-                    warn(f"the replay of the logged steps is not tested: {type(error).__name__}: {error}")
-            self._rehearse = False
+        return self.off is None
 
     def _note(self, step: int) -> None:
         """Add a record; with ``after_step``, each contains the rest of the state, which that function may read."""
@@ -313,74 +214,70 @@ class ExactLog(Supervised):
 
     def _with_remainder(self, record: Record) -> Record:
         live = self._remainder.capture(self._recorder)
-        copied = self._buffers.take("remainder", live.tensors, live.tree)
+        copied = self._copies.take("remainder", live.tensors, live.tree)
         self._copied.append(copied)
         return replace(record, remainder=copied.state)
 
     def _seal(self) -> None:
-        """Make a segment of all records since the last one, with a digest of the state after it."""
+        """Make a segment of all records since the last one, with a digest of the state after it.
+
+        The digest is taken at once, before the training changes weights by other means, such as averages for a validation.
+        """
         assert self._writer is not None
-        assert self._last is not None
-        self._settle()  # where no optimizer has made a step since
         self._remainder.check()
         if self._records[-1].remainder is None:
             self._records[-1] = self._with_remainder(self._records[-1])
-        end = Moment(self._last, self._optimizers, self._remainder.made())
+        writer, records, copied, end = self._writer, self._records, self._copied, self._digest()
         begin = self._begin or end
-        if isinstance(begin, Place) and begin.step < 0:
-            begin = Place(self._records[0].begin, begin.digest)
-        pending = Pending(begin=begin, end=end, records=self._records, copied=self._copied)
-        if self._rehearsal is not None:
-            self._rehearsed(pending)
-        if not self._submit(pending):
+
+        def write() -> None:
+            for one in copied:
+                one.wait()
+            table = TensorTable()
+            nodes = [encode_record(record, table) for record in records]
+            writer.write(Place(records[0].begin, begin()), Place(records[-1].end, end()), nodes, table)
+
+        def release() -> None:
+            for one in copied:
+                one.release()
+
+        # Only when the segment before is written: a crash then loses the steps of two segments at most.
+        size, started = sum(one.nbytes for one in copied), time.monotonic()
+        accepted = writer.submit(write, size, patience_s=self._patience_s(started), release=release)
+        self._waited_s += time.monotonic() - started
+        if not accepted:
             self._leave_gap(
                 f"it cannot be written as fast as the training makes steps, which have waited for it by {self._options.overhead:.1%}"
                 " of their time"
             )
             return
-        self._begin, self._sealed, self._records, self._copied = end, pending, [], []
+        self._begin, self._records, self._copied = end, [], []
         self._recorder.forget_gradients()
 
-    def _rehearsed(self, pending: Pending) -> None:
-        rehearsal, self._rehearsal = self._rehearsal, None
-        assert rehearsal is not None
-        for copied in pending.copied:
-            copied.wait()
-        reason = rehearsal.obstacle(pending.records, self._optimizers, self._model)
-        if reason is not None:
-            raise CannotLogError(reason)
+    def _patience_s(self, now: float) -> float:
+        """Seconds that the training may wait, of a share of its time so far and what it has waited."""
+        share = self._options.overhead
+        if share is None:
+            return math.inf
+        return max(0.0, _AT_ONCE_S + share * (now - self._began) - self._waited_s)
 
     def _segment_steps(self) -> int:
         size = sum(copied.nbytes for copied in self._copied) / max(1, len(self._records))
-        return steps_within(self._options, size)
+        return steps_of_segment(self._options, size)
 
-    def _digest(self) -> str:
-        return fingerprint(self._optimizers, self._remainder.made())
-
-    def _is_torn(self) -> bool:
-        """Whether a step was not recorded; no more steps are then, until the next checkpoint."""
-        if self._gap or not self._recorder.torn:
-            return False
-        self._leave_gap(
-            "the optimizer has begun to write to its gradients during its step, while they were copied: from now on they are copied before"
-        )
-        return True
-
-    def _failed(self) -> bool:
-        if self._writer is not None and self._writer.failure is not None:
-            self._turn_off(self._writer.failure)
-        return self.off is not None
+    def _digest(self) -> Callable[[], str]:
+        return begin_fingerprint(self._optimizers, self._remainder.made())
 
     def _leave_gap(self, reason: str) -> None:
         """Log nothing until the next checkpoint: steps after a gap cannot be replayed without one."""
         self._gap = True
         self.gaps += 1
-        self._begin, self._sealed = None, None
+        self._begin = None
         self._recorder.stop()
         self._forget_records()
         if self.gaps == 1:
             warn(
-                f"the step log has a gap after step {self._last}: {reason}. It continues at the next checkpoint; with busy='wait'"
+                f"the step log has a gap after step {self._last}: {reason}. It continues at the next checkpoint; with overhead=None"
                 " training waits for the log. This warning is shown once"
             )
 
@@ -390,6 +287,5 @@ class ExactLog(Supervised):
         self._records, self._copied = [], []
 
     def _stop(self) -> None:
-        self._sealed = None
         self._recorder.stop()
         self._forget_records()

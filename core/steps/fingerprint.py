@@ -5,15 +5,16 @@ hyperparameters, which loops set before or after a step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import xxhash
 
 from shrinkpoint.state import device_digest
-from shrinkpoint.state.digest import tensor_digest
+from shrinkpoint.state.digest import state_digest, tensor_digest
 
-__all__ = ["begin_digests", "combined", "differing", "digests_of", "fingerprint", "fingerprints", "parts_of"]
+__all__ = ["begin_fingerprint", "fingerprint"]
 
 
 def fingerprint(
@@ -25,62 +26,34 @@ def fingerprint(
         optimizers: their parameters and their states.
         more: other tensors that a replay must reproduce, by name.
     """
-    return combined(fingerprints(optimizers, more))
+    return begin_fingerprint(optimizers, more or {})()
 
 
-def fingerprints(
-    optimizers: Sequence[torch.optim.Optimizer], more: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, str]:
-    """The digests of all parts; that of an optimizer's k-th parameter is called ``<optimizer>/<k>``."""
-    return digests_of(parts_of(optimizers, more))
-
-
-def parts_of(
-    optimizers: Sequence[torch.optim.Optimizer], more: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, Any]:
-    """The parts themselves: live tensors and other values, by the names that `fingerprints` gives them."""
-    parts = {name: value for index, one in enumerate(optimizers) for name, value in _parts(index, one)}
-    return parts | {f"more/{name}": value for name, value in (more or {}).items()}
-
-
-def digests_of(parts: Mapping[str, Any]) -> dict[str, str]:
-    """The digests of what `parts_of` returns."""
-    return begin_digests(parts)()
-
-
-def begin_digests(parts: Mapping[str, Any]) -> Callable[[], dict[str, str]]:
-    """The digests of what `parts_of` returns, at this place of the devices' work: the host need not wait for them.
+def begin_fingerprint(
+    optimizers: Sequence[torch.optim.Optimizer], more: Mapping[str, torch.Tensor]
+) -> Callable[[], str]:
+    """The `fingerprint` at this place of the devices' work: the host waits for what is in its own memory alone.
 
     Returns:
-        Waits for the devices, from any thread, and returns the digests.
+        Waits for the devices, from any thread, and returns the digest.
     """
+    parts = {name: value for index, one in enumerate(optimizers) for name, value in _parts(index, one)}
+    parts |= {f"more/{name}": value for name, value in more.items()}
     there = {name: value for name, value in parts.items() if _is_elsewhere(value)}
     from_devices = device_digest.begin(there, _digest)
     here = {name: _digest(value) for name, value in parts.items() if name not in there}
-
-    def finish() -> dict[str, str]:
-        found = {**here, **from_devices()}
-        return {name: found[name] for name in names}
-
     names = list(parts)
-    return finish
+    del parts, there  # what waits for the digest keeps no state
+
+    def finish() -> str:
+        found = {**here, **from_devices()}
+        return state_digest({name: found[name] for name in names})
+
+    return cache(finish)
 
 
 def _is_elsewhere(value: Any) -> bool:
     return torch.is_tensor(value) and not value.is_cpu and value.layout == torch.strided
-
-
-def combined(parts: Mapping[str, str]) -> str:
-    """One digest of several digests."""
-    whole = xxhash.xxh3_128()
-    for name, value in parts.items():
-        whole.update(f"{len(name)}:{name}{value}".encode())
-    return whole.hexdigest()
-
-
-def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Names of the parts that two states do not share."""
-    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
 def _parts(index: int, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:

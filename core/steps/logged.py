@@ -1,32 +1,16 @@
 """Reads the weights of logged steps: a checkpoint's, advanced by the records since."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from shrinkpoint.errors import CorruptionError, FormatError, NoCheckpointError
-from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.steps.layout import Layout
 from shrinkpoint.steps.reader import LogReader
-from shrinkpoint.steps.record import Tensors
 from shrinkpoint.steps.segment import Head, Place, Reference
-from shrinkpoint.steps.updates import ReadersWeights
+from shrinkpoint.steps.updates import Layout, ReadersWeights
 
-__all__ = ["LoggedState", "LoggedWeights", "chain_to"]
-
-
-@dataclass(frozen=True)
-class LoggedState:
-    """The weights of one logged step."""
-
-    step: int
-    tensors: Mapping[str, torch.Tensor]
-    """By their names in the model."""
-    remainder: Mapping[str, Any]
-    """The rest of the training's state; empty where it is not logged."""
+__all__ = ["LoggedWeights", "chain_to"]
 
 
 class LoggedWeights:
@@ -65,8 +49,10 @@ class LoggedWeights:
                 self.problems.append(f"{self._reader.show(reference)}: {error}")
         return sorted(found)
 
-    def at(self, step: int, read_base: Callable[[int], Mapping[str, torch.Tensor]]) -> LoggedState:
-        """The weights of one step.
+    def at(
+        self, step: int, read_base: Callable[[int], Mapping[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Read the weights of one step, by their names in the model.
 
         Args:
             step: training steps done.
@@ -92,39 +78,12 @@ class LoggedWeights:
             raise problem
         raise NoCheckpointError(f"step {step} is not in the log, which has {_summary(self.steps())}")
 
-    def newest(self, base: int, tensors: Mapping[str, torch.Tensor]) -> LoggedState | None:
-        """The newest state that can be reached from a checkpoint and whose remainder is logged.
-
-        Args:
-            base: the step of the checkpoint.
-            tensors: its weights.
-
-        Returns:
-            None where nothing was logged since.
-
-        Raises:
-            FormatError: what was logged is damaged.
-            StoreError: the log cannot be read.
-        """
-        for index in reversed(range(len(self._references))):
-            chain = chain_to(self._references, index)
-            if chain[0].begin.step != base:
-                continue
-            try:
-                found = self._read(chain, chain[-1].end.step, tensors)
-            except (FormatError, NoCheckpointError) as error:
-                self.problems.append(f"{self._reader.show(chain[-1])}: {error}")
-                continue
-            if found.remainder:
-                return found
-        if self.problems:
-            raise FormatError("; ".join(self.problems[:3]))
-        return None
-
-    def _read(self, chain: Sequence[Reference], step: int, base: Mapping[str, torch.Tensor]) -> LoggedState:
+    def _read(
+        self, chain: Sequence[Reference], step: int, base: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         weights: ReadersWeights | None = None
         for reference in chain:
-            head, payload = self._reader.load(reference)
+            head, tensors = self._reader.load(reference)
             layout = Layout.from_json(head.layout)
             if weights is None:
                 weights = ReadersWeights(layout, base)
@@ -133,11 +92,10 @@ class LoggedWeights:
                 )
             elif layout != weights.layout:
                 raise FormatError(f"{self._reader.show(reference)}: its layout is another one")
-            tensors = Tensors(head.tensors, payload)
             for node in head.records:
                 weights.apply(_checked(node), tensors)
                 if _step(node) == step:
-                    return _state(weights, node, tensors)
+                    return _tensors(weights, node)
             _check_end(weights, head)
         raise CorruptionError(f"its records do not contain step {step}")
 
@@ -151,7 +109,7 @@ def chain_to(references: Sequence[Reference], index: int) -> list[Reference]:
     return chain
 
 
-def _state(weights: ReadersWeights, node: JSON, tensors: Tensors) -> LoggedState:
+def _tensors(weights: ReadersWeights, node: JSON) -> dict[str, torch.Tensor]:
     _compare(
         weights, Place(_step(node), node["digest"]), "its records give other weights than the training had"
     )
@@ -161,11 +119,7 @@ def _state(weights: ReadersWeights, node: JSON, tensors: Tensors) -> LoggedState
         raise NoCheckpointError(
             f"step {_step(node)} is logged, but {count} weights of {name!r} were not finite, and the log does not contain them"
         )
-    rest = node["remainder"]
-    if rest is None:
-        return LoggedState(_step(node), weights.tensors(), {})
-    found = {name: tensors(number) for name, number in rest["tensors"].items()}
-    return LoggedState(_step(node), weights.tensors(), TrainingState(rest["tree"], found, {}).to_object())
+    return weights.tensors()
 
 
 def _check_end(weights: ReadersWeights, head: Head) -> None:
@@ -189,9 +143,6 @@ def _checked(node: JSON) -> JSON:
     for name, kind in _MEMBERS.items():
         if type(node.get(name)) is not kind:
             raise FormatError(f"a record's {name} is {str(node.get(name))[:40]!r}")
-    rest = node.get("remainder", 0)
-    if rest is not None and not (isinstance(rest, dict) and isinstance(rest.get("tensors"), dict)):
-        raise FormatError("a record's remainder is malformed")
     return node
 
 

@@ -1,9 +1,9 @@
 """The options of a step log, checked before training starts."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, get_args
 
 import torch
 
@@ -12,12 +12,19 @@ from shrinkpoint.steps.segment import Kind
 from shrinkpoint.store.urls import Location, parse_url
 from shrinkpoint.warn import brief, refuses_unknown_options
 
-__all__ = ["StepLog", "chosen_log", "log_location", "refuse_optimizers", "steps_of_segment", "steps_within"]
+__all__ = [
+    "LogRequest",
+    "StepLog",
+    "log_location",
+    "nbytes_of",
+    "refuse_optimizers",
+    "steps_of_segment",
+]
 
 _SEGMENT = 256 * 2**20
 _STEPS = 2, 8  # least and most of a segment: its digest reads three times as much as a step's gradients
 
-_SMALL_ONLY = ("every", "quantization_step", "resume_weights")
+_SMALL_ONLY = ("every", "quantization_step")
 
 
 @refuses_unknown_options
@@ -45,26 +52,17 @@ class StepLog:
     segment_steps: int | None = None
     """Steps (with ``small``, records) that are written together; at most this many are lost in a crash, or twice as many
     where writing them takes longer than a step. None takes as many as make 256 MiB before they are coded, but from 2 to 8."""
-    busy: Literal["skip", "wait"] = "skip"
-    """When steps are faster than the log can write: log none until the next checkpoint, once the training has waited for
-    `overhead` of its time (``small``: until there is space again); or let it wait as long as it takes."""
     keep: int = 2
     """Intervals between checkpoints whose steps are kept."""
-    copy: bool = False
-    """With ``step_log_url``: also copy the segments to the run's own store, in the background."""
-    rehearse: bool = True
-    """``exact``: replay the first segment at once on a copy of the state, and warn if this training's steps cannot be
-    replayed. During that segment it needs as much memory again as the weights and the optimizers' states."""
     every: int = 1
     """``small``: steps between two records."""
     overhead: float | None = 0.02
     """``small``: the share of the training's time that the log may take; `every` is raised until it is met. ``exact``: the share
-    that the training may wait for the writer, after the first second. None: any."""
+    that the training may wait for the writer, after the first second; then no steps are logged until the next checkpoint. None:
+    training waits for the log as long as it takes."""
     quantization_step: float = 6.5
     """``small``: in root mean squares of one step's update, by tensor. Every logged weight is within half of it, unless it
     moves by more than 127 of them from one record to the next."""
-    resume_weights: bool = False
-    """``small``: let a resume continue from the newest logged weights, with the optimizers' state of the checkpoint."""
     storage_options: Mapping[str, Any] | None = None
     """For fsspec, where the log is not on a local file system."""
 
@@ -72,9 +70,6 @@ class StepLog:
         if self.kind not in get_args(Kind):
             raise ConfigError(f"step_log={brief(self.kind)} must be 'exact' or 'small', or None for no log")
         self._check_small()
-        for name in ("rehearse", "copy", "resume_weights"):
-            if type(getattr(self, name)) is not bool:
-                raise ConfigError(f"{name} must be True or False, not {brief(getattr(self, name))}")
         if type(self.keep) is not int or not 1 <= self.keep <= 1000:
             raise ConfigError(f"keep must be an integer from 1 to 1000, not {brief(self.keep)}")
         steps = self.segment_steps
@@ -82,8 +77,6 @@ class StepLog:
             raise ConfigError(
                 f"segment_steps must be an integer from 1 to 10000, or None, not {brief(steps)}"
             )
-        if self.busy not in ("skip", "wait"):
-            raise ConfigError(f"busy must be 'skip' or 'wait', not {brief(self.busy)}")
 
     def _check_small(self) -> None:
         if type(self.every) is not int or not 1 <= self.every <= 10_000:
@@ -105,25 +98,35 @@ def _is_number(value: object, least: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-def chosen_log(step_log: object, *, given: Sequence[str]) -> StepLog | None:
-    """The `StepLog` requested by ``step_log=``.
+@dataclass(frozen=True)
+class LogRequest:
+    """The log that a training's owner asks for."""
 
-    Args:
-        step_log: None, ``"exact"``, ``"small"`` or a `StepLog`.
-        given: names of the options that are of use with a log alone, and were given.
+    options: StepLog
+    url: str | None
+    """The log's folder."""
+    after_step: Callable[[], object] | None = None
+    """As of `ExactLog`."""
 
-    Raises:
-        ConfigError: it is something else; or None, with one of those options.
-    """
-    if step_log is None:
-        if given:
+    @staticmethod
+    def of(step_log: object, url: str | None, after_step: Callable[[], object] | None = None) -> "LogRequest":
+        """Check what a user gave.
+
+        Args:
+            step_log: ``"exact"``, ``"small"`` or a `StepLog`.
+            url: as ``step_log_url=``.
+            after_step: as of `Checkpointer`.
+
+        Raises:
+            ConfigError: `step_log` is something else; or None, so that the other ones are of no use.
+        """
+        if step_log is None:
+            given = "after_step" if url is None else "step_log_url"
             raise ConfigError(
-                f"{given[0]} is of use with a step log only: give step_log='exact' too, or leave it out"
+                f"{given} is of use with a step log only: give step_log='exact' too, or leave it out"
             )
-        return None
-    if isinstance(step_log, StepLog):
-        return step_log
-    return replace(StepLog(), kind=step_log)  # type: ignore[arg-type]  # which is checked there
+        options = step_log if isinstance(step_log, StepLog) else StepLog(kind=step_log)  # type: ignore[arg-type]
+        return LogRequest(options, url, after_step)
 
 
 def log_location(
@@ -142,13 +145,7 @@ def log_location(
         ConfigError: it is missing, or within the run.
     """
     if step_log_url is None:
-        size = sum(
-            p.nbytes
-            for o in optimizers
-            for group in o.param_groups
-            for p in group["params"]
-            if p.requires_grad
-        )
+        size = nbytes_of(optimizers)
         raise ConfigError(
             f"step_log='exact' writes the gradients of every step, here {size / 1e6:.3g} MB; at one step per second, that is"
             f" {3600 * size / 1e9:.3g} GB per hour, too much for most stores of runs. Say where to with step_log_url=: a folder"
@@ -185,20 +182,14 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
-def steps_of_segment(options: StepLog, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Steps of a segment: the same number on every process of a training.
-
-    Args:
-        options: of the log.
-        optimizers: of the training.
-    """
-    size = sum(p.nbytes for one in optimizers for group in one.param_groups for p in group["params"])
-    return steps_within(options, size)
-
-
-def steps_within(options: StepLog, size: float) -> int:
-    """Steps of a segment whose tensors are mostly of this many bytes in each."""
+def steps_of_segment(options: StepLog, nbytes: float) -> int:
+    """Steps of a segment whose tensors are mostly of this many bytes in each step."""
     if options.segment_steps is not None:
         return options.segment_steps
     least, most = _STEPS
-    return int(min(most, max(least, _SEGMENT // max(1, size))))
+    return int(min(most, max(least, _SEGMENT // max(1, nbytes))))
+
+
+def nbytes_of(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """The bytes of all parameters, which the gradients of a step take too."""
+    return sum(p.nbytes for one in optimizers for group in one.param_groups for p in group["params"])

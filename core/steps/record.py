@@ -4,9 +4,7 @@ No pickle: plain data goes through `shrinkpoint.state.tree`, tensors are raw lit
 file declares are checked against its length before anything is decoded.
 """
 
-import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -29,7 +27,7 @@ __all__ = [
     "Sparse",
     "TensorTable",
     "Tensors",
-    "UnpackedTensors",
+    "checked_spec",
     "decode_record",
     "drop_zeros",
     "encode_record",
@@ -38,10 +36,6 @@ __all__ = [
 
 _MAX_DIMS = 64
 _MAX_NUMEL = 2**48
-_BLOCK = 1 << 24
-"""Bytes of the tensors that share memory: at most so much more stays for as long as one of them does."""
-_ALIGNED = 64
-"""As torch aligns its own tensors: elsewhere some kernels may sum in another order."""
 
 
 @dataclass(frozen=True)
@@ -139,17 +133,14 @@ class Tensors:
     """
 
     def __init__(self, specs: JSON, payload: memoryview) -> None:
-        self._declare(specs, len(payload))
-        self._payload = payload
-
-    def _declare(self, specs: JSON, nbytes: int) -> None:
         if not isinstance(specs, list):
             raise FormatError("a segment's tensors are not a list")
-        self._specs = [_checked_spec(spec) for spec in specs]
+        self._specs = [checked_spec(spec) for spec in specs]
         ends = np.cumsum([0] + [_nbytes(*spec) for spec in self._specs], dtype=object).tolist()
-        if ends[-1] != nbytes:
-            raise FormatError(f"a segment's tensors take {ends[-1]} bytes, and it has {nbytes}")
+        if ends[-1] != len(payload):
+            raise FormatError(f"a segment's tensors take {ends[-1]} bytes, and it has {len(payload)}")
         self._ends: list[int] = ends
+        self._payload = payload
 
     def __call__(self, number: JSON) -> torch.Tensor:
         """The tensor of this number, in memory of its own.
@@ -158,8 +149,11 @@ class Tensors:
             FormatError: there is none.
         """
         index = self._index(number)
-        dtype, shape = self._specs[index]
-        return tensor_from_bytes(self._owned(index), dtype, shape)
+        data = self._bytes(index)
+        # torch aligns memory of its own: elsewhere some kernels may sum in another order
+        owned: UInt8s = torch.empty(data.size, dtype=torch.uint8).numpy()
+        owned[:] = data
+        return tensor_from_bytes(owned, *self._specs[index])
 
     def named(self, name: str) -> torch.Tensor:
         """For `decode_tree`, whose names are the numbers in decimal."""
@@ -171,9 +165,6 @@ class Tensors:
         if type(number) is not int or not 0 <= number < len(self._specs):
             raise FormatError(f"a segment refers to tensor {str(number)[:40]}, and has {len(self._specs)}")
         return number
-
-    def _owned(self, index: int) -> UInt8s:
-        return self._bytes(index).copy()
 
     def _bytes(self, index: int) -> UInt8s:
         return np.frombuffer(self._payload[self._ends[index] : self._ends[index + 1]], dtype=np.uint8)
@@ -187,77 +178,20 @@ class Tensors:
         return tensor_from_bytes(data, dtype, shape)
 
 
-class UnpackedTensors(Tensors):
-    """The tensors of a segment that is read piece by piece: each is put where it can stay, and is not copied again.
-
-    Args:
-        specs: as of `Tensors`.
-        nbytes: of all of them.
+def checked_spec(spec: JSON) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and the shape of a tensor that a file declares.
 
     Raises:
-        FormatError: they do not take exactly these bytes.
+        FormatError: it is none, or has too many elements.
     """
-
-    def __init__(self, specs: JSON, nbytes: int) -> None:
-        self._declare(specs, nbytes)
-        self._places: list[UInt8s] = []
-        self._runs: deque[UInt8s] = deque()
-        self._given: set[int] = set()
-        sizes = [end - begin for begin, end in itertools.pairwise(self._ends)]
-        while len(self._places) < len(sizes):
-            self._allocate(sizes)
-
-    def _allocate(self, sizes: Sequence[int]) -> None:
-        """One block, for the next tensors."""
-        first = last = len(self._places)
-        begins = [0]
-        while last < len(sizes) and (last == first or begins[-1] + sizes[last] <= _BLOCK):
-            begins.append(begins[-1] + -(-sizes[last] // _ALIGNED) * _ALIGNED)
-            last += 1
-        block = np.empty(begins[-1] + _ALIGNED, dtype=np.uint8)
-        block = block[-block.ctypes.data % _ALIGNED :]
-        run = 0
-        for index in range(first, last):
-            end = begins[index - first] + sizes[index]
-            self._places.append(block[begins[index - first] : end])
-            if end < begins[index - first + 1] or index + 1 == last:
-                self._runs.append(block[run:end])
-                run = begins[index - first + 1]
-
-    def fill(self, data: memoryview) -> None:
-        """Take the next bytes; all of them together are as many as declared."""
-        while data:
-            run = self._runs[0]
-            count = min(len(data), run.size)
-            run[:count] = np.frombuffer(data[:count], dtype=np.uint8)
-            data = data[count:]
-            if count < run.size:
-                self._runs[0] = run[count:]
-            else:
-                self._runs.popleft()
-
-    def _owned(self, index: int) -> UInt8s:
-        if index in self._given:  # a damaged log may refer to a tensor twice
-            return super()._owned(index)
-        self._given.add(index)
-        return self._places[index]
-
-    def _bytes(self, index: int) -> UInt8s:
-        return self._places[index]
-
-
-def _checked_spec(spec: JSON) -> tuple[torch.dtype, tuple[int, ...]]:
     try:
         name, shape = spec
     except (TypeError, ValueError):
         raise FormatError(f"{str(spec)[:80]} is not a dtype with a shape") from None
     if type(shape) is not list or len(shape) > _MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
         raise FormatError(f"{str(shape)[:80]} is not a shape")
-    numel = 1
-    for size in shape:
-        numel *= max(size, 1)
-        if numel > _MAX_NUMEL:
-            raise FormatError(f"the shape {str(shape)[:80]} has too many elements")
+    if any(n > _MAX_NUMEL for n in shape) or math.prod(n or 1 for n in shape) > _MAX_NUMEL:
+        raise FormatError(f"the shape {str(shape)[:80]} has too many elements")
     return dtype_from_name(name), tuple(shape)
 
 

@@ -19,10 +19,15 @@ from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import load_stateful, state_of
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.wrappers import named_buffers, named_parameters, plain_names
-from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of, set_groups
-from shrinkpoint.steps.recorder import KEPT, ZERO, Recorder
-from shrinkpoint.steps.segment import Kind
-from shrinkpoint.steps.supervision import CannotLogError
+from shrinkpoint.steps.capture import (
+    KEPT,
+    ZERO,
+    CannotLogError,
+    Recorder,
+    frozen_groups,
+    parameters_of,
+    set_groups,
+)
 
 __all__ = ["Remainder"]
 
@@ -60,11 +65,8 @@ class Remainder:
     def _limit(self) -> float:
         return max(_SMALL, _SHARE * sum(p.nbytes for one in self._optimizers for p in parameters_of(one)))
 
-    def refuse(self, kind: Kind = "exact") -> None:
+    def refuse(self) -> None:
         """Refuse, before training starts, objects whose states a replay cannot reproduce.
-
-        Args:
-            kind: of the log.
 
         Raises:
             ConfigError: names the object and its largest tensor.
@@ -73,7 +75,7 @@ class Remainder:
             if _warns_at_once(value) and self._after_step is None:
                 reason = self._too_large(name, state_of(value))
                 if reason is not None:
-                    raise ConfigError(f"step_log={kind!r} cannot replay this training: {reason}")
+                    raise ConfigError(f"step_log='exact' cannot replay this training: {reason}")
 
     def _too_large(self, name: str, state: object) -> str | None:
         tensors = TrainingState.capture(state).tensors
@@ -141,11 +143,11 @@ class Remainder:
                 " a function that does it, or leave step_log out"
             )
 
-    def capture(self, recorder: Recorder | None) -> TrainingState:
+    def capture(self, recorder: Recorder) -> TrainingState:
         """The state logged at the end of a segment; live tensors, to be copied at once.
 
         Args:
-            recorder: knows the gradients; None leaves them out.
+            recorder: knows the gradients.
 
         Raises:
             CannotLogError: an object's state is too large.
@@ -166,8 +168,7 @@ class Remainder:
                 "rng": capture_rng(),
                 "groups": [frozen_groups(one) for one in self._optimizers],
                 "gradients": [
-                    [recorder.fate(parameter) if recorder else None for parameter in parameters_of(one)]
-                    for one in self._optimizers
+                    [recorder.fate(parameter) for parameter in parameters_of(one)] for one in self._optimizers
                 ],
             }
         )

@@ -34,11 +34,10 @@ __all__ = [
     "Kind",
     "Place",
     "Reference",
-    "check_digest",
     "check_payload",
+    "header_end",
     "pack",
     "read_head",
-    "read_prefix",
 ]
 
 MAGIC = b"\x89SPL\r\n\x1a\n"
@@ -169,6 +168,8 @@ class Head:
     """The seal of the segment before, of the same writer."""
     seal: str = ""
     """Known once it is packed."""
+    payload_digest: bytes = b""
+    """The xxh3-128 of the tensors' bytes, of a segment that was read."""
 
     @property
     def reference(self) -> Reference:
@@ -176,17 +177,6 @@ class Head:
         assert self.begin is not None
         assert self.end is not None
         return Reference(self.key, self.seal, self.begin, self.end)
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """The first bytes of a segment, checked against the length of its file."""
-
-    header: int
-    payload: int
-    payload_digest: bytes
-    previous: bytes
-    seal: bytes
 
 
 def pack(head: Head, parts: Sequence[memoryview]) -> tuple[bytes, str]:
@@ -242,8 +232,8 @@ def pack(head: Head, parts: Sequence[memoryview]) -> tuple[bytes, str]:
     return join_bytes([first, *parts], len(first) + nbytes), seal.hex()
 
 
-def read_prefix(data: bytes, size: int) -> Prefix:
-    """Read the first `PREFIX.size` bytes of a file of `size` bytes; the lengths it returns are safe to act upon.
+def header_end(data: bytes, size: int) -> int:
+    """Read where the header ends from the first `PREFIX.size` bytes of a file of `size` bytes; it is safe to act upon.
 
     Raises:
         FormatError: not a segment. UnsupportedFormatError: of a newer version. CorruptionError: cut short.
@@ -252,7 +242,7 @@ def read_prefix(data: bytes, size: int) -> Prefix:
         raise FormatError(f"not a segment of a step log: it starts with {bytes(data[:8])!r}")
     if len(data) < PREFIX.size:
         raise CorruptionError(f"cut short: {len(data)} bytes do not contain the prefix of a segment")
-    _, version, reserved, header, payload, digest, previous, seal = PREFIX.unpack_from(data)
+    _, version, reserved, header, payload, *_ = PREFIX.unpack_from(data)
     if version != VERSION or reserved:
         raise UnsupportedFormatError(
             f"a step log of version {version} (reserved field {reserved:#x}), and this shrinkpoint reads {VERSION}: upgrade it"
@@ -263,15 +253,16 @@ def read_prefix(data: bytes, size: int) -> Prefix:
         )
     if header > MAX_HEADER_SIZE:
         raise FormatError(f"a header of {header} bytes is larger than the limit of {MAX_HEADER_SIZE}")
-    return Prefix(header, payload, digest, previous, seal)
+    end: int = PREFIX.size + header
+    return end
 
 
-def read_head(data: bytes, prefix: Prefix, key: Key, run: str) -> Head:
-    """The head, from the first `PREFIX.size` + ``prefix.header`` bytes of a file.
+def read_head(data: bytes, size: int, key: Key, run: str) -> Head:
+    """Read a segment without its tensors.
 
     Args:
-        data: these bytes.
-        prefix: from `read_prefix`.
+        data: the first bytes of the file, up to `header_end` at least.
+        size: of the file.
         key: by which it was found.
         run: that it must belong to.
 
@@ -280,8 +271,9 @@ def read_head(data: bytes, prefix: Prefix, key: Key, run: str) -> Head:
         ForeignSegmentError: another run's, or another segment.
         FormatError: malformed.
     """
-    header = data[PREFIX.size : PREFIX.size + prefix.header]
-    if xxhash.xxh3_128(data[:_SEAL_AT] + header).digest() != prefix.seal:
+    header = data[PREFIX.size : header_end(data, size)]
+    *_, digest, previous, seal = PREFIX.unpack_from(data)
+    if xxhash.xxh3_128(data[:_SEAL_AT] + header).digest() != seal:
         raise CorruptionError("its seal does not match: the file is damaged")
     node = load_json(header)
     if not isinstance(node, Mapping):
@@ -319,27 +311,19 @@ def read_head(data: bytes, prefix: Prefix, key: Key, run: str) -> Head:
         tensors=tensors,
         layout=layout,
         provenance=provenance,
-        previous=prefix.previous.hex(),
-        seal=prefix.seal.hex(),
+        previous=previous.hex(),
+        seal=seal.hex(),
+        payload_digest=digest,
     )
 
 
-def check_payload(payload: memoryview, prefix: Prefix) -> None:
+def check_payload(payload: memoryview, head: Head) -> None:
     """Compare the tensors' bytes with their checksum.
 
     Raises:
         CorruptionError: they are not those that were written.
     """
-    check_digest(xxhash.xxh3_128(payload).digest(), prefix)
-
-
-def check_digest(found: bytes, prefix: Prefix) -> None:
-    """As `check_payload`, of bytes whose xxh3-128 is known.
-
-    Raises:
-        CorruptionError: they are not those that were written.
-    """
-    if found != prefix.payload_digest:
+    if xxhash.xxh3_128(payload).digest() != head.payload_digest:
         raise CorruptionError("the checksum of its tensors does not match: the file is damaged")
 
 

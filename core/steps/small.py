@@ -1,177 +1,135 @@
 """The small step log of a training: quantized weight updates of every step, or of every k-th."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.steps.buffers import Buffers, CopiedState
-from shrinkpoint.steps.folder import LogFolder
-from shrinkpoint.steps.layout import Layout, UpdateSizes
-from shrinkpoint.steps.logged import LoggedWeights, chain_to
-from shrinkpoint.steps.options import StepLog, steps_within
-from shrinkpoint.steps.remainder import Remainder
-from shrinkpoint.steps.segment import Reference
-from shrinkpoint.steps.supervision import Cadence, CannotLogError, Supervised
-from shrinkpoint.steps.update_writer import ReadBase, UpdateWriter
-from shrinkpoint.steps.weight_copies import LiveTensors, WeightCopies
+from shrinkpoint.errors import ChainError, FormatError, NoCheckpointError, StoreError
+from shrinkpoint.runtime.processors import processors
+from shrinkpoint.state.tree import JSON
+from shrinkpoint.state.wrappers import plain_names
+from shrinkpoint.steps.capture import CannotLogError, Copied, Copies
+from shrinkpoint.steps.log import Log, LogFolder
+from shrinkpoint.steps.logged import chain_to
+from shrinkpoint.steps.options import StepLog, steps_of_segment
+from shrinkpoint.steps.record import TensorTable
+from shrinkpoint.steps.segment import Place
+from shrinkpoint.steps.updates import Layout, ReadersWeights, UpdateSizes
 from shrinkpoint.warn import warn
 
-__all__ = ["SmallLog"]
+__all__ = ["ReadBase", "SmallLog"]
+
+_WAITING = 64 * 2**20  # bytes of weights that may wait, however small the model is; of a large one two copies
+_MEASURED = 20  # steps of a measurement of the log's cost
+_MOST = 10_000  # steps between two records
+
+ReadBase: TypeAlias = Callable[[int], Mapping[str, torch.Tensor]]
+"""The weights that a reader of the checkpoint of a step gets; raises NoCheckpointError where there is none."""
 
 
-class SmallLog(Supervised):
+@dataclass
+class _Chain:
+    """The records since one checkpoint."""
+
+    base: int
+    weights: Mapping[str, torch.Tensor]
+    reader: ReadersWeights | None = None
+    begin: Place | None = None
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """What the log has taken up to a moment."""
+
+    at: float
+    seconds: float
+    records: int
+
+
+class SmallLog(Log):
     """Logs the weights of a training between two checkpoints in under one bit per element.
 
-    It reads nothing of the optimizers. All methods are for the training's thread.
+    It reads nothing of the optimizers. All methods are for the training's thread; what is quantized and written is so in the
+    writer's.
 
     Args:
         model: the module that is trained.
-        optimizers: whose gradients are dropped where a training continues from logged weights.
-        stateful: further objects with a state, by name.
         options: of the log.
         folder: of its segments.
         read_base: the weights that a reader of the checkpoint of a step gets; called in the log's thread.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        stateful: Mapping[str, Any],
-        *,
-        options: StepLog,
-        folder: LogFolder,
-        read_base: ReadBase,
-    ) -> None:
-        super().__init__()
-        self._live = LiveTensors(model)
+    def __init__(self, model: nn.Module, *, options: StepLog, folder: LogFolder, read_base: ReadBase) -> None:
+        super().__init__(folder)
+        self._model = model
         self._options = options
-        self._folder = folder
         self._read_base = read_base
-        self._remainder = Remainder(model, optimizers, stateful, None)
-        if options.resume_weights:
-            self._remainder.refuse("small")
-        self._buffers = Buffers()
-        self._copies = WeightCopies(optimizers, self.counted)
-        self._cadence = Cadence(options.every, options.overhead)
-        self._writer: UpdateWriter | None = None
-        self._inherits: list[Reference] = []
+        self._copies = Copies()
         self._base: int | None = None
         self._last: int | None = None
         self._layout: Layout | None = None
-        self._fitting: Mapping[str, torch.Tensor] = {}
-        self._logged: Mapping[str, torch.Tensor] = {}
         self._sizes: UpdateSizes | None = None
         self._sampled = False
         self._submitted = 0
-        self._refused = 0
-
-    @property
-    def every(self) -> int:
+        self.every = options.every
         """Steps between two records; raised where `StepLog.overhead` requires it."""
-        return self._cadence.every
-
-    @property
-    def share(self) -> float | None:
+        self.share: float | None = None
         """The share of the training's time that the log took when it was measured last."""
-        return self._cadence.share
-
-    @property
-    def skipped(self) -> int:
-        """Records that were not made, since earlier ones were still being written or the training changed weights while they were
-        copied; the next one contains their updates."""
-        return self._refused + (self._writer.skipped if self._writer is not None else 0)
-
-    def open(self, run: str) -> None:
-        """Make sure, before training starts, that the log can be written.
-
-        Args:
-            run: the nonce of the run.
-
-        Raises:
-            StoreError: it cannot.
-        """
-        self._folder.open(run)
+        self.skipped = 0
+        """Records that were not made, since earlier ones were still being written; the next one contains their updates."""
+        self._since: _Cost | None = None
+        self._steps = 0
+        # of the writer's thread
+        self._chain: _Chain | None = None
+        self._table = TensorTable()
+        self._nodes: list[JSON] = []
+        self._problems: list[str] = []
+        self._records = 0
+        self._records_cpu_s = 0.0
 
     # ---- resuming
 
-    def expect(self, step: int) -> None:
-        """Nothing: which weights are read depends on what the log has, and on the model."""
-
     def recover(self, step: int, prepare: Callable[[], Callable[[], None]]) -> int:
-        """Continue from the weights of the newest logged step, if `StepLog.resume_weights` says so.
+        """Continue from the checkpoint alone: what is logged is no state that a training can continue from exactly.
 
         Args:
             step: of the restored state.
-            prepare: called before anything is changed; returns a function that restores the state again.
+            prepare: of no use here.
 
         Returns:
-            The step of the state afterwards: `step`, or later.
+            `step`.
         """
-        self._base = step
-        if not self._options.resume_weights:
-            return step
-        live = self._live.current()
-        try:
-            found = LoggedWeights(self._folder.reader()).newest(step, live)
-        except ShrinkpointError as error:
-            warn(f"the step log is not used: {error}")
-            return step
-        if found is None:
-            return step
-        reload = prepare()
-        self._copies.settle()
-        try:
-            with torch.no_grad():
-                for name, tensor in found.tensors.items():
-                    live[name].copy_(tensor)
-            self._remainder.load(found.remainder)
-        except Exception as error:  # noqa: BLE001 - an object's load_state_dict may raise anything
-            warn(f"the logged state of step {found.step} does not fit: {error}")
-            reload()
-            return step
-        warn(
-            f"the training continues from the logged weights of step {found.step}, with the optimizer's state of step {step}"
-            " (StepLog(resume_weights=True))"
-        )
-        return found.step
+        return step
 
     def restart(self, step: int) -> None:
         """Log from here: the state is that of `step`."""
-        base, self._base = (step if self._base is None else self._base), None
-        if self.off is not None:
-            return
-        with self._guarded():
-            self._copies.settle()
-            self._take_turn(step)
-            assert self._writer is not None
-            self._writer.rebase(base)
+        if self.off is None:
+            with self._guarded():
+                self._begin_at(step)
+                self._rebase(step)
 
-    def _take_turn(self, step: int) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._inherits = self._earlier(step)
-        writer = UpdateWriter(self._folder.writer(self._inherits), self._read_base)
-        self._refused += self._writer.skipped if self._writer is not None else 0
-        self._writer = writer
-        self._last, self._sampled = step, False
-
-    def _earlier(self, step: int) -> list[Reference]:
-        """What earlier writers have logged since checkpoints that this training continues; none if it begins."""
-        references = self._folder.reader().survey().references if step else []
-        return [
+    def _begin_at(self, step: int) -> None:
+        """Continue what earlier writers have logged since checkpoints that this training continues; none if it begins."""
+        references = self._reader().survey().references if step else []
+        self._inherits = [
             reference
             for index, reference in enumerate(references)
             if chain_to(references, index)[0].begin.step <= step
         ]
+        self._end_segment()
+        self._take_turn()
+        self._chain, self._nodes, self._table = None, [], TensorTable()
+        self._last, self._sampled = step, False
 
     # ---- training
 
     def end_step(self, step: int, *, since: int, boundary: bool = False) -> None:
-        """A training step is over.
+        """Take note that a training step is over.
 
         Args:
             step: training steps done so far.
@@ -182,97 +140,111 @@ class SmallLog(Supervised):
             return
         with self._guarded():
             if self._writer is None:
-                self._take_turn(since)
+                self._begin_at(since)
+            self._warn_of_problems()
             if self._failed():
                 return
-            assert self._writer is not None
-            if self._writer.has_base:
+            if self._chain is not None:
                 self._log(step)
             self._last = step
         self._pace()
 
+    def _is_due(self, step: int, last: int | None) -> bool:
+        return step // self.every > (step - 1 if last is None else last) // self.every
+
     def _log(self, step: int) -> None:
-        assert self._writer is not None
-        due = self._sampled and self._cadence.is_due(step, self._last)
-        if not (due or not self._sampled or self._cadence.is_due(step + 1, step)):
+        """Copy the weights of a step that is due; of the one before it a sample, which gives the size of an update."""
+        due = self._sampled and self._is_due(step, self._last)
+        if not (due or not self._sampled or self._is_due(step + 1, step)):
             return
-        tensors = self._live.current()
-        sizes = self._fitted(tensors)
+        with plain_names(self._model) as inner:
+            state = inner.state_dict(keep_vars=True)
+        tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        layout, sizes = self._fitted(tensors)
         if due:
-            self._submit(step)
-            if not self._live.lasting:  # they are the model's only here
-                self._forget_tensors()
+            logged = {spec.name: tensors[spec.name] for spec in (*layout.coded, *layout.exact)}
+            self._submit(step, layout, sizes, self._copies.take("all", logged))
         else:
-            copied = self._buffers.take("sample", sizes.sample(tensors))
-            self._sampled = self._writer.sample(sizes, step, copied)
+            self._submit_sample(step, sizes, self._copies.take("sample", sizes.sample(tensors)))
 
-    def _submit(self, step: int) -> None:
-        assert self._writer is not None
-        assert self._layout is not None
-        assert self._sizes is not None
-        last = self._submitted + 1 >= self._segment_records()
-        copied = self._copies.take(self._logged)
-        rest = self._captured() if last and self._options.resume_weights else None
-        wait = self._options.busy == "wait"
-        if not self._writer.submit(step, self._layout, self._sizes, copied, rest, last=last, wait=wait):
-            self._refused += 1
-            return
-        self._submitted = 0 if last else self._submitted + 1
-
-    def _captured(self) -> CopiedState:
-        live = self._remainder.capture(None)
-        return self._buffers.take("remainder", live.tensors, live.tree)
-
-    def _fitted(self, tensors: Mapping[str, torch.Tensor]) -> UpdateSizes:
+    def _fitted(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Layout, UpdateSizes]:
         if self._layout is None or self._sizes is None:
             self._layout = Layout.of(tensors)
             self._sizes = UpdateSizes(self._layout, self._options.quantization_step)
-        if tensors is not self._fitting or not self._live.lasting:
-            name = self._layout.differing(tensors) or self._layout.untied(tensors)
-            if name is not None:
-                raise CannotLogError(
-                    f"the model's tensor {name!r} is not there any more, is not tied to another one any more, or has another shape or dtype"
-                )
-            self._fitting = tensors
-            logged = (*self._layout.coded, *self._layout.exact)
-            self._logged = {spec.name: tensors[spec.name] for spec in logged}
-        return self._sizes
+        name = self._layout.differing(tensors) or self._layout.untied(tensors)
+        if name is not None:
+            raise CannotLogError(
+                f"the model's tensor {name!r} is not there any more, is not tied to another one any more, or has another shape or dtype"
+            )
+        return self._layout, self._sizes
 
-    def _segment_records(self) -> int:
-        assert self._layout is not None
-        return steps_within(self._options, self._layout.nbytes)
+    def _submit_sample(self, step: int, sizes: UpdateSizes, copied: Copied) -> None:
+        assert self._writer is not None
+
+        def note() -> None:
+            copied.wait()
+            sizes.note(step, copied.state.tensors)
+
+        self._sampled = self._writer.submit(note, release=copied.release)
+
+    def _submit(self, step: int, layout: Layout, sizes: UpdateSizes, copied: Copied) -> None:
+        assert self._writer is not None
+        size = layout.nbytes
+        last = self._submitted + 1 >= steps_of_segment(self._options, size)
+
+        def record() -> None:
+            started = time.thread_time()
+            copied.wait()
+            self._record(step, layout, sizes, copied.state.tensors)
+            if last:
+                self._seal()
+            self._records_cpu_s += time.thread_time() - started
+
+        if self._writer.submit(
+            record,
+            size,
+            ahead=max(_WAITING - size, size),
+            patience_s=math.inf if self._options.overhead is None else 0.0,
+            release=copied.release,
+        ):
+            self._submitted = 0 if last else self._submitted + 1
+        else:
+            copied.release()
+            self.skipped += 1
 
     def _pace(self) -> None:
-        if self._writer is None or self.off is not None or not self._writer.has_base:
+        """Raise the interval between records until the log is within its share of the training's time.
+
+        Its cost is the time that training waits, and the CPU time of its thread divided among the processors: what it takes from
+        a training that uses them all.
+        """
+        if self._chain is None or self.off is not None:
             return
-        before = self._cadence.every
-        raised = self._cadence.step(
-            blocked_s=self.blocked_s,
-            cpu_s=self._writer.records_cpu_s + self._copies.cpu_s,
-            records=self._writer.records,
+        now = _Cost(time.perf_counter(), self.blocked_s + self._records_cpu_s / processors(), self._records)
+        self._steps += 1
+        if self._since is None:
+            self._since, self._steps = now, 0
+        if self._steps < _MEASURED or now.records - self._since.records < 2:
+            return
+        self.share = (now.seconds - self._since.seconds) / max(now.at - self._since.at, 1e-9)
+        self._since, self._steps = now, 0
+        overhead = self._options.overhead
+        if overhead is None or self.share <= overhead or self.every >= _MOST:
+            return
+        before, self.every = self.every, min(_MOST, math.ceil(self.every * self.share / overhead))
+        warn(
+            f"the step log takes {self.share:.1%} of the training's time, more than overhead={overhead}: it now contains every"
+            f" {self.every} steps instead of every {before}"
         )
-        if raised is not None:
-            share = self._cadence.share or 0.0
-            warn(
-                f"the step log takes {share:.1%} of the training's time, more than overhead={self._options.overhead}: it now"
-                f" contains every {raised} steps instead of every {before}"
-            )
 
     def boundary(self, step: int) -> None:
-        """A checkpoint of this step is being saved, and may be measured: the records after its commit refer to it."""
-        with self._guarded():
-            self._copies.settle()
+        """Do nothing: a new chain begins when the checkpoint is stored."""
 
     def committed(self, step: int) -> None:
-        """A checkpoint of this step is stored: the next records refer to it."""
-        if self._writer is not None and self.off is None:
-            self._writer.rebase(step)
-            self._writer.committed(step)
-
-    def flush(self) -> None:
-        """Wait until all whole segments are written."""
-        if self._writer is not None:
-            self._writer.flush()
+        """Let the next records refer to a checkpoint that is stored."""
+        if self.off is None:
+            self._rebase(step)
+        super().committed(step)
 
     def close(self, *, whole: bool) -> None:
         """Write what is not written yet.
@@ -281,24 +253,66 @@ class SmallLog(Supervised):
             whole: of no meaning here: every record is of a whole step.
         """
         if self._writer is not None:
+            self._end_segment()
             self._writer.close()
+            self._warn_of_problems()
             self._failed()
-        self._copies.close()
 
-    def _failed(self) -> bool:
+    def _end_segment(self) -> None:
         if self._writer is not None:
-            for problem in self._writer.take_problems():
-                warn(problem)
-            if self._writer.failure is not None:
-                self._turn_off(self._writer.failure)
-        return self.off is not None
+            self._writer.submit(self._seal)
+
+    def _warn_of_problems(self) -> None:
+        while self._problems:
+            warn(self._problems.pop(0))
 
     def _stop(self) -> None:
         self._layout = self._sizes = None
-        self._forget_tensors()
-        self._copies.close()
-        self._live.forget()
 
-    def _forget_tensors(self) -> None:
-        self._fitting = self._logged = {}
-        self._copies.forget()
+    # ---- in the writer's thread
+
+    def _rebase(self, step: int) -> None:
+        """Let the next records refer to the checkpoint of this step, if it can be read."""
+
+        def rebase() -> None:
+            try:
+                weights = self._read_base(step)
+            except NoCheckpointError:
+                return  # a training that begins has none; one that retention has removed is followed by others
+            except (StoreError, FormatError, ChainError) as error:
+                self._problems.append(
+                    f"the step log goes on without the checkpoint of step {step}, which cannot be read: {error}"
+                )
+                return
+            self._seal()
+            self._chain = _Chain(step, weights)
+
+        if self._writer is not None:
+            self._writer.submit(rebase)
+
+    def _record(
+        self, step: int, layout: Layout, sizes: UpdateSizes, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        chain = self._chain
+        if chain is None or step <= chain.base:
+            return
+        if chain.reader is None:
+            chain.reader = ReadersWeights(layout, chain.weights)
+            chain.weights = {}
+            chain.begin = Place(chain.base, chain.reader.digest())
+        self._nodes.append(
+            chain.reader.encode(step, tensors, lambda arrays: sizes.scales(step, arrays), self._table)
+        )
+        self._records += 1
+
+    def _seal(self) -> None:
+        if not self._nodes or self._chain is None:
+            return
+        chain, nodes, table = self._chain, self._nodes, self._table
+        assert self._writer is not None
+        assert chain.reader is not None
+        assert chain.begin is not None
+        self._nodes, self._table = [], TensorTable()
+        end = Place(nodes[-1]["step"], nodes[-1]["digest"])
+        self._writer.write(chain.begin, end, nodes, table, chain.reader.layout.to_json())
+        chain.begin = end

@@ -6,24 +6,217 @@ and the error of a lossy checkpoint that the log starts from disappears.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from xxhash import xxh3_128
 
-from shrinkpoint.arrays import Float32s, UInt8s, widened
+from shrinkpoint.arrays import Float32s, Int64s, UInt8s, widened
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
 from shrinkpoint.errors import FormatError
-from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
+from shrinkpoint.state.digest import state_digest
+from shrinkpoint.state.dtypes import dtype_name, tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.steps.fingerprint import combined
-from shrinkpoint.steps.layout import Layout
-from shrinkpoint.steps.record import Tensors, TensorTable
+from shrinkpoint.steps.record import Tensors, TensorTable, checked_spec
 
-__all__ = ["ReadersWeights", "encode_updates", "symbols_together"]
+__all__ = [
+    "Layout",
+    "ReadersWeights",
+    "Spec",
+    "UpdateSizes",
+    "advance",
+    "pack",
+    "quantize",
+    "symbols_together",
+    "unpack",
+]
 
+_SMALLEST = 1024  # elements: below, tables and scales cost more than they save
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SAMPLE = 4096  # elements of a tensor: its root mean square is then known within a few percent
+_SEED = 1
 _GROUPED = 1 << 14  # symbols: below, a larger alphabet's table costs more than it saves
+_LARGEST = 127  # multiple of the quantization step in one record; what is beyond it follows in the next ones
 _LARGEST_SYMBOL = 254
+_FINITE = np.float32(3.0e38)
+_BLOCK = 1 << 16  # elements that stay in a processor's cache
+
+
+class Spec(NamedTuple):
+    """One tensor of a model."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a model, by how they are logged; the order is that of the records."""
+
+    coded: tuple[Spec, ...]
+    """Large tensors of floating-point numbers: quantized updates."""
+    exact: tuple[Spec, ...]
+    """All others: whole, where they have changed."""
+    aliases: Mapping[str, str]
+    """Further names of tied tensors."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of all tensors; tied ones count once."""
+        return sum(spec.nbytes for spec in (*self.coded, *self.exact))
+
+    @staticmethod
+    def of(tensors: Mapping[str, torch.Tensor]) -> "Layout":
+        """The layout of a model.
+
+        Args:
+            tensors: of its ``state_dict``, on any device; tied ones are the same object, or the same memory.
+        """
+        seen: dict[tuple[object, ...], str] = {}
+        aliases: dict[str, str] = {}
+        coded: list[Spec] = []
+        exact: list[Spec] = []
+        for name, tensor in tensors.items():
+            memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            kept = seen.setdefault(memory, name) if tensor.numel() else name
+            if kept != name:
+                aliases[name] = kept
+                continue
+            spec = Spec(name, tensor.dtype, tuple(tensor.shape))
+            (coded if tensor.dtype in _FLOATS and tensor.numel() >= _SMALLEST else exact).append(spec)
+        return Layout(tuple(coded), tuple(exact), aliases)
+
+    def differing(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """The name of a tensor that is missing, or has another shape or dtype; None where all fit."""
+        for spec in (*self.coded, *self.exact):
+            tensor = tensors.get(spec.name)
+            if tensor is None or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+                return spec.name
+        return None
+
+    def untied(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """A name whose tensor has no longer the memory that it shared with another one; None where all are tied as they were.
+
+        Args:
+            tensors: live ones, of which none is `differing`.
+        """
+        for alias, kept in self.aliases.items():
+            tensor = tensors.get(alias)
+            if tensor is None or tensor.data_ptr() != tensors[kept].data_ptr():
+                return alias
+        return None
+
+    def to_json(self) -> JSON:
+        """In the form of a header."""
+        return {
+            "coded": [[s.name, dtype_name(s.dtype), list(s.shape)] for s in self.coded],
+            "exact": [[s.name, dtype_name(s.dtype), list(s.shape)] for s in self.exact],
+            "aliases": dict(self.aliases),
+        }
+
+    @staticmethod
+    def from_json(node: JSON) -> "Layout":
+        """Read it from a header.
+
+        Raises:
+            FormatError: it is none.
+        """
+        try:
+            coded, exact = (tuple(_spec(item) for item in node[part]) for part in ("coded", "exact"))
+            aliases = dict(node["aliases"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"the layout of a log of updates is malformed: {error!r}") from None
+        names = [spec.name for spec in (*coded, *exact)]
+        if len(set(names)) != len(names) or any(spec.dtype not in _FLOATS for spec in coded):
+            raise FormatError("the layout of a log of updates has a name twice, or codes what are no numbers")
+        if any(not isinstance(a, str) or kept not in names or a in names for a, kept in aliases.items()):
+            raise FormatError("the layout of a log of updates has an alias of nothing")
+        return Layout(coded, exact, aliases)
+
+
+def _spec(item: JSON) -> Spec:
+    name, dtype, shape = item
+    if not isinstance(name, str):
+        raise FormatError(f"{str(item)[:80]} is not a name, a dtype and a shape")
+    return Spec(name, *checked_spec([dtype, shape]))
+
+
+class UpdateSizes:
+    """Root mean squares of the last step's update, by tensor; all but `sample` is for the log's thread.
+
+    Args:
+        layout: of the model.
+        factor: the quantization step, in root mean squares of an update.
+    """
+
+    def __init__(self, layout: Layout, factor: float) -> None:
+        rng = np.random.default_rng(_SEED)  # strides would meet some rows or columns only
+        self._places: list[Int64s] = [
+            np.sort(rng.integers(spec.numel, size=min(_SAMPLE, spec.numel))) for spec in layout.coded
+        ]
+        self._names = [spec.name for spec in layout.coded]
+        self._on_device: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._factor = factor
+        self._last: list[Float32s | None] = [None] * len(self._names)
+        self._rms = [0.0] * len(self._names)
+        self._step = -1
+
+    def sample(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Some elements of each coded tensor, on its device; for the training's thread."""
+        found = {}
+        for index, name in enumerate(self._names):
+            tensor = tensors[name].detach()
+            key = index, tensor.device
+            if key not in self._on_device:
+                self._on_device[key] = torch.from_numpy(self._places[index]).to(tensor.device)
+            found[str(index)] = torch.take(tensor, self._on_device[key])
+        return found
+
+    def note(self, step: int, sampled: Mapping[str, torch.Tensor]) -> None:
+        """Take a sample of a step that is not logged itself."""
+        self._last = [
+            sampled[str(index)].to(torch.float32).numpy().copy() for index in range(len(self._names))
+        ]
+        self._step = step
+
+    def scales(self, step: int, arrays: Sequence[Float32s]) -> list[float]:
+        """The quantization steps for a record.
+
+        Args:
+            step: training steps done.
+            arrays: the values of the coded tensors.
+
+        Returns:
+            Single-precision numbers; 0 for a tensor that no update is known of.
+        """
+        sampled = [values[places] for values, places in zip(arrays, self._places, strict=True)]
+        if step == self._step + 1:
+            for index, (now, before) in enumerate(zip(sampled, self._last, strict=True)):
+                if before is not None:
+                    self._note_rms(index, now, before)
+        self._last, self._step = list(sampled), step
+        return [float(np.float32(self._factor * rms)) for rms in self._rms]
+
+    def _note_rms(self, index: int, now: Float32s, before: Float32s) -> None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            rms = float(np.sqrt(np.mean(np.square(now.astype(np.float64) - before))))
+        # one step without an update (no gradient) does not make the next ones any smaller
+        if np.isfinite(rms) and np.finfo(np.float32).tiny < rms < 1e30:
+            self._rms[index] = rms
 
 
 class ReadersWeights:
@@ -53,7 +246,7 @@ class ReadersWeights:
         """xxh3-128 of all tensors: 32 hexadecimal digits (docs/steps.md, "The small log")."""
         arrays: list[Float32s | UInt8s] = [*self._read, *self._exact]
         names = [spec.name for spec in (*self.layout.coded, *self.layout.exact)]
-        return combined(
+        return state_digest(
             {name: xxh3_128(array.data).hexdigest() for name, array in zip(names, arrays, strict=True)}
         )
 
@@ -67,40 +260,52 @@ class ReadersWeights:
             found[spec.name] = tensor_from_bytes(data.copy(), spec.dtype, spec.shape)
         return found | {alias: found[name] for alias, name in self.layout.aliases.items()}
 
-    def quantize(self, index: int, weights: Float32s, scale: float) -> tuple[bytes, int, int]:
-        """Quantize one coded tensor's update, and advance the reader's values.
+    def encode(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        scales_of: Callable[[Sequence[Float32s]], Sequence[float]],
+        table: TensorTable,
+    ) -> JSON:
+        """Make the record of one step, and advance.
 
         Args:
-            index: its place in the layout.
-            weights: its present values.
-            scale: the quantization step, a single-precision number; 0 leaves the tensor unchanged.
-
-        Returns:
-            The payload, the largest symbol, and the number of weights that are not finite.
+            step: training steps done.
+            tensors: the model's, on the host.
+            scales_of: the quantization steps for the coded tensors, given their values; 0 leaves a tensor as it is.
+            table: of the segment.
         """
-        from shrinkpoint.steps import update_kernels as kernels  # numba
+        arrays = [widened(tensors[spec.name]) for spec in self.layout.coded]
+        scales = scales_of(arrays)
+        payloads: list[UInt8s] = []
+        largest = np.zeros(len(arrays), dtype=np.uint8)
+        strange: dict[str, int] = {}
+        for index, (weights, scale) in enumerate(zip(arrays, scales, strict=True)):
+            payload = b""
+            if scale:
+                symbols, not_finite = quantize(weights, self._read[index], np.float32(scale))
+                largest[index] = symbols.max()
+                alphabet = int(largest[index]) + 1
+                together = symbols_together(alphabet, weights.size)
+                payload = encode_symbols(pack(symbols, alphabet, together), None, alphabet**together, 1)
+                if not_finite:
+                    strange[self.layout.coded[index].name] = not_finite
+            payloads.append(np.frombuffer(payload, np.uint8))
+        changed = self._changed(tensors)
+        return {
+            "step": step,
+            "scales": table.add_array(np.array(scales, dtype=np.float32)),
+            "largest": table.add_array(largest),
+            "lengths": table.add_array(np.array([len(one) for one in payloads], dtype=np.uint64)),
+            "symbols": table.add_array(_joined(payloads)),
+            "changed": table.add_array(np.array([place for place, _ in changed], dtype=np.uint32)),
+            "exact": table.add_array(_joined([data for _, data in changed])),
+            "not_finite": strange,
+            "digest": self.digest(),
+            "remainder": None,
+        }
 
-        if not scale:
-            return b"", 0, 0
-        symbols = np.empty(weights.size, dtype=np.uint8)
-        step = np.float32(scale)
-        largest, strange = kernels.quantize(weights, self._read[index], np.float32(1) / step, step, symbols)
-        alphabet = largest + 1
-        together = symbols_together(alphabet, weights.size)
-        if together > 1:
-            packed = np.empty(-(-symbols.size // together), dtype=np.uint8)
-            kernels.pack(symbols, alphabet, together, packed)
-            symbols = packed
-        return encode_symbols(symbols, None, alphabet**together, 1), largest, strange
-
-    def advance(self, index: int, payload: memoryview, largest: int, scale: float) -> None:
-        """A reader's half of `quantize`.
-
-        Raises:
-            FormatError: the payload is malformed.
-        """
-        from shrinkpoint.steps import update_kernels as kernels  # numba
-
+    def _advance(self, index: int, payload: memoryview, largest: int, scale: float) -> None:
         read = self._read[index]
         if not scale:
             if len(payload):
@@ -108,15 +313,10 @@ class ReadersWeights:
             return
         alphabet = largest + 1
         together = symbols_together(alphabet, read.size)
-        symbols = decode_symbols(payload, None, -(-read.size // together), alphabet**together, 1)
-        if together > 1:
-            unpacked = np.empty(read.size, dtype=np.uint8)
-            if not kernels.unpack(symbols, alphabet, together, unpacked):
-                raise FormatError("an update's last symbols are not zero")
-            symbols = unpacked
-        kernels.advance(read, symbols, np.float32(scale))
+        packed = decode_symbols(payload, None, -(-read.size // together), alphabet**together, 1)
+        advance(read, unpack(packed, alphabet, together, read.size), np.float32(scale))
 
-    def changed(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[int, UInt8s]]:
+    def _changed(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[int, UInt8s]]:
         """The tensors stored whole whose bytes differ from the reader's, with their places; the reader gets them."""
         found = []
         for index, spec in enumerate(self.layout.exact):
@@ -148,7 +348,7 @@ class ReadersWeights:
             raise FormatError(f"a record's payloads take {ends[-1]} bytes, and it has {data.size}")
         for index in range(count):
             payload = data[ends[index] : ends[index + 1]].data
-            self.advance(index, payload, int(largest[index]), float(scales[index]))
+            self._advance(index, payload, int(largest[index]), float(scales[index]))
         self._apply_exact(record, tensors)
 
     def _apply_exact(self, record: JSON, tensors: Tensors) -> None:
@@ -164,43 +364,43 @@ class ReadersWeights:
             raise FormatError(f"a record's tensors take {at} bytes, and it has {data.size}")
 
 
-def encode_updates(
-    reader: ReadersWeights,
-    step: int,
-    tensors: Mapping[str, torch.Tensor],
-    scales_of: Callable[[Sequence[Float32s]], Sequence[float]],
-    table: TensorTable,
-) -> JSON:
-    """The record of one step; the reader advances.
+def quantize(weights: Float32s, read: Float32s, step: np.float32) -> tuple[UInt8s, int]:
+    """Quantize the difference between the weights and what a reader has, and advance the reader's values.
 
     Args:
-        reader: what the readers have of the record before.
-        step: training steps done.
-        tensors: the model's, on the host.
-        scales_of: the quantization steps for the coded tensors, given their values.
-        table: of the segment.
+        weights: of this step.
+        read: the reader's values; advanced by the quantized difference.
+        step: the quantization step, positive.
+
+    Returns:
+        The symbols: 2k for a multiple k >= 0 of the step, and -2k - 1 for a negative one; and the number of weights that are not
+        finite, whose readers' values stay.
     """
-    coded: list[tuple[float, bytes, int]] = []
-    strange: dict[str, int] = {}
-    arrays = [widened(tensors[spec.name]) for spec in reader.layout.coded]
-    for index, (spec, scale) in enumerate(zip(reader.layout.coded, scales_of(arrays), strict=True)):
-        values = arrays[index]
-        payload, largest, not_finite = reader.quantize(index, values, scale)
-        coded.append((scale, payload, largest))
-        if not_finite:
-            strange[spec.name] = not_finite
-    changed = reader.changed(tensors)
-    return {
-        "step": step,
-        "scales": table.add_array(np.array([scale for scale, _, _ in coded], dtype=np.float32)),
-        "largest": table.add_array(np.array([largest for _, _, largest in coded], dtype=np.uint8)),
-        "lengths": table.add_array(np.array([len(p) for _, p, _ in coded], dtype=np.uint64)),
-        "symbols": table.add_array(_joined([np.frombuffer(p, np.uint8) for _, p, _ in coded])),
-        "changed": table.add_array(np.array([place for place, _ in changed], dtype=np.uint32)),
-        "exact": table.add_array(_joined([data for _, data in changed])),
-        "not_finite": strange,
-        "digest": reader.digest(),
-    }
+    symbols, strange, inverse = np.empty(weights.size, dtype=np.uint8), 0, np.float32(1) / step
+    with np.errstate(over="ignore", invalid="ignore"):
+        for begin in range(0, weights.size, _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            multiples = weights[block] - read[block]
+            multiples *= inverse
+            np.clip(multiples, -_LARGEST, _LARGEST, out=multiples)
+            np.rint(multiples, out=multiples)
+            finite = np.abs(weights[block]) <= _FINITE
+            if not finite.all():
+                strange += finite.size - int(np.count_nonzero(finite))
+                multiples[~finite] = 0
+            integers = multiples.astype(np.int16)
+            symbols[block] = (integers << 1) ^ (integers >> 15)
+            multiples *= step
+            read[block] += multiples
+    return symbols, strange
+
+
+def advance(read: Float32s, symbols: UInt8s, step: np.float32) -> None:
+    """Advance a reader's values, as `quantize` does."""
+    every = np.arange(256, dtype=np.int16)
+    updates = ((every >> 1) ^ -(every & 1)).astype(np.float32) * step
+    for begin in range(0, read.size, _BLOCK):
+        read[begin : begin + _BLOCK] += updates[symbols[begin : begin + _BLOCK]]
 
 
 def symbols_together(alphabet: int, count: int) -> int:
@@ -211,6 +411,43 @@ def symbols_together(alphabet: int, count: int) -> int:
     while alphabet ** (together + 1) <= 256:
         together += 1
     return together
+
+
+def pack(symbols: UInt8s, alphabet: int, together: int) -> UInt8s:
+    """Combine neighbours: several symbols become the digits of one number below 256, the first one the lowest.
+
+    Args:
+        symbols: each below `alphabet`.
+        alphabet: its power `together` is at most 256.
+        together: how many are combined; missing digits of the last number are zero.
+    """
+    if together == 1:
+        return symbols
+    digits = np.zeros((-(-symbols.size // together), together), dtype=np.uint8)
+    digits.reshape(-1)[: symbols.size] = symbols
+    packed = digits[:, -1].copy()
+    for digit in range(together - 2, -1, -1):
+        packed *= np.uint8(alphabet)
+        packed += digits[:, digit]
+    return packed
+
+
+def unpack(packed: UInt8s, alphabet: int, together: int, count: int) -> UInt8s:
+    """The inverse of `pack`.
+
+    Raises:
+        FormatError: a number is not of that form.
+    """
+    if together == 1:
+        return packed
+    digits = np.empty((packed.size, together), dtype=np.uint8)
+    rest = packed.copy()
+    for digit in range(together):
+        rest, digits[:, digit] = np.divmod(rest, np.uint8(alphabet))
+    symbols = digits.reshape(-1)
+    if rest.any() or symbols[count:].any():
+        raise FormatError("an update's last symbols are not zero")
+    return symbols[:count]
 
 
 def _joined(arrays: Sequence[UInt8s]) -> UInt8s:

@@ -1,6 +1,8 @@
 """Writes one writer's segments in the background, and removes those that no checkpoint needs any more."""
 
 import math
+import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -9,11 +11,13 @@ from collections.abc import Callable, Sequence
 from shrinkpoint.errors import ShrinkpointError, StoreError
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.steps.record import TensorTable
-from shrinkpoint.steps.room import Room
 from shrinkpoint.steps.segment import Head, Key, Kind, Place, Reference, pack
 from shrinkpoint.store.objects import ObjectStore
 
-__all__ = ["JobQueue", "SegmentWriter", "chain_ends"]
+__all__ = ["SegmentWriter", "chain_ends"]
+
+_RESERVE_SHARE, _RESERVE_MOST = 1 / 16, 2**30
+"""Of a file system, left to other programs: one that finds no room in ``/dev/shm`` is killed."""
 
 
 class SegmentWriter:
@@ -28,7 +32,7 @@ class SegmentWriter:
         inherits: segments that this training continues from.
         provenance: for people.
         keep: intervals between checkpoints whose segments are kept.
-        room: in its file system.
+        folder: in whose file system there must be room; None where that is not known.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class SegmentWriter:
         inherits: Sequence[Reference],
         provenance: JSON,
         keep: int,
-        room: Room,
+        folder: str | None = None,
     ) -> None:
         self._objects = objects
         self._run, self._kind, self._turn, self._session = run, kind, turn, session
@@ -52,21 +56,22 @@ class SegmentWriter:
         self._previous = "0" * 32
         self._number = 0
         self._bases: deque[int] = deque(maxlen=keep)
-        self._keep = keep
-        self._room = room
-        self._sizes: dict[str, int] = {}
-        self._queue = JobQueue("shrinkpoint-steps")
-        self._closed = False
+        self._folder = folder
+        self._is_full = False
         self.bytes = 0
         """Bytes written so far."""
         self.written: int | None = None
         """The step up to which all is written."""
-        self._queue.submit(self._begin)
-
-    @property
-    def failure(self) -> str | None:
-        """Why the writer has stopped; None while it runs."""
-        return self._queue.failure
+        self.failure: str | None = None
+        """Why nothing is written any more; None while it is."""
+        self._jobs: deque[tuple[Callable[[], None], int]] = deque()
+        self._waiting = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        # A daemon: what is not written when the process ends is lost as in a crash, which only costs time.
+        self._thread = threading.Thread(target=self._work, name="shrinkpoint-steps", daemon=True)
+        self._thread.start()
+        self.submit(self._begin)
 
     def submit(
         self,
@@ -75,34 +80,79 @@ class SegmentWriter:
         *,
         ahead: int = 0,
         patience_s: float = math.inf,
-        release: Callable[[], None] | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> bool:
         """Hand a job over to the thread, which calls `write`.
 
         Args:
             job: not run after a failure, or after `close`.
-            size: bytes that it holds.
+            size: bytes that it holds until it is done. Jobs of 0 bytes are always accepted.
             ahead: bytes that the jobs before it may still hold; with 0 they must be done.
             patience_s: seconds to wait for that.
-            release: returns its memory; called after the job, or after a failure in its place.
+            release: returns its memory; called after the job, or in its place.
 
         Returns:
             False if the jobs before it took longer; the caller then keeps the memory.
         """
+        deadline = time.monotonic() + patience_s
 
         def run() -> None:
             try:
                 if self.failure is None:
                     job()
             finally:
-                if release is not None:
-                    release()
-
-        if self._closed:  # there is no thread any more
-            if release is not None:
                 release()
-            return True
-        return self._queue.submit(run, size, ahead=ahead, patience_s=patience_s)
+
+        with self._changed:
+            while size and self._waiting > ahead and self.failure is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(None if math.isinf(left) else left)
+            if not self._closed:
+                self._waiting += size
+                self._jobs.append((run, size))
+                self._changed.notify_all()
+                return True
+        release()  # there is no thread any more
+        return True
+
+    def flush(self) -> None:
+        """Wait until everything is written, or has failed."""
+        with self._changed:
+            while self._jobs:
+                self._changed.wait()
+
+    def close(self) -> None:
+        """Write what was handed over, and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._closed:
+                    self._changed.wait()
+                if not self._jobs:
+                    return
+                job, size = self._jobs[0]
+            try:
+                job()
+            except ShrinkpointError as error:
+                self._fail(str(error))
+            except Exception as error:  # noqa: BLE001 - after any error the training continues without a log
+                self._fail(f"{type(error).__name__}: {error}")
+            del job
+            with self._changed:
+                self._waiting -= size
+                self._jobs.popleft()
+                self._changed.notify_all()
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = reason
 
     def write(
         self,
@@ -136,16 +186,10 @@ class SegmentWriter:
 
     def committed(self, step: int) -> None:
         """A checkpoint of this step is stored: steps before the last few checkpoints are not needed any more."""
-        self.submit(lambda: self._collect(step))
-
-    def flush(self) -> None:
-        """Wait until everything is written, or has failed."""
-        self._queue.flush()
-
-    def close(self) -> None:
-        """Write what was handed over, and end the thread."""
-        self._queue.close()
-        self._closed = True
+        with self._changed:
+            if not self._closed:
+                self._jobs.append((lambda: self._collect(step), 0))
+                self._changed.notify_all()
 
     def _begin(self) -> None:
         """Write the first segment, which takes the turn, and remove segments that are now useless."""
@@ -156,12 +200,10 @@ class SegmentWriter:
             [],
         )
         inherited = {str(reference.key) for reference in self._inherits}
-        there = self._objects.list("")
-        self._sizes |= {info.key: info.size for info in there if info.key in inherited}
         self._objects.delete(
             [
                 info.key
-                for info in there
+                for info in self._objects.list("")
                 if (key := Key.parse(info.key)) is not None
                 and key.turn < self._turn
                 and info.key not in inherited
@@ -173,45 +215,46 @@ class SegmentWriter:
 
     def _put(self, head: Head, parts: Sequence[memoryview]) -> str:
         data, seal = pack(head, parts)
-        self._require_room(head, len(data))
+        self._require_room(len(data))
         self._objects.put(str(head.key), data)
-        self._sizes[str(head.key)] = len(data)
         self.bytes += len(data)
         self._previous = seal
         self._number += 1
         return seal
 
-    def _require_room(self, head: Head, size: int) -> None:
-        if head.begin is None or head.end is None:
+    def _require_room(self, size: int) -> None:
+        if self._folder is None or not os.path.exists(self._folder):
             return
-        kept = sum(self._sizes.values())
-        steps = sum(reference.end.step - reference.begin.step for reference in self._references)
-        steps = max(1, steps + head.end.step - head.begin.step)
-        reason = self._room.lack(size=size, kept=kept, step_bytes=(kept + size) / steps)
-        if reason is not None:
-            raise StoreError(reason)
+        usage = shutil.disk_usage(self._folder)
+        reserve = min(_RESERVE_SHARE * usage.total, _RESERVE_MOST)
+        free = max(0.0, usage.free - reserve)
+        if size > free:
+            self._is_full = True
+            raise StoreError(
+                f"the next steps take {size / 1e9:.3g} GB, and {self._folder} has {free / 1e9:.3g} GB, besides {reserve / 1e9:.3g} GB"
+                " that are left to other programs: save more often, or choose another step_log_url"
+            )
 
     def _collect(self, step: int) -> None:
+        if self.failure is not None and not self._is_full:
+            return
         self._bases.append(step)
-        self._room.committed(step)
         newer = [
             key
             for info in self._objects.list("")
             if (key := Key.parse(info.key)) is not None and key.turn > self._turn and key.number == 0
         ]
         if newer:
-            self._queue.fail(
+            self._fail(
                 f"another process has taken over the log of this run ({newer[0]} is its first segment)"
             )
             return
-        if len(self._bases) < self._keep:
+        if len(self._bases) < (self._bases.maxlen or 0):
             return
         whole = chain_ends(self._references) if self._kind == "small" else {}
         gone = [r for r in self._references if whole.get(r.end, r.end.step) <= self._bases[0]]
         self._objects.delete([str(reference.key) for reference in gone])
         self._references = [reference for reference in self._references if reference not in gone]
-        for reference in gone:
-            self._sizes.pop(str(reference.key), None)
 
 
 def chain_ends(references: Sequence[Reference]) -> dict[Place, int]:
@@ -227,86 +270,3 @@ def chain_ends(references: Sequence[Reference]) -> dict[Place, int]:
         found[reference.end] = end
         last[reference.begin] = max(end, last.get(reference.begin, 0))
     return found
-
-
-class JobQueue:
-    """Runs jobs one after the other in a thread of its own; after one has failed, `failure` has the reason.
-
-    Args:
-        name: of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._jobs: deque[tuple[Callable[[], None], int]] = deque()
-        self._waiting = 0
-        self._changed = threading.Condition()
-        self._stopping = False
-        self.failure: str | None = None
-        """Why a job failed; None where none has. The jobs themselves decide what they do after a failure."""
-        # A daemon: what is not written when the process ends is lost as in a crash, which only costs time.
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(
-        self, job: Callable[[], None], size: int = 0, *, ahead: int = 0, patience_s: float = math.inf
-    ) -> bool:
-        """Append a job.
-
-        Args:
-            job: called in the thread.
-            size: bytes that it holds until it is done. Jobs of 0 bytes are always accepted.
-            ahead: bytes that the jobs before it may still hold; with 0 they must be done.
-            patience_s: seconds to wait for that.
-
-        Returns:
-            False if the queue is full; the job is then not run.
-        """
-        deadline = time.monotonic() + patience_s
-        with self._changed:
-            while size and self._waiting > ahead and not self.failure:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(None if math.isinf(left) else left)
-            self._waiting += size
-            self._jobs.append((job, size))
-            self._changed.notify_all()
-        return True
-
-    def fail(self, reason: str) -> None:
-        """Note a failure, the first one only."""
-        if self.failure is None:
-            self.failure = reason
-
-    def flush(self) -> None:
-        """Wait until every job is done."""
-        with self._changed:
-            while self._jobs:
-                self._changed.wait()
-
-    def close(self) -> None:
-        """Finish all jobs, and end the thread."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._thread.join()
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._jobs and not self._stopping:
-                    self._changed.wait()
-                if not self._jobs:
-                    return
-                job, size = self._jobs[0]
-            try:
-                job()
-            except ShrinkpointError as error:
-                self.fail(str(error))
-            except Exception as error:  # noqa: BLE001 - after any error the training continues without a log
-                self.fail(f"{type(error).__name__}: {error}")
-            del job
-            with self._changed:
-                self._waiting -= size
-                self._jobs.popleft()
-                self._changed.notify_all()

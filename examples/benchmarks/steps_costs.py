@@ -53,8 +53,6 @@ class Begun:
     """Seconds that training waited for a checkpoint."""
     save_lag: float
     """Seconds from then until it was committed."""
-    rehearsal: float
-    """Seconds that training spent in the exact log until the first segment was rehearsed and sealed."""
     segment_stall: float
     """Seconds that the end of a segment of the exact log takes, beyond any other step: capture, digest, waiting."""
     segment_lag: float
@@ -285,18 +283,16 @@ def _begin(runners: list[_Runner], ours: dict[str, tuple[_Runner, Any]]) -> Begu
     """Steps that are not timed, and the checkpoint that the logs begin with."""
     for runner in runners:
         _warm_up(runner)
-    stall = lag = rehearsal = 0.0
+    stall = lag = 0.0
     for name, (runner, checkpointer) in ours.items():
         _warm_up(runner)
-        if name == EXACT:
-            rehearsal = checkpointer.step_log.blocked_s
         started = time.perf_counter()
         stall = checkpointer.save(runner.done, wait=True).blocked_s
         lag = time.perf_counter() - started - stall
         if name != EXACT:
             _warm_up(runner, checkpointer)  # the log of the next steps refers to it
     stalls, lags = _segments(*ours[EXACT])
-    return Begun(stall, lag, rehearsal, stalls, lags)
+    return Begun(stall, lag, stalls, lags)
 
 
 def _segments(runner: _Runner, checkpointer: Any) -> tuple[float, float]:
@@ -338,8 +334,7 @@ def print_costs(found: Measured) -> None:
     begun = found.begun
     share = "not measured" if found.small_share is None else f"{found.small_share:.1%}"
     print(
-        f"\nonce, before these steps, the exact log and the rehearsal of its first segment took {1e3 * begun.rehearsal:.0f} ms; the end of a"
-        f" segment takes {1e3 * begun.segment_stall:.2f} ms beyond other steps, and it is written {1e3 * begun.segment_lag:.0f} ms later"
+        f"\nof the exact log, the end of a segment takes {1e3 * begun.segment_stall:.2f} ms beyond other steps, and it is written {1e3 * begun.segment_lag:.0f} ms later"
         f"\nwith overhead=0.02 the small log ends with every={found.small_every}, and measured its share as {share}"
     )
 

@@ -19,10 +19,9 @@ from demo_report import markdown_table
 from gpt import GPTConfig
 from torch import Tensor
 
-from shrinkpoint.steps.layout import Layout, UpdateSizes
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.steps.record import TensorTable
-from shrinkpoint.steps.updates import ReadersWeights, encode_updates
+from shrinkpoint.steps.updates import Layout, ReadersWeights, UpdateSizes
 
 AFTER = (5, 20, 50)
 DEFAULT = StepLog.quantization_step
@@ -165,7 +164,7 @@ def small(found: Course, quantization_step: float, off: float = 0.0) -> Row:
     for step, weights in enumerate(found.weights, start=1):
         table, live = TensorTable(), {str(index): tensor for index, tensor in enumerate(weights)}
         started = time.thread_time()
-        encode_updates(reader, step, live, lambda arrays, step=step: sizes.scales(step, arrays), table)
+        reader.encode(step, live, lambda arrays, step=step: sizes.scales(step, arrays), table)
         taken += time.thread_time() - started
         spent += sum(len(part) for part in table.parts)
         first = first or 8 * spent / count

@@ -49,7 +49,7 @@ def _start(config: GPTConfig, run: str, log: str | None, segment: int) -> tuple[
     training = TextTraining(config)
     more: dict[str, Any] = {}
     if log is not None:
-        more = {"step_log": StepLog(segment_steps=segment, busy="wait"), "step_log_url": log}
+        more = {"step_log": StepLog(segment_steps=segment, overhead=None), "step_log_url": log}
     checkpointer = Checkpointer(
         run,
         training.model,

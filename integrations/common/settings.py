@@ -16,7 +16,7 @@ from shrinkpoint.store.urls import RunUrl, split_urls, url_text
 from shrinkpoint.warn import brief
 
 if TYPE_CHECKING:
-    from shrinkpoint.steps.opening import LogRequest
+    from shrinkpoint.steps.options import LogRequest
 
 __all__ = ["RunSettings", "given", "reduced", "refusing_unknown"]
 
@@ -162,9 +162,9 @@ class RunSettings:
         saver = {name: given.pop(name) for name in SaverConfig.names() if name in given}
         log = None
         if step_log is not None or step_log_url is not None:
-            from shrinkpoint.steps.opening import LogRequest  # most trainings have no log
+            from shrinkpoint.steps.options import LogRequest  # most trainings have no log
 
-            log = LogRequest(step_log=step_log, url=step_log_url)
+            log = LogRequest.of(step_log, step_log_url)
         return cls(url=_text(url), saver=SaverConfig(**saver), step_log=log, **given)
 
 

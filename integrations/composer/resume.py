@@ -224,8 +224,8 @@ def replayed(
     """
     if not log.is_wanted:
         return stored
-    base, model = int(state.timestamp.batch), trained_module(state)
-    rest = log.recover(base, model, state.optimizers, lambda: load_state(stored, state, logger, url))
+    base = int(state.timestamp.batch)
+    rest = log.recover(base, lambda: load_state(stored, state, logger, url))
     if rest is not None:
         now = stored_state(state, [], [])["state"]
         kept = {key: now[key] for key in _NOT_IN_THE_REST}

@@ -61,7 +61,6 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.run = RunSession(settings.run)
-        self.run.log.every = settings.every_batches
         self._probe = LossProbe(batches=settings.run.probe_batches)
         self._path = self._adopt() if settings.run.saver.adopt else None
         self._steps = StepProbe(self._probe, steps=self.run.probe_steps)

@@ -67,7 +67,6 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.run = RunSession(settings.run)
-        self.run.log.every = settings.schedule.every_n_train_steps
         saver = settings.run.saver
         metric = saver.monitor if saver.mode == "min" else None
         self.probe = LossProbe(metric=metric, batches=settings.run.probe_batches)

@@ -40,7 +40,7 @@ def replay(log: SessionLog, trainer: Trainer, module: LightningModule) -> int:
     loaded: dict[str, Any] = connector._loaded_checkpoint
     base = int(loaded["global_step"])
     connector.restore_optimizers()
-    rest = log.recover(base, module, trainer.optimizers, _reloader(connector, module))
+    rest = log.recover(base, _reloader(connector, module))
     if rest is None:
         return base
     loaded.clear()

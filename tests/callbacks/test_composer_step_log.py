@@ -45,7 +45,7 @@ def saving(folder: Path, **options: Any) -> CompressedCheckpoint:
             "scheme": "lossless",
             "busy": "wait",
             "compile_ahead": False,
-            "step_log": StepLog(segment_steps=2, busy="wait"),
+            "step_log": StepLog(segment_steps=2, overhead=None),
             "step_log_url": f"{folder}/log",
             **options,
         },
@@ -76,7 +76,7 @@ def test_an_average_ends_the_log_and_not_the_training(tmp_path: Path) -> None:
 
 
 def test_a_small_log(tmp_path: Path) -> None:
-    log = StepLog(kind="small", segment_steps=1, overhead=None, busy="wait")
+    log = StepLog(kind="small", segment_steps=1, overhead=None)
     callback = saving(tmp_path, step_log=log, step_log_url=None, save_last=False)
 
     class Unhurried(Callback):  # type: ignore[misc]

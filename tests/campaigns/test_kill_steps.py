@@ -126,9 +126,7 @@ class _Found:
     """What a campaign has seen."""
 
     lost: list[int] = field(default_factory=list)
-    """Steps to compute again after each failure that left the machine."""
-    after_loss: list[int] = field(default_factory=list)
-    """The same, after those that took the machine."""
+    """Steps to compute again after each failure."""
     slow: int = 0
     """Processes of which some segment took longer than a step to be written."""
     gaps: int = 0
@@ -141,19 +139,13 @@ class _Found:
     def show(self) -> str:
         """For people."""
         kept = self.lost
-        text = (
-            f"{len(kept) + len(self.after_loss)} kills in {self.steps} steps, {self.replayed} resumes from the log; segments of"
+        return (
+            f"{len(kept)} kills in {self.steps} steps, {self.replayed} resumes from the log; segments of"
             f" {SEGMENT}; steps to compute again: {sum(kept) / len(kept):.1f} on average, {max(kept)} at most, in"
             f" {sum(lost <= SEGMENT for lost in kept)} of {len(kept)} failures at most {SEGMENT}; in {self.slow} processes a segment"
             f" took longer than a step, {self.gaps} gaps; {self.overtaken} processes went on after they were overtaken and logged"
             f" {len(self.fenced)} segments then, none of which was replayed"
         )
-        if self.after_loss:
-            lost = self.after_loss
-            text += (
-                f"; {len(lost)} lost machines: {sum(lost) / len(lost):.1f} on average, {max(lost)} at most"
-            )
-        return text
 
 
 def _bound(lines: list[dict[str, Any]]) -> int | None:
@@ -179,22 +171,20 @@ def _log_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _campaign(folder: Path, kills: int, *, machines: float = 0.0, left_running: float = LEFT_RUNNING) -> None:
+def _campaign(folder: Path, kills: int, *, left_running: float = LEFT_RUNNING) -> None:
     """Kill a training again and again.
 
     Args:
         folder: for everything but the log.
         kills: how often.
-        machines: the share of the failures that take the folder of the log with them; it is then copied to the run.
         left_running: the share of the processes that run on, or are stopped and go on, after another one has taken over.
     """
     with _log_folder(folder) as log:
-        nursery = _Nursery(Life(folder=str(folder), log=str(log), copy=bool(machines)))
-        found = _killed(nursery, folder, log, kills, machines, left_running)
+        nursery = _Nursery(Life(folder=str(folder), log=str(log)))
+        found = _killed(nursery, folder, log, kills, left_running)
         nursery.close()
     print(found.show())
     assert found.replayed
-    assert bool(found.after_loss) == bool(machines)
     assert found.fenced or not found.overtaken
 
 
@@ -205,7 +195,6 @@ class _Course:
         self._truth = _Truth()
         self._done = self._written = 0
         self._bound: int | None = 2 * SEGMENT
-        self._lost_machine = False
         self.found = _Found()
 
     def check(self, lines: list[dict[str, Any]]) -> None:
@@ -219,26 +208,17 @@ class _Course:
             assert (line["loss"], line["digest"]) == self._truth[line["step"]]
             assert line["off"] is None
         lost = max(0, self._done - begin)
-        if self._lost_machine:
-            found.after_loss.append(lost)
-        else:
-            found.lost.append(lost)
-            assert self._bound is None or lost <= self._bound
+        found.lost.append(lost)
+        assert self._bound is None or lost <= self._bound
         found.replayed += begin % EVERY != 0
         found.gaps += steps[-1]["gaps"] if steps else 0
         self._done = found.steps = steps[-1]["step"] if steps else begin
         self._written = max([begin, *(line["written"] or 0 for line in steps)])
-        self._bound, self._lost_machine = _bound(lines), False
+        self._bound = _bound(lines)
         found.slow += self._bound != SEGMENT
 
-    def lose_machine(self) -> None:
-        """Only what was copied by now is still there."""
-        self._written, self._lost_machine = 0, True
 
-
-def _killed(
-    nursery: _Nursery, folder: Path, log: Path, kills: int, machines: float, left_running: float
-) -> _Found:
+def _killed(nursery: _Nursery, folder: Path, log: Path, kills: int, left_running: float) -> _Found:
     rng, course = random.Random(0), _Course()
     process = nursery.start()
     for number in range(kills):
@@ -259,9 +239,6 @@ def _killed(
         else:
             nursery.kill(process)
             course.check(nursery.lines(process))
-            if rng.random() < machines:
-                shutil.rmtree(log)
-                course.lose_machine()
             successor = nursery.start()
         process = successor
     nursery.wait(process, 1)
@@ -286,18 +263,6 @@ def _stray(
 
 def test_a_few_kills(tmp_path):
     _campaign(tmp_path, QUICK)
-
-
-@pytest.mark.slow
-def test_a_few_lost_machines(tmp_path):
-    _campaign(tmp_path, QUICK, machines=0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.timeout(0)
-def test_many_lost_machines(tmp_path, pytestconfig):
-    _campaign(tmp_path, pytestconfig.getoption("--kills") or THOROUGH, machines=0.3)
 
 
 @pytest.mark.slow

@@ -266,7 +266,7 @@ def test_the_step_log_continues_bit_by_bit(name: str, tmp_path: Path) -> None:
             str(tmp_path / "run"),
             every_n_train_steps=10,
             scheme="lossless",
-            step_log=StepLog(segment_steps=2, busy="wait"),
+            step_log=StepLog(segment_steps=2, overhead=None),
             step_log_url=str(tmp_path / "log"),
         )
 

@@ -123,7 +123,7 @@ def play(scenario: Scenario, url: str) -> dict[str, Outcome]:
             )
         log = {}
         if scenario.logs:
-            log = {"step_log": StepLog(segment_steps=1, busy="wait"), "step_log_url": f"{url}-log"}
+            log = {"step_log": StepLog(segment_steps=1, overhead=None), "step_log_url": f"{url}-log"}
         return CompressedCheckpoint(
             url, save_interval=scenario.interval, scheme="lossless", busy="wait", **log
         )

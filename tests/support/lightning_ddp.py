@@ -163,7 +163,7 @@ def saving(folder: str, how: str, run: str = "run") -> CompressedCheckpoint:
     every = 10**6 if how == "sigterm" else 3
     log = {}
     if how == "log":
-        log = {"step_log": StepLog(segment_steps=1, busy="wait"), "step_log_url": f"{folder}/log"}
+        log = {"step_log": StepLog(segment_steps=1, overhead=None), "step_log_url": f"{folder}/log"}
     if how in ("adopt", "no-adopt"):
         adopting = {"adopt": True, "adoptions": 8} if how == "adopt" else {}
         return CompressedCheckpoint(

@@ -170,11 +170,11 @@ def logged(
     """As `journey`, of a training that logs its steps; `wrong` is one that is replayed wrongly."""
     if wrong is not None:
         replay.decode_record = spoiled(wrong)
-    log = {"step_log": shrinkpoint.StepLog(segment_steps=2, busy="wait"), "step_log_url": f"{folder}/log"}
+    log = {"step_log": shrinkpoint.StepLog(segment_steps=2, overhead=None), "step_log_url": f"{folder}/log"}
     replica = Replica(rank, world, f"{folder}/run", every=every, **LOGGED, **log).run(stop or STEPS)
     replica.checkpointer.step_log.flush()
     replica.checkpointer.flush()
-    off = replica.checkpointer.step_log.off
+    off = None if replica.checkpointer.step_log.log is None else replica.checkpointer.step_log.log.off
     if stop is not None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

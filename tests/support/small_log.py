@@ -31,9 +31,7 @@ class SmallLogTraining:
             scheme=scheme,
             save_last=False,
             compile_ahead=False,
-            step_log=StepLog(
-                kind="small", **{"segment_steps": 2, "overhead": None, "busy": "wait", **fields}
-            ),
+            step_log=StepLog(kind="small", **{"segment_steps": 2, "overhead": None, **fields}),
             step_log_url=log,
             scheduler=self.scheduler,
             **{"every": 10, **more},

@@ -208,8 +208,6 @@ class Life:
     """For the run, and the journals of all processes."""
     log: str
     """The folder of the step log."""
-    copy: bool
-    """Whether the log is copied to the run."""
 
 
 SEGMENT = 3
@@ -241,7 +239,7 @@ def main(life: Life) -> None:
     A process that commits one beside its successor finds the successor's log and ends its own, so one of which the log is to
     go on must save no more before the successor begins.
     """
-    log = shrinkpoint.StepLog(segment_steps=SEGMENT, copy=life.copy)
+    log = shrinkpoint.StepLog(segment_steps=SEGMENT)
     training = Training().log(f"{life.folder}/run", life.log, every=20, step_log=log)
     checkpointer = training.checkpointer
     begin = checkpointer.resume()

@@ -12,8 +12,8 @@ from support.replicas import LOGGED, STEPS, Replica, logged, spoiled
 from support.sharded import launch
 
 import shrinkpoint
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning
-from shrinkpoint.loop.replicated_log import ReplicatedLog
+from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.steps.replicated import ReplicatedLog
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def replica(folder: Path, name: str = "run", **options: Any) -> Replica:
-    log = {"step_log": shrinkpoint.StepLog(segment_steps=2, busy="wait"), "step_log_url": f"{folder}/log"}
+    log = {"step_log": shrinkpoint.StepLog(segment_steps=2, overhead=None), "step_log_url": f"{folder}/log"}
     return Replica(0, 1, f"{folder}/{name}", **{**LOGGED, "every": 6, **log, **options})
 
 
@@ -96,9 +96,9 @@ def test_the_log_is_replayed(every: int, alone: Path) -> None:
     true.checkpointer.close()
     killed = replica(alone, every=every).run(11)
     assert isinstance(killed.checkpointer.step_log, ReplicatedLog)
-    assert killed.checkpointer.step_log.off is None
+    assert killed.checkpointer.step_log.log.off is None
     crash(killed)
-    assert killed.checkpointer.step_log.written == 10
+    assert killed.checkpointer.step_log.log.written == 10
     again = replica(alone, every=every)
     assert (again.began, again.place.at) == (10, 10)
     assert again.run(STEPS).noted == {step: whole[step] for step in whole if step > 10}
@@ -113,7 +113,7 @@ def test_gradients_that_are_accumulated_over_calls_turn_the_log_off(alone: Path)
     made.checkpointer.step(3)
     with pytest.warns(ShrinkpointWarning, match="call it after optimizer.step.. only"):
         made.checkpointer.step(4)
-    assert "accumulated" in made.checkpointer.step_log.off
+    assert "accumulated" in made.checkpointer.step_log.log.off
     made.reached = 4
     made.run(6)  # and the training goes on
     made.checkpointer.close()
@@ -127,7 +127,7 @@ def test_a_hook_with_a_state_turns_the_log_off(alone: Path) -> None:
     made.wrapped.register_comm_hook(State(), kept)
     with pytest.warns(ShrinkpointWarning, match="State, is each process's own"):
         made.run(2)
-    assert "hook" in made.checkpointer.step_log.off
+    assert "hook" in made.checkpointer.step_log.log.off
     made.checkpointer.close()
 
 
@@ -138,16 +138,14 @@ def kept(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
 
 
 def test_a_small_log_of_several_processes(alone: Path) -> None:
-    log = shrinkpoint.StepLog(kind="small", segment_steps=2, overhead=None, busy="wait")
+    log = shrinkpoint.StepLog(kind="small", segment_steps=2, overhead=None)
     made = replica(alone, every=2, step_log=log, step_log_url=None)
     for step in range(9):
         made.run(step + 1)
         made.checkpointer.flush()
         made.checkpointer.step_log.flush()
-    assert made.checkpointer.step_log.off is None
+    assert made.checkpointer.step_log.log.off is None
     made.checkpointer.close()
     found = shrinkpoint.load_weights(f"{alone}/run#step=9")
     error = (found["table.weight"] - made.model.table.weight).norm()
     assert error < 0.1 * made.model.table.weight.norm()
-    with pytest.raises(ConfigError, match="resume_weights=True is for one process"):
-        replica(alone, step_log=shrinkpoint.StepLog(kind="small", resume_weights=True), step_log_url=None)

@@ -1,6 +1,5 @@
 """The small log: the weights of any logged step, and what happens when its files are damaged or missing."""
 
-import itertools
 import json
 import os
 import re
@@ -24,7 +23,6 @@ from shrinkpoint.errors import (
     ShrinkpointWarning,
 )
 from shrinkpoint.steps.segment import Key, Place, Reference
-from shrinkpoint.steps.supervision import Cadence
 from shrinkpoint.steps.writer import chain_ends
 
 WEIGHTS = ("0.weight", "2.weight")
@@ -160,7 +158,7 @@ def test_a_remote_run_and_several_stores():
 
 def test_every_third_step_only(tmp_path):
     training = SmallLogTraining(tmp_path / "run", every=10).run(0, 1)
-    training.log._cadence.every = 3
+    training.log.every = 3
     training.run(1, 30)
     training.checkpointer.close()
     for step in range(24, 30):
@@ -171,20 +169,28 @@ def test_every_third_step_only(tmp_path):
                 shrinkpoint.load_weights(f"{tmp_path}/run#step={step}")
 
 
-def test_the_interval_is_raised_until_the_overhead_is_met(monkeypatch):
-    clock = itertools.count(0.0, 1.0)
-    monkeypatch.setattr("shrinkpoint.steps.supervision.time.perf_counter", lambda: next(clock))
-    monkeypatch.setattr("shrinkpoint.steps.supervision.processors", lambda: 2)
-    cadence = Cadence(1, 0.02)
-    raised, blocked, cpu, records = [], 0.0, 0.0, 0
-    for step in range(1, 400):
-        if cadence.is_due(step, step - 1):
-            blocked, cpu, records = blocked + 0.01, cpu + 0.1, records + 1  # 0.06 s of each step's 1 s
-        found = cadence.step(blocked_s=blocked, cpu_s=cpu, records=records)
-        raised += [found] if found else []
-    assert raised[0] in (3, 4)
-    assert cadence.every == raised[-1] <= 4
-    assert cadence.share <= 0.02
+def test_the_interval_is_raised_until_the_overhead_is_met(tmp_path, monkeypatch):
+    """Each step takes a second, and each record 0.06 s of what the processors can do."""
+    training = SmallLogTraining(tmp_path / "run", overhead=0.02).run(0, 11)
+    log, now = training.log, [0.0]
+    monkeypatch.setattr("shrinkpoint.steps.small.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("shrinkpoint.steps.small.processors", lambda: 2)
+    log.blocked_s, log._records_cpu_s, log._records, log._since = 0.0, 0.0, 0, None
+
+    def steps() -> None:
+        for step in range(1, 400):
+            now[0] += 1.0
+            if step % log.every == 0:
+                log.blocked_s += 0.01
+                log._records_cpu_s += 0.1
+                log._records += 1
+            log._pace()
+
+    with pytest.warns(ShrinkpointWarning, match="contains every [34] steps instead of every 1"):
+        steps()
+    assert log.every in (3, 4)
+    assert log.share <= 0.0201
+    training.checkpointer.close()
 
 
 def test_an_overhead_that_is_exceeded_is_reported(tmp_path):
@@ -259,22 +265,6 @@ def test_a_resume_continues_from_the_checkpoint_and_keeps_the_log(tmp_path):
     second.run(10, 16)
     second.checkpointer.close()
     assert second.miss(16, shrinkpoint.load_weights(f"{tmp_path}/run#step=16"), 11) < 1.5
-
-
-def test_a_resume_from_logged_weights(tmp_path):
-    first = SmallLogTraining(tmp_path / "run", resume_weights=True).run(0, 18)
-    first.crash()
-    logged = first.log.written
-    second = SmallLogTraining(tmp_path / "run", resume_weights=True)
-    with pytest.warns(
-        ShrinkpointWarning, match=f"from the logged weights of step {logged}, with the optimizer's state"
-    ):
-        assert second.checkpointer.resume() == logged > 12
-    found = shrinkpoint.load_weights(f"{tmp_path}/run#step={logged}")
-    assert all(torch.equal(tensor, found[name]) for name, tensor in second.model.state_dict().items())
-    assert second.scheduler.last_epoch == logged
-    losses = [second.step() for _ in range(3)]
-    assert all(loss == loss for loss in losses)
 
 
 def test_a_log_of_another_training_is_removed(tmp_path):

@@ -1,20 +1,21 @@
 """What the training's thread spends in the exact log: all of it is counted, and how long it may wait is bounded."""
 
 import threading
-import time
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
 import torch
+from support.small_log import SmallLogTraining
 from support.stepped import Training
-from torch import nn
 
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.steps import moment, supervision
-from shrinkpoint.steps.buffers import Buffers
-from shrinkpoint.steps.moment import Moment
-from shrinkpoint.steps.supervision import CannotLogError, Patience
-from shrinkpoint.steps.writer import JobQueue, SegmentWriter
+from shrinkpoint.state.snapshot import Snapshotter
+from shrinkpoint.steps import exact, log
+from shrinkpoint.steps.capture import Copies
+from shrinkpoint.steps.writer import SegmentWriter
+
+MB = 10**6
 
 
 def places() -> tuple[str, str]:
@@ -40,7 +41,7 @@ class Clock:
 @pytest.mark.parametrize("closure", [False, True])
 def test_copies_of_gradients_are_counted_and_the_closure_is_not(monkeypatch, closure):
     clock, taken = Clock(), []
-    take = Buffers.take
+    take = Copies.take
 
     def slow(*arguments, **options):
         taken.append(arguments[1])
@@ -56,8 +57,8 @@ def test_copies_of_gradients_are_counted_and_the_closure_is_not(monkeypatch, clo
 
     training.checkpointer.resume()
     with monkeypatch.context() as patch:
-        patch.setattr(supervision, "time", clock)
-        patch.setattr(Buffers, "take", slow)
+        patch.setattr(log, "time", clock)
+        patch.setattr(Copies, "take", slow)
         patch.setattr(training.batches, "next", slow_batch)
         before, before_cpu = (
             training.checkpointer.step_log.blocked_s,
@@ -66,63 +67,50 @@ def test_copies_of_gradients_are_counted_and_the_closure_is_not(monkeypatch, clo
         training.run(0, 4)
         assert taken.count("0") == 4  # a copy of the first optimizer's gradients in each step
         assert taken.count("remainder") == 2
-        log = training.checkpointer.step_log
-        assert (log.blocked_s - before, log.blocked_cpu_s - before_cpu) == (6.0, 3.0)
+        own = training.checkpointer.step_log
+        assert (own.blocked_s - before, own.blocked_cpu_s - before_cpu) == (6.0, 3.0)
     training.crash()
 
 
-def test_a_segment_waits_until_the_one_before_is_written():
-    queue, go = JobQueue("test"), threading.Event()
-    assert queue.submit(go.wait, size=1, patience_s=0.0)
-    assert not queue.submit(lambda: None, size=1, patience_s=0.01)
-    assert queue.submit(lambda: None, size=1, ahead=1, patience_s=0.0)
-    assert queue.submit(lambda: None)  # what holds no memory
+def test_a_segment_waits_until_the_one_before_is_written(monkeypatch):
+    training = Training().log(*places(), every=50, steps=2)
+    training.checkpointer.resume()
+    writer, go = training.checkpointer.step_log._writer, threading.Event()
+    assert writer.submit(go.wait, size=1, patience_s=0.0)
+    assert not writer.submit(lambda: None, size=1, patience_s=0.01)
+    assert writer.submit(lambda: None, size=1, ahead=1, patience_s=0.0)
+    assert writer.submit(lambda: None)  # what holds no memory
     go.set()
-    assert queue.submit(lambda: None, size=1)
-    queue.close()
+    assert writer.submit(lambda: None, size=1)
+    training.crash()
 
 
 def test_waiting_is_bounded_by_its_share(monkeypatch):
+    """A second at once, then a share of the training's time; what was waited counts."""
     clock = Clock()
-    monkeypatch.setattr(supervision, "time", clock)
-    monkeypatch.setattr(supervision, "_AT_ONCE_S", 1.0)
-    bounded = Patience(0.1)
-    assert bounded.left_s == 1.0
-    with bounded.spent():
-        clock.now += 1.0
-    assert bounded.left_s == pytest.approx(0.1)
-    clock.now += 100.0
-    assert bounded.left_s == pytest.approx(10.1)
-    with bounded.spent():
-        clock.now += 50.0
-    assert bounded.left_s == 0.0
-    assert Patience(None).left_s == float("inf")
-
-
-def test_the_next_step_waits_for_a_digest_that_has_begun(monkeypatch):
-    digests_of = moment.digests_of
-
-    def slow(parts):
-        time.sleep(0.05)
-        return digests_of(parts)
-
-    where = places()
-    training = Training().log(*where, every=50, steps=1)
+    monkeypatch.setattr(exact, "time", clock)
+    training = Training().log(*places(), every=50, steps=1)
     training.checkpointer.resume()
-    with monkeypatch.context() as patch:
-        patch.setattr(moment, "digests_of", slow)
-        for step in range(4):  # no flush, which would wait, too
-            training.step(step)
-            training.checkpointer.step(step + 1)
-        training.crash()
-    assert training.checkpointer.step_log.off is None
-    again = Training().log(*where)
-    assert again.checkpointer.resume() == 4
-    assert again.digest == training.digest
+    allowed, waits = [], [1.0, 0.0, 50.0, 0.0]
+
+    def submit(*arguments, patience_s: float, **options) -> bool:
+        allowed.append(patience_s)
+        clock.now += waits[len(allowed) - 1]
+        return True
+
+    monkeypatch.setattr(training.checkpointer.step_log._writer, "submit", submit)
+    for step in range(4):
+        training.run(step, step + 1) if step == 0 else (
+            training.step(step),
+            training.checkpointer.step(step + 1),
+        )
+        clock.now += 100.0
+    assert allowed == pytest.approx([1.0, 0.02 * 101.0, 0.02 * 201.0 + 0.0, 0.0])
+    training.checkpointer.step_log._recorder.close()
 
 
 def test_a_step_waits_for_no_other_work_of_the_writer(monkeypatch):
-    """What it must know of the state before it is changed, the training's thread then takes itself."""
+    """A digest is taken at once, and what is written of it waits."""
     put, go = SegmentWriter._put, threading.Event()
 
     def held(*arguments) -> str:
@@ -141,42 +129,62 @@ def test_a_step_waits_for_no_other_work_of_the_writer(monkeypatch):
     assert Training().log(*where).checkpointer.resume() == 2
 
 
-def test_weights_that_change_while_their_digest_is_taken_and_stay_so_turn_the_log_off(monkeypatch):
-    digests_of = moment.digests_of
-    began, go = threading.Event(), threading.Event()
-
-    def slow(parts):
-        began.set()
-        assert go.wait(600)
-        return digests_of(parts)
-
-    training = Training().log(*places(), every=50, steps=1)
+def test_no_memory_for_a_copy_turns_the_log_off_and_training_goes_on(monkeypatch):
+    training = Training().log(*places(), every=50, steps=4)
     training.checkpointer.resume()
+    training.run(0, 3)
+
+    def fails(self, state):
+        raise MemoryError("no memory for this")
+
     with monkeypatch.context() as patch:
-        patch.setattr(moment, "digests_of", slow)
-        training.step(0)
-        training.checkpointer.step(1)
-        assert began.wait(600)
-        with torch.no_grad():
-            training.model.table.weight.mul_(0.5)
-        go.set()
-        training.checkpointer.step_log.flush()
-    with pytest.warns(ShrinkpointWarning, match="changed outside of optimizer.step.. right after step 1"):
-        training.run(1, 2)
-    assert "step 1" in training.checkpointer.step_log.off
+        patch.setattr(Snapshotter, "take", fails)
+        with pytest.warns(ShrinkpointWarning, match="step log is off: MemoryError: no memory for this"):
+            training.run(3, 4)
+    training.run(4, 6)
+    assert "MemoryError" in training.checkpointer.step_log.off
     training.checkpointer.close()
 
 
-def test_an_abandoned_moment_has_no_digest_and_keeps_nobody_waiting():
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    left, taken = Moment(3, [optimizer], {}), Moment(3, [optimizer], {})
-    left.abandon()
-    left.settle()
-    with pytest.raises(CannotLogError, match="step 3"):
-        left.place()
-    assert taken.take()
-    place = taken.place()
-    taken.abandon()
-    taken.settle()
-    assert taken.place() == place
-    assert place.step == 3
+# ---- a file system with too little room: the log is off before it is full
+
+
+def file_system(monkeypatch, folder, total):
+    """Let a folder seem to be all that there is in a small file system; returns the bytes in it now."""
+
+    def there() -> float:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    monkeypatch.setattr(
+        "shrinkpoint.steps.writer.shutil.disk_usage",
+        lambda path: SimpleNamespace(total=total, used=there(), free=total - there()),
+    )
+    return there
+
+
+def test_a_sixteenth_is_left_to_others_and_what_is_kept_is_removed_later(tmp_path, monkeypatch):
+    truth = Training()
+    losses = truth.run(0, 20)
+    training = Training().log(f"memory://{uuid4().hex}/run", str(tmp_path / "log"), every=6)
+    training.checkpointer.resume()
+    training.run(0, 2)
+    training.checkpointer.step_log.flush()
+    of_segment = sum(path.stat().st_size for path in (tmp_path / "log").rglob("*.steps"))
+    there = file_system(monkeypatch, tmp_path / "log", total=5 * of_segment)
+    with pytest.warns(ShrinkpointWarning, match="which leaves|that are left to other programs") as warned:
+        assert training.run(2, 12) == losses[2:12]
+    assert len(warned) == 1
+    assert 2 * of_segment < there() < 5 * of_segment * 15 / 16
+    assert training.run(12, 20) == losses[12:]
+    training.checkpointer.close()
+    assert there() < of_segment  # no checkpoint needs them any more
+
+
+def test_a_small_log_without_room_is_off(tmp_path, monkeypatch):
+    there = file_system(monkeypatch, tmp_path / "run" / "steps", total=20_000)
+    training = SmallLogTraining(tmp_path / "run", every=10)
+    with pytest.warns(ShrinkpointWarning, match="the step log is off: the next steps take"):
+        training.run(0, 30)
+    assert training.log.off is not None
+    assert there() < 20_000
+    training.checkpointer.close()

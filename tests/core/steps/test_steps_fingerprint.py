@@ -8,7 +8,7 @@ from support.training import OPTIMIZERS, TinyMLP, train
 
 from shrinkpoint.state.device_digest import begin, device_sums
 from shrinkpoint.state.dtypes import DTYPES
-from shrinkpoint.steps.fingerprint import differing, fingerprint, fingerprints
+from shrinkpoint.steps.fingerprint import fingerprint
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -16,7 +16,7 @@ def test_weights_and_every_entry_of_the_state_count(name):
     model = TinyMLP(8)
     optimizer = OPTIMIZERS[name](model)
     train(model, optimizer, range(2))
-    before, parts = fingerprint([optimizer]), fingerprints([optimizer])
+    before = fingerprint([optimizer])
     assert fingerprint([optimizer]) == before
     state = [
         v for entry in optimizer.state.values() for v in entry.values() if torch.is_tensor(v) and v.numel()
@@ -26,7 +26,6 @@ def test_weights_and_every_entry_of_the_state_count(name):
             kept = tensor.clone()
             tensor.view(-1)[-1] += 1
         assert fingerprint([optimizer]) != before
-        assert len(differing(parts, fingerprints([optimizer]))) == 1
         with torch.no_grad():
             tensor.copy_(kept)
         assert fingerprint([optimizer]) == before

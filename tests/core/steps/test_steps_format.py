@@ -31,9 +31,9 @@ from shrinkpoint.steps.segment import (
     Place,
     Reference,
     check_payload,
+    header_end,
     pack,
     read_head,
-    read_prefix,
 )
 
 RUN = "0123456789abcdef" * 2
@@ -113,10 +113,9 @@ def test_a_segment_is_read_back_bit_for_bit(made, begin, more):
         run=RUN, kind="exact", key=KEY, begin=PLACES[0], end=PLACES[1], records=nodes, tensors=table.specs
     )
     data, seal = pack(head, table.parts)
-    prefix = read_prefix(data, len(data))
-    cut = PREFIX.size + prefix.header
-    found = read_head(data[:cut], prefix, KEY, RUN)
-    check_payload(memoryview(data)[cut:], prefix)
+    cut = header_end(data, len(data))
+    found = read_head(data[:cut], len(data), KEY, RUN)
+    check_payload(memoryview(data)[cut:], found)
     assert (found.seal, found.reference) == (seal, Reference(KEY, seal, *PLACES))
     shapes = iter(
         [[g.shape if isinstance(g, Sparse) else _shape(g) for g in event.gradients] for event in made]
@@ -200,10 +199,9 @@ def packed() -> bytes:
 
 def read(data: bytes, key: Key = KEY, run: str = RUN) -> Record:
     """As a replay reads a file."""
-    prefix = read_prefix(data[: PREFIX.size], len(data))
-    cut = PREFIX.size + prefix.header
-    head = read_head(data[:cut], prefix, key, run)
-    check_payload(memoryview(data)[cut:], prefix)
+    cut = header_end(data[: PREFIX.size], len(data))
+    head = read_head(data[:cut], len(data), key, run)
+    check_payload(memoryview(data)[cut:], head)
     tensors = Tensors(head.tensors, memoryview(data)[cut:])
     return decode_record(head.records[0], tensors, lambda which: [(3, 2), (4,)])
 
@@ -237,9 +235,8 @@ def test_another_name_another_run_and_a_newer_version():
 def remade(change) -> bytes:
     """A segment with right checksums and a wrong header."""
     data = packed()
-    prefix = read_prefix(data, len(data))
-    cut = PREFIX.size + prefix.header
-    head = read_head(data[:cut], prefix, KEY, RUN)
+    cut = header_end(data, len(data))
+    head = read_head(data, len(data), KEY, RUN)
     return pack(change(head), [memoryview(data)[cut:]])[0]
 
 

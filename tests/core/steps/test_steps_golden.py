@@ -6,10 +6,9 @@ import numpy as np
 import torch
 
 from shrinkpoint.state.training import TrainingState
-from shrinkpoint.steps.layout import Layout
 from shrinkpoint.steps.record import Dense, Event, Record, Sparse, TensorTable, encode_record
 from shrinkpoint.steps.segment import Head, Key, Place, Reference, pack
-from shrinkpoint.steps.updates import ReadersWeights, encode_updates
+from shrinkpoint.steps.updates import Layout, ReadersWeights
 
 RUN = "0123456789abcdef" * 2
 PLACES = Place(4, "ab" * 16), Place(6, "cd" * 16)
@@ -102,8 +101,7 @@ def test_a_segment_of_quantized_updates():
         }
         now["half"] = base["half"] + noise(40, 50, seed=10 + step, scale=0.1).to(torch.bfloat16)
         scales = [np.float32(8e-3), np.float32(2e-2)] if step == 5 else [np.float32(1e-5), np.float32(0)]
-        records.append(encode_updates(reader, step, now, lambda _, scales=scales: scales, table))
-        records[-1]["remainder"] = None
+        records.append(reader.encode(step, now, lambda _, scales=scales: scales, table))
     assert [record["digest"] for record in records] == [
         "93c2ada7f7a3b0147922b6826ca214c1",
         "f4215300459f12e5c963a62eaae8f89c",

@@ -80,16 +80,12 @@ def test_lbfgs():
     [
         {"segment_steps": 0},
         {"segment_steps": True},
-        {"busy": "stop"},
-        {"rehearse": 1},
-        {"copy": 1},
         {"keep": 0},
         {"every": 0},
         {"every": 2.0},
         {"overhead": -1},
         {"overhead": True},
         {"quantization_step": float("nan")},
-        {"resume_weights": "yes"},
     ],
 )
 def test_fields(fields):
@@ -97,18 +93,10 @@ def test_fields(fields):
         StepLog(kind="small", **fields)
 
 
-@pytest.mark.parametrize("fields", [{"every": 2}, {"quantization_step": 4.0}, {"resume_weights": True}])
+@pytest.mark.parametrize("fields", [{"every": 2}, {"quantization_step": 4.0}])
 def test_fields_of_the_other_kind(fields):
     with pytest.raises(ConfigError, match="is of use with kind='small' only"):
         StepLog(**fields)
-
-
-def test_a_copy_of_nothing():
-    refused(
-        "copy=True copies the log of step_log_url",
-        step_log=StepLog(kind="small", copy=True),
-        step_log_url=None,
-    )
 
 
 def test_after_step_with_a_log_that_replays_nothing():
@@ -160,9 +148,9 @@ def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypa
     training = Training().log(*places, every=6, steps=1)
     with monkeypatch.context() as patch:
         go = held_up(patch)
-        patch.setattr("shrinkpoint.steps.supervision._AT_ONCE_S", 0.0)
+        patch.setattr("shrinkpoint.steps.exact._AT_ONCE_S", 0.0)
         training.checkpointer.resume()
-        with pytest.warns(ShrinkpointWarning, match="gap after step .*busy='wait'") as told:
+        with pytest.warns(ShrinkpointWarning, match="gap after step .*overhead=None") as told:
             training.run(0, 6)
         assert len(told) == 1
         assert training.checkpointer.step_log.gaps == 1
@@ -175,14 +163,13 @@ def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypa
     assert again.digest == truth.digest
 
 
-@pytest.mark.parametrize("options", [{"busy": "wait"}, {"overhead": None}])
-def test_steps_may_wait_for_the_log(monkeypatch, options):
+def test_steps_may_wait_for_the_log(monkeypatch):
     name = uuid4().hex
     places = f"memory://{name}/run", f"memory://{name}/log"
-    training = Training().log(*places, step_log=StepLog(segment_steps=1, **options))
+    training = Training().log(*places, step_log=StepLog(segment_steps=1, overhead=None))
     with monkeypatch.context() as patch:
         go = held_up(patch)
-        patch.setattr("shrinkpoint.steps.supervision._AT_ONCE_S", 0.0)
+        patch.setattr("shrinkpoint.steps.exact._AT_ONCE_S", 0.0)
         submit, segments = SegmentWriter.submit, []
 
         def submitted(*arguments, **more) -> bool:

@@ -298,15 +298,21 @@ def log_of(training: Training, **options):
     return training.checkpointer.step_log
 
 
-def test_weights_that_are_changed_behind_the_step_are_named():
+def test_weights_that_are_changed_behind_the_step_are_found_out():
     training = Training()
     training.after = lambda: training.model.head.weight.data.clamp_(-0.05, 0.05)
-    log = log_of(training)
-    with pytest.warns(ShrinkpointWarning, match=r"'head.weight'.*after_step"):
-        training.run(0, 4)
-    assert "head.weight" in log.off
-    training.run(4, 6)  # and the training goes on
-    training.checkpointer.close()
+    log_of(training)
+    training.run(0, 4)
+    training.crash()
+    assert resumes_at(training) == 0
+
+
+def resumes_at(training: Training) -> int:
+    """Where an ordinary training continues from this one's log, of which it says that it is another training's."""
+    url = training.checkpointer.saver.url
+    again = Training().log(url, url.replace("/run", "/log"), every=50)
+    with pytest.warns(ShrinkpointWarning, match="give another state"):
+        return again.checkpointer.resume()
 
 
 def test_changed_weights_are_replayed_with_after_step():
@@ -345,14 +351,21 @@ class Sam(torch.optim.SGD):
 
 
 def test_sam_is_found_out():
-    training = Training()
-    training.optimizer = Sam(training.model.parameters(), lr=0.1)
-    training.scheduler = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: 1.0)
-    training.closure = True
-    log = log_of(training)
-    with pytest.warns(ShrinkpointWarning, match="the step log is off"):
-        training.run(0, 4)
-    assert log.off is not None
+    def make() -> Training:
+        training = Training()
+        training.optimizer = Sam(training.model.parameters(), lr=0.1)
+        training.scheduler = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: 1.0)
+        training.closure = True
+        return training
+
+    training = make()
+    log_of(training)
+    training.run(0, 4)
+    training.crash()
+    url = training.checkpointer.saver.url
+    again = make().log(url, url.replace("/run", "/log"), every=50)
+    with pytest.warns(ShrinkpointWarning, match="could not be replayed|give another state"):
+        assert again.checkpointer.resume() == 0
 
 
 class Twice(torch.optim.SGD):
@@ -384,8 +397,7 @@ def test_a_hook_that_is_registered_later_is_told():
     assert log.off is not None
 
 
-def test_what_the_rehearsal_does_not_see_the_digest_catches(crashed):
-    """The weights are changed for the first time when the rehearsal is long over."""
+def test_weights_that_are_changed_once_end_the_replay_there():
     name = uuid4().hex
     places = f"memory://{name}/run", f"memory://{name}/log"
 

@@ -224,7 +224,7 @@ def test_a_training_that_loses_a_store(tmp_path: Path) -> None:
 def test_a_log_of_steps_beside_one_and_several(tmp_path: Path, several: bool) -> None:
     urls = [str(tmp_path / name) for name in "abc"]
     log = {
-        "step_log": StepLog(segment_steps=1, busy="wait"),
+        "step_log": StepLog(segment_steps=1, overhead=None),
         "step_log_url": str(tmp_path / "steps"),
         "every": 3,
     }
