@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from shrinkpoint.coding.encode import encode_state
-from shrinkpoint.coding.selective import Row, decode_chain, decode_rows, in_memory, sources_of_run
+from shrinkpoint.coding.selective import Row, decode_batches, decode_chain, in_memory, sources_of_run
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Header
 from shrinkpoint.container.writer import write_container
@@ -90,9 +90,10 @@ def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Rebased:
         StoreError: the store cannot be read.
     """
     _check_source(store, manifest)
-    header, _, rows = decode_rows(
+    header, _, batches = decode_batches(
         sources_of_run(store, manifest), lambda header: header.tensors.keys(), threads=threads
     )
+    rows = [row for rows in batches for row in rows]
     checkpoint, exactly = rebase_checkpoint(header, rows, threads=threads)
     container = write_container(checkpoint)
     again = decode_chain([in_memory(container)], threads=threads).header

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,7 @@ from shrinkpoint.saving.address import Address
 from shrinkpoint.store.single import looks_like_file
 
 if TYPE_CHECKING:
+    from shrinkpoint.coding.selective import AnySource
     from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["verify"]
@@ -84,7 +86,7 @@ def _verify_run(
 
 
 def _verify_one(run: OpenRun, manifest: "Manifest") -> dict[str, Any]:
-    from shrinkpoint.coding.selective import decode_checkpoint
+    from shrinkpoint.coding.selective import decode_chain, sources_of_run
     from shrinkpoint.config import SaverConfig
 
     about: dict[str, Any] = {
@@ -94,11 +96,18 @@ def _verify_one(run: OpenRun, manifest: "Manifest") -> dict[str, Any]:
         "key": manifest.chain[-1].key,
     }
     try:
-        run.store.fetch(manifest)  # every byte, also those that a restore passes over
-        decoded = decode_checkpoint(run.store, manifest, threads=SaverConfig().encoder_threads)
+        # every byte, also those that a restore passes over
+        chain = [opening() for opening in sources_of_run(run.store, manifest, whole=True)]
+        decoded = decode_chain(
+            [partial(_itself, each) for each in chain], threads=SaverConfig().encoder_threads
+        )
     except (FormatError, ChainError) as error:
         return _result(**about, error=str(error))
     return _result(**about, tensors=len(decoded.state.tensors), state_digest=manifest.state_digest)
+
+
+def _itself(source: "AnySource") -> "AnySource":
+    return source
 
 
 def _verify_file(file: ContainerFile) -> dict[str, Any]:

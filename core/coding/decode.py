@@ -1,7 +1,8 @@
 """Decode the tensors of one checkpoint, and find which are needed; `shrinkpoint.coding.selective` reads whole chains."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from shrinkpoint.container.reader import Record
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
-from shrinkpoint.schemes.base import Context, EncodedTensor, ReadsSiblingPlanes, ReferenceState, TensorCodec
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReadsSiblingPlanes, ReferenceState
 from shrinkpoint.schemes.catalogue import codec_for_reading
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import TensorSpec
@@ -97,19 +98,7 @@ def decode_planes(
         reference: the reader's, after the checkpoint before.
         threads: parameters decoded side by side.
     """
-    by_name = {entry.spec.name: entry for entry in entries}
-
-    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, ReferenceState]]:
-        rows: list[tuple[Entry, ReferenceState]] = []
-        for entry in (by_name[spec.name] for spec in group):
-            sibling_planes = sibling_planes_of(entry.spec, ((earlier.spec, now) for earlier, now in rows))
-            codec, context = _reader(entry, reference, {}, sibling_planes)
-            planes = codec.decode(entry.encoded, entry.spec, context)
-            rows.append((entry, ReferenceState(entry.encoded.codec, entry.encoded.params, planes)))
-        return rows
-
-    groups = groups_of(entry.spec for entry in by_name.values())
-    return {entry.spec.name: now for rows in mapped(decode, groups, threads) for entry, now in rows}
+    return {entry.spec.name: now for entry, now, _ in _decoded(entries, reference, threads, None)}
 
 
 def decode_values(
@@ -133,45 +122,54 @@ def decode_values(
         CorruptionError: a restored tensor's digest is not the one that was stored.
         FormatError: sections are malformed.
     """
+    restore = partial(_restored, step=step, lasting=lasting)
+    for entry, now, value in _decoded(entries, reference, threads, restore):
+        assert value is not None
+        yield entry, now, value
+
+
+def _decoded(
+    entries: Iterable[Entry],
+    reference: Mapping[str, ReferenceState],
+    threads: int,
+    restore: Callable[[Entry, Planes, Context], torch.Tensor] | None,
+) -> Iterator[tuple[Entry, ReferenceState, torch.Tensor | None]]:
     by_name = {entry.spec.name: entry for entry in entries}
 
-    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, ReferenceState, torch.Tensor]]:
+    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, ReferenceState, torch.Tensor | None]]:
         values: dict[str, torch.Tensor] = {}
-        rows: list[tuple[Entry, ReferenceState, torch.Tensor]] = []
+        rows: list[tuple[Entry, ReferenceState, torch.Tensor | None]] = []
         for spec in group:
             entry = by_name[spec.name]
+            stored, known = entry.encoded, matching(reference.get(spec.name), spec)
             sibling_planes = sibling_planes_of(spec, ((earlier.spec, now) for earlier, now, _ in rows))
-            codec, context = _reader(entry, reference, siblings_of(values, spec, group), sibling_planes)
-            context = replace(context, lasting=lasting)
-            planes = codec.decode(entry.encoded, spec, context)
-            value = codec.reconstruct(entry.encoded, planes, spec, context)
-            if (value.dtype, tuple(value.shape)) != (spec.dtype, spec.shape):
+            context = Context(known, siblings_of(values, spec, group), sibling_planes)
+            context = for_codec(context, stored.codec, spec)
+            if stored.uses_reference and context.reference is None:
                 raise FormatError(
-                    f"{spec.name}: codec {entry.encoded.codec!r} cannot hold {spec.dtype} {spec.shape}"
+                    f"{spec.name} needs its predecessor, which the chain before it does not hold"
                 )
-            if tensor_digest(value) != entry.digest:
-                raise CorruptionError(
-                    f"step {step}: {spec.name} decodes to other values than were stored"
-                    " (a wrong reference, or a fault of this machine's decoder)"
-                )
-            values[spec.name] = value
-            rows.append((entry, ReferenceState(entry.encoded.codec, entry.encoded.params, planes), value))
+            planes = codec_for_reading(stored.codec).decode(stored, spec, context)
+            if restore is not None:
+                values[spec.name] = restore(entry, planes, context)
+            now = ReferenceState(stored.codec, stored.params, planes)
+            rows.append((entry, now, values.get(spec.name)))
         return rows
 
-    groups = groups_of(entry.spec for entry in by_name.values())
-    for rows in mapped(decode, groups, threads):
+    for rows in mapped(decode, groups_of(entry.spec for entry in by_name.values()), threads):
         yield from rows
         rows.clear()  # whoever wants to keep them has them
 
 
-def _reader(
-    entry: Entry,
-    reference: Mapping[str, ReferenceState],
-    siblings: Mapping[str, torch.Tensor],
-    sibling_planes: Mapping[str, ReferenceState],
-) -> tuple[TensorCodec, Context]:
-    context = Context(matching(reference.get(entry.spec.name), entry.spec), siblings, sibling_planes)
-    context = for_codec(context, entry.encoded.codec, entry.spec)
-    if entry.encoded.uses_reference and context.reference is None:
-        raise FormatError(f"{entry.spec.name} needs its predecessor, which the chain before it does not hold")
-    return codec_for_reading(entry.encoded.codec), context
+def _restored(entry: Entry, planes: Planes, context: Context, *, step: int, lasting: bool) -> torch.Tensor:
+    spec, stored = entry.spec, entry.encoded
+    codec = codec_for_reading(stored.codec)
+    value = codec.reconstruct(stored, planes, spec, replace(context, lasting=lasting))
+    if (value.dtype, tuple(value.shape)) != (spec.dtype, spec.shape):
+        raise FormatError(f"{spec.name}: codec {stored.codec!r} cannot hold {spec.dtype} {spec.shape}")
+    if tensor_digest(value) != entry.digest:
+        raise CorruptionError(
+            f"step {step}: {spec.name} decodes to other values than were stored"
+            " (a wrong reference, or a fault of this machine's decoder)"
+        )
+    return value

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shrinkpoint.coding.decode import EXPANSION, stands_alone
 from shrinkpoint.coding.grouping import (
     for_codec,
     groups_of,
@@ -16,11 +15,11 @@ from shrinkpoint.coding.grouping import (
     siblings_of,
     still_needed,
 )
-from shrinkpoint.coding.staging import StagedState
+from shrinkpoint.coding.staging import StagedState, is_believed, stage_state
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.runtime.memory import Returns
-from shrinkpoint.schemes.base import Coded, Context, ReferenceState, Scheme, Stages, TensorCodec
+from shrinkpoint.schemes.base import Coded, Context, ReferenceState, Scheme, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import pack_reasons
 from shrinkpoint.schemes.reasons import reasons_of
@@ -135,7 +134,7 @@ def _encode_one(
         try:
             codec = maker()
             coded = codec.encode(tensor, spec, for_codec(context, codec.id, spec))
-            if stands_alone(coded.encoded) and spec.nbytes > EXPANSION * coded.encoded.nbytes:
+            if not is_believed(coded.encoded, spec):
                 raise CannotRepresentError(f"{spec.name}: no reader would believe that so few bytes hold it")
             return coded, None
         except CannotRepresentError as error:
@@ -162,43 +161,11 @@ def restored_values(
         parameters: the only ones whose tensors are wanted; the others stay true. None takes all.
         threads: parameters handled side by side.
     """
-    makers = scheme.codecs(state)
-    before, memory = reference or {}, Returns(state.nbytes)
-
-    def restore(group: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-        values: dict[str, torch.Tensor] = {}
-        rows: list[tuple[TensorSpec, ReferenceState]] = []
-        for spec in group:
-            tensor, known = state.tensors[spec.name], matching(before.get(spec.name), spec)
-            context = Context(known, siblings_of(values, spec, group), sibling_planes_of(spec, rows))
-            values[spec.name], row = _restore_one(tensor, spec, context, makers.get(spec.name))
-            rows.extend(row)
-        memory.after(sum(spec.nbytes for spec in group))
-        return values
-
     wanted = (
         spec
         for spec in state.specs.values()
         if (roles is None or spec.tag.role in roles)
         and (parameters is None or spec.tag.parameter in parameters)
     )
-    found = mapped(restore, groups_of(wanted), threads)
-    others = state.tensors if parameters is not None else {}
-    return {**others, **{name: value for values in found for name, value in values.items()}}
-
-
-def _restore_one(
-    tensor: torch.Tensor, spec: TensorSpec, context: Context, maker: Callable[[], TensorCodec] | None
-) -> tuple[torch.Tensor, list[tuple[TensorSpec, ReferenceState]]]:
-    if maker is None:
-        return tensor, []
-    try:
-        codec = maker()
-        context = for_codec(context, codec.id, spec)
-        if isinstance(codec, Stages):
-            return codec.stage(tensor, spec, context).value, []
-        coded = codec.encode(tensor, spec, context)
-    except CannotRepresentError:
-        return tensor, []
-    reference = ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes)
-    return coded.value, [(spec, reference)]
+    found = stage_state(state, scheme, reference, specs=wanted, coding=False, threads=threads)
+    return {**(state.tensors if parameters is not None else {}), **found.state.tensors}

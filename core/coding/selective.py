@@ -38,13 +38,13 @@ __all__ = [
     "decode_batches",
     "decode_chain",
     "decode_checkpoint",
-    "decode_rows",
     "decode_selected",
     "header_of",
     "in_memory",
     "sources_of_run",
 ]
 
+Item = TypeVar("Item")
 T = TypeVar("T")
 
 _WHOLE_BYTES = 2**20
@@ -144,11 +144,7 @@ class Source:
                 spans.append([start, end])
         fetch = self._fetch_range
         assert fetch is not None
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="shrinkpoint-read") as pool:
-            return [
-                (span[0], data)
-                for span, data in zip(spans, pool.map(lambda span: fetch(*span), spans), strict=True)
-            ]
+        return _side_by_side(lambda span: (span[0], fetch(*span)), spans)
 
     def _read(self, offset: int, length: int) -> bytes:
         if self._whole is not None:
@@ -200,7 +196,11 @@ def in_memory(container: bytes) -> Callable[[], Source]:
 
 
 def sources_of_run(
-    store: RunStore, manifest: Manifest, parts: Callable[[int], Collection[int]] | None = None
+    store: RunStore,
+    manifest: Manifest,
+    parts: Callable[[int], Collection[int]] | None = None,
+    *,
+    whole: bool = False,
 ) -> list[Callable[[], AnySource]]:
     """What opens each checkpoint of a checkpoint's chain, base first; it refuses another state than the manifest's.
 
@@ -208,21 +208,18 @@ def sources_of_run(
         store: the run.
         manifest: of the checkpoint.
         parts: gives the numbers of the parts that are needed of the checkpoint at an index of the chain; None: all.
+        whole: whether containers are read at once, and every byte is checked.
     """
 
     def open_blob(ref: BlobRef) -> Source:
-        return Source(
-            ref.size,
-            lambda: store.fetch_blob(ref, manifest),
-            lambda start, end: store.fetch_range(ref, start, end),
-        )
+        fetch_range = None if whole else partial(store.fetch_range, ref)
+        return Source(ref.size, lambda: store.fetch_blob(ref, manifest), fetch_range)
 
     def open_parts(at: int, ref: BlobRef) -> PartsSource:
         head = store.head(ref)
         numbers = range(len(head.parts)) if parts is None else sorted(parts(at)) or range(len(head.parts))
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="shrinkpoint-read") as pool:
-            opened = pool.map(lambda number: open_blob(head.parts[number].ref), numbers)
-            return PartsSource(head, dict(zip(numbers, opened, strict=True)))
+        opened = _side_by_side(lambda number: open_blob(head.parts[number].ref), numbers)
+        return PartsSource(head, dict(zip(numbers, opened, strict=True)))
 
     def open_at(at: int) -> AnySource:
         ref = manifest.chain[at]
@@ -251,10 +248,14 @@ def header_of(store: RunStore, ref: BlobRef, parts: Collection[int] | None = Non
     if not ref.parts:
         return _header_alone(store, ref)
     head = store.head(ref)
+    numbers = range(len(head.parts)) if parts is None else sorted(parts)
+    headers = _side_by_side(lambda number: _header_alone(store, head.parts[number].ref), numbers)
+    return merged_headers(head, dict(zip(numbers, headers, strict=True)))
+
+
+def _side_by_side(function: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
     with ThreadPoolExecutor(_READERS, thread_name_prefix="shrinkpoint-read") as pool:
-        numbers = range(len(head.parts)) if parts is None else sorted(parts)
-        headers = pool.map(lambda number: _header_alone(store, head.parts[number].ref), numbers)
-        return merged_headers(head, dict(zip(numbers, headers, strict=True)))
+        return list(pool.map(function, items))
 
 
 def _header_alone(store: RunStore, ref: BlobRef) -> Header:
@@ -334,24 +335,6 @@ def decode_selected(
     return header, dict(joined(tensors, {name: header.tensors[name].spec for name in wanted})[0])
 
 
-def decode_rows(
-    chain: Sequence[Callable[[], AnySource]],
-    choose: Callable[[Header], Collection[str]],
-    *,
-    threads: int = 1,
-) -> tuple[Header, set[str], list[Row]]:
-    """As `decode_selected`, with all that a reader has of them afterwards, and of what they need.
-
-    Returns:
-        The header; the names of the wanted tensors or blocks; entry, reference for the next delta and value of each.
-
-    Raises:
-        ShrinkpointError: as `decode_selected`.
-    """
-    header, wanted, batches = decode_batches(chain, choose, threads=threads)
-    return header, wanted, [row for rows in batches for row in rows]
-
-
 def decode_batches(
     chain: Sequence[Callable[[], AnySource]],
     choose: Callable[[Header], Collection[str]],
@@ -360,7 +343,9 @@ def decode_batches(
     batch: int | None = None,
     lasting: bool = False,
 ) -> tuple[Header, set[str], Iterator[Iterator[Row]]]:
-    """As `decode_rows`, some tensors at a time: memory is bounded by a batch, or by the largest parameter.
+    """As `decode_selected`, some tensors at a time, with all that a reader has of them afterwards, and of what they need.
+
+    Memory is bounded by a batch, or by the largest parameter.
 
     Args:
         chain: as of `decode_selected`.

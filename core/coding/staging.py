@@ -1,13 +1,15 @@
 """Quantizes a state first and codes it later, so that a training can go on from the restored values in between."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from shrinkpoint.coding.decode import EXPANSION, stands_alone
-from shrinkpoint.coding.grouping import for_codec, groups_of, mapped, matching, siblings_of
+from shrinkpoint.coding.grouping import for_codec, groups_of, mapped, matching, sibling_planes_of, siblings_of
 from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import (
     Coded,
     Context,
@@ -23,7 +25,7 @@ from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import TensorSpec, TrainingState
 
-__all__ = ["StagedState", "stage_state"]
+__all__ = ["StagedState", "is_believed", "stage_state"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class StagedState:
                 alone = _alone(row.codec, coded, spec)
             else:
                 alone = coded
-            if alone is not None and _is_believed(alone.encoded, spec):
+            if alone is not None and is_believed(alone.encoded, spec):
                 return alone, None
             why = f"{spec.name}: the checkpoint that it was quantized after is not stored"
             self.stood_in.add(spec.name)
@@ -80,59 +82,71 @@ def stage_state(
     reference: Mapping[str, ReferenceState] | None,
     *,
     exactly: Mapping[str, str] | None = None,
+    specs: Iterable[TensorSpec] | None = None,
+    coding: bool = True,
     threads: int = 1,
 ) -> StagedState:
     """Quantize a snapshot.
 
     Args:
         state: host tensors that nobody changes until all is coded.
-        scheme: decides which codec takes which tensor. One that is no `Stages` must be exact.
+        scheme: decides which codec takes which tensor.
         reference: of the last state that was quantized; None quantizes for a base.
         exactly: tensors that are not quantized, with the reason.
+        specs: the only tensors that the result has; None takes all.
+        coding: whether they are to be coded later: else nothing is kept for that.
         threads: parameters quantized side by side; the values do not depend on it.
     """
-    makers = scheme.codecs(state)
-    before, refused = reference or {}, dict(exactly or {})
+    makers, before = scheme.codecs(state), reference or {}
+    values: dict[str, torch.Tensor] = {}
+    rows: dict[str, _Row] = {}
+    refused, memory = dict(exactly or {}), Returns(state.nbytes)
 
-    def stage(group: Sequence[TensorSpec]) -> tuple[dict[str, torch.Tensor], dict[str, _Row], dict[str, str]]:
-        values: dict[str, torch.Tensor] = {}
-        rows: dict[str, _Row] = {}
-        why: dict[str, str] = {}
+    def stage(group: Sequence[TensorSpec]) -> None:
+        own: dict[str, torch.Tensor] = {}
+        coded: list[tuple[TensorSpec, ReferenceState]] = []
         for spec in group:
-            values[spec.name] = state.tensors[spec.name]
+            own[spec.name] = tensor = state.tensors[spec.name]
             maker = makers.get(spec.name)
             if maker is None or spec.name in refused:
                 continue
-            codec = maker()
-            if not isinstance(codec, Stages):
-                continue
             known = matching(before.get(spec.name), spec)
-            context = for_codec(Context(known, siblings_of(values, spec, group)), codec.id, spec)
+            context = Context(known, siblings_of(own, spec, group), sibling_planes_of(spec, coded))
             try:
-                staged = codec.stage(state.tensors[spec.name], spec, context)
+                codec = maker()
+                context = for_codec(context, codec.id, spec)
+                if isinstance(codec, Stages):
+                    staged = codec.stage(tensor, spec, context)
+                else:
+                    staged = _staged(codec.encode(tensor, spec, context))
+                    coded.append((spec, _after(staged.coded())))
             except CannotRepresentError as error:
-                why[spec.name] = str(error)
+                refused[spec.name] = str(error)
                 continue
-            values[spec.name] = staged.value
-            rows[spec.name] = _Row(codec, staged, context.reference)
-        return values, rows, why
+            own[spec.name] = staged.value
+            if coding:
+                rows[spec.name] = _Row(codec, staged, context.reference)
+        memory.after(sum(spec.nbytes for spec in group))
+        values.update(own)
 
-    values: dict[str, torch.Tensor] = {}
-    rows: dict[str, _Row] = {}
-    for some_values, some_rows, why in mapped(stage, groups_of(state.specs.values()), threads):
-        values |= some_values
-        rows |= some_rows
-        refused |= why
-    ordered = {name: values[name] for name in state.specs}
+    deque(mapped(stage, groups_of(state.specs.values() if specs is None else specs), threads), 0)
+    ordered = {name: values[name] for name in state.specs if name in values}
     return StagedState(TrainingState(state.tree, ordered, state.specs), makers, rows, refused)
+
+
+def _staged(coded: Coded) -> Staged:
+    return Staged(coded.value, lambda: coded)
+
+
+def _after(coded: Coded) -> ReferenceState:
+    return ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes)
 
 
 def _alone(codec: TensorCodec, coded: Coded, spec: TensorSpec) -> Coded | None:
     """The same tensor without a reference, as its reader will have it; None where its codec cannot do that."""
     if not isinstance(codec, Rebasable):
         return None
-    after = ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes)
-    encoded: EncodedTensor | None = codec.rebase(coded.encoded, after, spec, {})
+    encoded: EncodedTensor | None = codec.rebase(coded.encoded, _after(coded), spec, {})
     if encoded is None:
         return None
     try:
@@ -143,6 +157,6 @@ def _alone(codec: TensorCodec, coded: Coded, spec: TensorSpec) -> Coded | None:
     return Coded(encoded, planes, value) if tensor_digest(value) == tensor_digest(coded.value) else None
 
 
-def _is_believed(encoded: EncodedTensor, spec: TensorSpec) -> bool:
+def is_believed(encoded: EncodedTensor, spec: TensorSpec) -> bool:
     """Whether a reader believes that so few bytes hold the tensor."""
     return not stands_alone(encoded) or spec.nbytes <= EXPANSION * encoded.nbytes

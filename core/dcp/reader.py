@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from shrinkpoint.coding.selective import decode_rows, header_of, sources_of_run
+from shrinkpoint.coding.selective import decode_batches, header_of, sources_of_run
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.dcp.contents import flat_nodes
 from shrinkpoint.dcp.items import FlatPath
@@ -203,10 +203,10 @@ class StorageReader(TorchStorageReader):
 
         names = {key: opened.table.name_of(*key) for key in wanted}
         chain = sources_of_run(self._store, opened.manifest, parts)
-        header, _, rows = decode_rows(
+        header, _, batches = decode_batches(
             chain, lambda header: header.tensors.keys() & set(names.values()), threads=self._threads
         )
-        found = {entry.spec.name: (entry.spec, value) for entry, _, value in rows}
+        found = {entry.spec.name: (entry.spec, value) for rows in batches for entry, _, value in rows}
         values = {}
         for (of, at), name in names.items():
             if name not in found:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shrinkpoint.coding.decode import required
-from shrinkpoint.coding.selective import AnySource, decode_chain, decode_rows, in_memory, sources_of_run
+from shrinkpoint.coding.selective import AnySource, decode_batches, decode_chain, in_memory, sources_of_run
 from shrinkpoint.compaction import rebase_checkpoint
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Header
@@ -127,8 +127,8 @@ def make_weights(
 
 def _as_base(store: RunStore, manifest: Manifest, tree: JSON, threads: int) -> Slimmed:
     kept = tensor_names(tree)
-    header, _, rows = decode_rows(sources_of_run(store, manifest), lambda _: kept, threads=threads)
-    weights = [row for row in rows if row[0].spec.name in kept]
+    header, _, batches = decode_batches(sources_of_run(store, manifest), lambda _: kept, threads=threads)
+    weights = [row for rows in batches for row in rows if row[0].spec.name in kept]
     checkpoint, _ = rebase_checkpoint(replace(header, tree=tree), weights, threads=threads)
     return Slimmed(source=manifest, parent=None, checkpoint=checkpoint, container=write_container(checkpoint))
 

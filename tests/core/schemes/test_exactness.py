@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import shrinkpoint
 from shrinkpoint.cli.app import app
 from shrinkpoint.coding.encode import EncodedState, encode_state
-from shrinkpoint.coding.selective import decode_rows, in_memory
+from shrinkpoint.coding.selective import decode_batches, in_memory
 from shrinkpoint.compaction import rebase_checkpoint
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
@@ -192,7 +192,8 @@ def test_compaction_keeps_the_reasons() -> None:
     scheme = Auto(options=AutoOptions(weight_scale=0.5), save_context=save_context)
     delta = encode_state(state, scheme, step=2, reference=reference, parent=base.checkpoint.state_digest)
     chain = [in_memory(write_container(each.checkpoint)) for each in (base, delta)]
-    header, _, rows = decode_rows(chain, lambda header: header.tensors.keys())
+    header, _, batches = decode_batches(chain, lambda header: header.tensors.keys())
+    rows = [row for rows in batches for row in rows]
     rebased, _ = rebase_checkpoint(header, rows)
     names = [entry.spec.name for entry in rebased.entries]
     assert unpack_reasons(rebased.exact, names).items() >= delta.exact.items()
