@@ -32,6 +32,8 @@ _LEVEL = 8
 _ZSTD_LEVEL = 3
 _PROBE = 1 << 14  # numbers that decide whether zstd is tried
 _REPETITIVE = 0.85  # of their bytes, for which it is
+_LARGE = 1 << 18  # numbers, for which that takes a third as long as pcodec
+_CLOSE = 1.1  # of pcodec's share of the bytes: of more than that, nothing was found that zstd codes shorter
 _MAX_WINDOW_BYTES = 16 << 20  # of any zstd frame that we accept; a chunk needs no more than its own size
 _ITEM_SIZES = (1, 2, 4, 8)
 
@@ -123,7 +125,8 @@ def _encode(numbers: Unsigned) -> tuple[int, bytes]:
         enable_8_bit=True,
     )
     found.append((_PCODEC, standalone.simple_compress(numbers, config)))
-    if _repeats(numbers):
+    limit = _CLOSE * len(found[1][1]) / len(plain) if numbers.size >= _LARGE else 1.0
+    if _share_of_probe(numbers) < min(_REPETITIVE, limit):
         compressor = zstandard.ZstdCompressor(
             level=_ZSTD_LEVEL, write_content_size=True, write_checksum=False
         )
@@ -131,11 +134,11 @@ def _encode(numbers: Unsigned) -> tuple[int, bytes]:
     return min(found, key=lambda each: len(each[1]))
 
 
-def _repeats(numbers: Unsigned) -> bool:
-    """Whether zstd may be shorter."""
+def _share_of_probe(numbers: Unsigned) -> float:
+    """Of their bytes, what zstd leaves of some numbers from the middle."""
     middle = max(numbers.size - _PROBE, 0) // 2
     probe = to_bytes(numbers[middle : middle + _PROBE])
-    return len(_local.compressor.compress(probe)) < _REPETITIVE * len(probe)
+    return len(_local.compressor.compress(probe)) / len(probe)
 
 
 def _decode(method: int, chunk: memoryview, out: Unsigned) -> None:

@@ -106,9 +106,10 @@ def test_chunks_and_threads(count: int) -> None:
     np.testing.assert_array_equal(decoded, array)
 
 
-def test_the_methods() -> None:
+@pytest.mark.parametrize("count", [3000, 1 << 19])
+def test_the_methods(count: int) -> None:
     """Each of them is the shortest for something."""
-    found = {kind: encode_numbers(patterns(kind, "u4"))[0] for kind in KINDS}
+    found = {kind: encode_numbers(patterns(kind, "u4", count))[0] for kind in KINDS}
     assert found == {"noise": RAW, "floats": PCODEC, "sparse": PCODEC, "repeated": ZSTD}
 
 
