@@ -211,21 +211,23 @@ def _take(
     """Decode the distances of a column; the numbers of words and bits then."""
     contexts, sides, distances = lanes[1], lanes[2], lanes[5]
     for lane in range(some):
-        context, x = np.int64(contexts[lane]), stream.states[lane]
+        # unsigned indices, for numba would look for negative ones: that took a fifteenth of reading
+        context, x = np.uint64(contexts[lane]), stream.states[lane]
         slot = x & np.uint32(4095)
-        symbol = np.int64(stream.lookup[context, np.int64(slot >> np.uint32(4))])
+        symbol = np.uint64(stream.lookup[context, np.uint64(slot >> np.uint32(4))])
         entry = stream.entries[context, symbol]
         while slot - (entry & np.uint32(0xFFFF)) >= entry >> np.uint32(16):
-            symbol += 1
+            symbol += np.uint64(1)
             entry = stream.entries[context, symbol]
         x = (entry >> np.uint32(16)) * (x >> np.uint32(12)) + (slot - (entry & np.uint32(0xFFFF)))
         short = x < np.uint32(32768)
-        x = ((x << np.uint32(16)) | np.uint32(stream.words[position])) if short else x
+        x = ((x << np.uint32(16)) | np.uint32(stream.words[np.uint64(position)])) if short else x
         stream.states[lane] = x
         position += np.int64(short)
-        size, sign = np.int32((symbol + 1) >> 1), np.int32(symbol & 1)
-        if symbol >= _BUCKETS:
-            bucket = np.int32(symbol - _BUCKETS)
+        number = np.int32(symbol)
+        size, sign = (number + np.int32(1)) >> np.int32(1), number & np.int32(1)
+        if number >= _BUCKETS:
+            bucket = number - np.int32(_BUCKETS)
             width = (bucket >> np.int32(2)) + np.int32(1)
             byte = bit >> 3
             rest = np.int32(stream.bits[byte]) | np.int32(stream.bits[byte + 1]) << np.int32(8)
