@@ -11,17 +11,14 @@ lie half a step away from them:
 Choosing the path that is nearest to a whole row (Viterbi) leaves 1.0 dB less noise than rounding with equally many points
 does, 1.53 dB being the limit. With subtractive dither the noise stays independent of the values.
 
-Places and points are integers here: a place is an int16 in `UNIT` parts of a step, a point its index in half steps.
+Places and points are integers here: a place is an int16 in 1/256 of a step, a point its index in half steps.
 
 Sources: M. W. Marcellin and T. R. Fischer, "Trellis coded quantization of memoryless and Gauss-Markov sources" (1990),
 table I for the trellis; the same idea as the dependent quantization of H.266; R. Zamir and M. Feder, "On lattice
 quantization noise" (1996) for dither on lattices.
 """
 
-__all__ = ["MAX_WIDTH", "NOISE", "UNIT", "row_width"]
-
-UNIT = 256
-"""Parts of a step in which places are expressed."""
+__all__ = ["MAX_WIDTH", "NOISE", "row_width"]
 
 NOISE = 0.0663
 """Mean square of the error in square steps; 1/12 for rounding."""

@@ -77,17 +77,14 @@ def new_learner(rarity: bytes, width: int, rate: int) -> "Learner":
     gradients, squares = np.zeros(weights.size, dtype=np.int64), np.zeros(weights.size, dtype=np.int64)
     net = views(weights)
     random = _uniform(weights.size)
-    weights[: sum(sizes[:3])] = random[: sum(sizes[:3])] * _spread(width) >> 24
+    # about sqrt(6 / (5 width)): Glorot's range for a matrix from the width to four of it
+    spread = int(np.sqrt(np.float64(6 * _ONE * _ONE // (5 * width))))
+    weights[: sum(sizes[:3])] = random[: sum(sizes[:3])] * spread >> 24
     # a gate that forgets half of everything at every step has nothing to learn from at first
     net.entry[:, width : 2 * width] += _ONE
     net.bias[width : 2 * width] += _ONE
     net.prior[:] = -_LOG_2_PER_RARITY * np.frombuffer(rarity, dtype=np.uint8).astype(np.int32)
     return Learner(net, views(gradients), weights, gradients, squares, rate)
-
-
-def _spread(width: int) -> int:
-    """About sqrt(6 / (5 width)) in 2^-24: Glorot's range for a matrix from ``width`` to ``4 width``."""
-    return int(np.sqrt(np.float64(6 * _ONE * _ONE // (5 * width))))
 
 
 def _uniform(count: int) -> Int64s:

@@ -18,8 +18,10 @@ from support.teams import in_team
 
 from shrinkpoint.arrays import Int16s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
-from shrinkpoint.entropy.lanes.trellis import MAX_WIDTH, NOISE, UNIT, row_width
+from shrinkpoint.entropy.lanes.trellis import MAX_WIDTH, NOISE, row_width
 from shrinkpoint.errors import CorruptionError, FormatError
+
+UNIT = 256  # parts of a step in which places are expressed
 
 Ints = npt.NDArray[Any]
 
