@@ -271,11 +271,11 @@ class RunStore:
         self._objects.put(key, b"")
         self._objects.delete([key])
 
-    def newest_sound(self, accept: Callable[[Manifest, list[bytes]], T]) -> tuple[Manifest, T] | None:
-        """The newest checkpoint whose whole chain is sound and that ``accept`` takes, with what ``accept`` returned.
+    def newest_readable(self, read: Callable[[Manifest], T]) -> tuple[Manifest, T] | None:
+        """The newest checkpoint that ``read`` takes, with what it returned.
 
         Args:
-            accept: Decodes the chain; raises FormatError, ChainError or CorruptionError to have the next older
+            read: Reads what it needs of the chain; raises FormatError, ChainError or CorruptionError to have the next older
                 checkpoint tried. Each one that is passed over is warned about.
 
         Returns:
@@ -286,10 +286,6 @@ class RunStore:
             UnsupportedFormatError: A checkpoint needs a newer shrinkpoint; an older one would lose progress silently.
             StoreError: The store could not be listed or read.
         """
-        return self.newest_readable(lambda manifest: accept(manifest, self.fetch(manifest)))
-
-    def newest_readable(self, read: Callable[[Manifest], T]) -> tuple[Manifest, T] | None:
-        """As :meth:`newest_sound`, where ``read`` itself fetches what it needs of the chain, with the same errors."""
         skipped: dict[str, str] = {}
         self._refuse_member()
         for _ in range(_RESTARTS):

@@ -25,6 +25,7 @@ from support.crash_states import (
     without_folder_syncs,
     without_parent_syncs,
 )
+from support.newest import newest_sound
 
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.store import local
@@ -83,7 +84,7 @@ def _lost(state: CrashState, folder: Path, runs: Sequence[str]) -> list[str]:
                 store.fetch(manifests[digest])
             except (KeyError, ShrinkpointError) as error:
                 missing.append(f"{digest[:8]}: {error!r}")
-        found = store.newest_sound(verified_digest)
+        found = newest_sound(store, verified_digest)
         if found is None or found[1] not in (state.acked[-1], *_later(state, found[1])):
             missing.append(f"recovery finds {found and found[0].seq}")
     except ShrinkpointError as error:
@@ -160,7 +161,7 @@ def test_saving_goes_on_from_sampled_states(tmp_path: Path, monkeypatch: pytest.
         digest = hashlib.sha256(b"after").hexdigest()
         with store.writer() as writer:
             writer.commit(b"after", step=1000, kind="base", parent=None, state_digest=digest, meta={})
-        found = store.newest_sound(verified_digest)
+        found = newest_sound(store, verified_digest)
         assert found is not None
         assert found[1] == digest
         shutil.rmtree(place)

@@ -11,6 +11,7 @@ from support.chaos_worker import verified_digest
 from support.fault_proxy import FaultProxy
 from support.faults import CorruptDown, DropResponse, Fault, ResetBefore, Rule, Status, Truncate, Zombie
 from support.matrices import some_fast
+from support.newest import newest_sound
 from support.s3 import S3Server, new_bucket, storage_options
 
 from shrinkpoint.errors import StoreError
@@ -121,7 +122,7 @@ def _store(objects: ObjectStore) -> RunStore:
 
 def _save(store: RunStore, content: bytes) -> str:
     """Continue from the newest checkpoint with a delta, or begin with a base; returns the acknowledged digest."""
-    found = store.newest_sound(verified_digest)
+    found = newest_sound(store, verified_digest)
     parent = found[0] if found else None
     digest = hashlib.sha256((parent.state_digest if parent else "").encode() + content).hexdigest()
     with store.writer() as writer:
@@ -138,7 +139,7 @@ def _save(store: RunStore, content: bytes) -> str:
 
 def _save_and_resume(objects: ObjectStore, content: bytes) -> str:
     digest = _save(_store(objects), content)
-    found = _store(objects).newest_sound(verified_digest)
+    found = newest_sound(_store(objects), verified_digest)
     assert found is not None
     assert found[1] == digest
     return digest
@@ -168,7 +169,7 @@ def _run(bench: _Bench, position: int, fault: Fault) -> None:
         assert verified_digest(stored[digest], clean.fetch(stored[digest])) == digest, where
     assert len(stored) == 2, where
     third = _save(clean, b"third")
-    found = clean.newest_sound(verified_digest)
+    found = newest_sound(clean, verified_digest)
     assert found is not None, where
     assert found[1] == third, where
 
@@ -201,4 +202,4 @@ def test_failing_listing_is_an_error_and_not_an_empty_run(bench: _Bench, fault: 
     bench.proxy.clear()
     bench.proxy.add(Rule("list-type=2", fault, times=None))
     with pytest.raises(StoreError):
-        _store(faulty).newest_sound(verified_digest)
+        newest_sound(_store(faulty), verified_digest)

@@ -13,6 +13,7 @@ from support import chaos_worker
 from support.chaos import Account, audit
 from support.chaos_worker import WorkerConfig, command, verified_digest
 from support.journal import read_journal
+from support.newest import newest_sound
 
 from shrinkpoint.store.run import RunStore
 
@@ -67,7 +68,7 @@ def _check(folder: Path) -> None:
     assert chaos_worker.work(again) == 0, resumed.read_text()
     events = [event["event"] for event in read_journal(resumed)]
     assert events == ["start", "resumed", "opened", *["ack"] * SAVES, "end"]
-    found = store.newest_sound(verified_digest)
+    found = newest_sound(store, verified_digest)
     assert found is not None
     assert found[1] == read_journal(resumed)[-2]["digest"]
 

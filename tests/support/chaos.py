@@ -24,6 +24,7 @@ from support.faults import (
     Zombie,
 )
 from support.journal import read_journal
+from support.newest import newest_sound
 
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.store.run import RunStore
@@ -199,7 +200,7 @@ def audit(store: RunStore, account: Account, journals: list[Path]) -> Account:
         except ShrinkpointError as error:
             account.lost.append(f"{ack['seq']}: {type(error).__name__}: {error}")
     newest = max((ack["seq"] for ack in acks if ack["seq"] not in retired), default=None)
-    found = store.newest_sound(verified_digest)
+    found = newest_sound(store, verified_digest)
     if newest is not None and (found is None or found[0].seq < newest):
         account.lost.append(f"{newest} is acknowledged, recovery finds {found[0].seq if found else None}")
     account.stale_resumes = _stale_resumes(runs, acks)

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 from support.injected_calls import inject
 from support.journal import Journal
+from support.newest import newest_sound
 
 from shrinkpoint.errors import CorruptionError, FencedError, ShrinkpointError
 from shrinkpoint.store.manifest import Manifest
@@ -156,7 +157,7 @@ def work(config: WorkerConfig) -> int:
     injected, end_injection = inject(**config.inject) if config.inject is not None else (None, lambda: None)
     try:
         store = RunStore(config.url, storage_options=config.storage_options)
-        found = store.newest_sound(verified_digest)
+        found = newest_sound(store, verified_digest)
         parent = found[0] if found else None
         journal.write("resumed", seq=parent.seq if parent else None)
         if config.believe_conditions:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from support import stores_worker
+from support.newest import newest_sound
 from support.store_places import Place
 from support.stores_worker import WriterConfig, content, open_objects, open_run, request_of, retired, taken
 
@@ -175,7 +176,7 @@ class Trial:
         last = max((step for step, _, _ in acks), default=0)
         run = open_run(self.objects())
         try:
-            found = run.newest_sound(lambda manifest, blobs: manifest)
+            found = newest_sound(run, lambda manifest, blobs: manifest)
             manifests = {manifest.digest: manifest for manifest in run.manifests()}
         except ShrinkpointError as error:
             self.wrong.append(f"{when}: all {UNRESTORABLE}: {type(error).__name__} ({error})")

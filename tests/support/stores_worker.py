@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.newest import newest_sound
 
 from shrinkpoint.errors import ChainError, FencedError, StoreError
 from shrinkpoint.store.connect import open_location
@@ -158,7 +159,7 @@ def _write(config: WriterConfig) -> None:
     )
     kept = _KEPT_REMOTE if any(config.places or ()) else _KEPT
     every = kept + 2  # saves between collections
-    found = run.newest_sound(_take) if config.resume else None
+    found = newest_sound(run, _take) if config.resume else None
     parent = found[0] if found else None
     writer = run.writer()
     with open(f"{config.root}/{config.journal}", "a", buffering=1) as journal:

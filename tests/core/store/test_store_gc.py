@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.fake_objects import FakeObjects
+from support.newest import newest_sound
 from support.stores import FakeSet
 
 from shrinkpoint.errors import (
@@ -122,7 +123,7 @@ def test_newest_whose_blob_is_lost_does_not_count_as_newest(run: Run) -> None:
     writer = store.writer()
     assert writer.collect([broken.seq], grace_s=0).removed == ()
     with pytest.warns(ShrinkpointWarning):
-        found = store.newest_sound(lambda manifest, blobs: manifest.step)
+        found = newest_sound(store, lambda manifest, blobs: manifest.step)
     assert found is not None
     assert found[1] == 1
 
@@ -134,7 +135,7 @@ def test_resumed_checkpoint_stays_until_the_first_commit(run: Run) -> None:
     run.fake.blobs[second.chain[0].key] = (b"x", modified)  # damaged, of the right size
     store = run.reopen()
     with pytest.warns(ShrinkpointWarning):
-        store.newest_sound(lambda manifest, blobs: None)
+        newest_sound(store, lambda manifest, blobs: None)
     writer = store.writer()
     assert writer.collect([second.seq]).removed == ()
     save(writer, 3, first)
@@ -482,7 +483,7 @@ class Collections(RuleBasedStateMachine):
     def open_writer(self) -> None:
         """Resume: restore the newest, then become the writer; earlier writers live on without knowing."""
         store = self.store()
-        found = store.newest_sound(lambda manifest, blobs: None)
+        found = newest_sound(store, lambda manifest, blobs: None)
         writer = store.writer()
         writer._clock = lambda: self.fake.now
         self.writers = [*self.writers[-2:], (writer, found[0] if found else None)]
@@ -564,7 +565,7 @@ class Collections(RuleBasedStateMachine):
 
     @invariant()
     def nothing_newer_than_the_restored_one_was_acknowledged(self) -> None:
-        found = self.store().newest_sound(lambda manifest, blobs: None)
+        found = newest_sound(self.store(), lambda manifest, blobs: None)
         order = [(m.epoch, m.seq) for m in self.acknowledged.values()]
         assert not order or (found is not None and (found[0].epoch, found[0].seq) >= max(order))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.newest import newest_sound
 
 from shrinkpoint.errors import CorruptionError, StoreError
 from shrinkpoint.store import local
@@ -123,7 +124,7 @@ def test_full_disk_leaves_the_run_restorable(places: list[Path], monkeypatch: py
         patch.setattr(os, "write", failing(errno.ENOSPC))
         with pytest.raises(StoreError, match="free space"):
             writer.commit(b"more", step=2, kind="delta", parent=base, state_digest="", meta={})
-    assert store.newest_sound(lambda manifest, blobs: blobs) == (base, [b"base"])
+    assert newest_sound(store, lambda manifest, blobs: blobs) == (base, [b"base"])
     assert writer.commit(b"more", step=3, kind="delta", parent=base, state_digest="", meta={}).seq == 1
     assert [path for place in places for path in temporaries(place)] == []
 
@@ -229,7 +230,7 @@ def test_unlistable_folder_is_an_error_and_no_empty_run(
         writer.commit(b"base", step=1, kind="base", parent=None, state_digest="", meta={})
     monkeypatch.setattr(os, "scandir", failing(errno.EACCES))
     with pytest.raises(StoreError, match="permission"):
-        store.newest_sound(lambda manifest, blobs: blobs)
+        newest_sound(store, lambda manifest, blobs: blobs)
 
 
 def test_folder_removed_under_a_writer(tmp_path: Path) -> None:
@@ -273,7 +274,7 @@ def test_temporary_files_are_never_listed(tmp_path: Path) -> None:
     (tmp_path / "commits").mkdir()
     (tmp_path / "commits" / ".tmp-0123456789abcdef").write_bytes(b"half")
     assert objects.list("") == []
-    assert RunStore(tmp_path).newest_sound(lambda manifest, blobs: blobs) is None
+    assert newest_sound(RunStore(tmp_path), lambda manifest, blobs: blobs) is None
 
 
 def test_absent_object(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 from support.fake_objects import FakeObjects
+from support.newest import newest_sound
 
 from shrinkpoint.errors import (
     ChainError,
@@ -97,7 +98,7 @@ def test_a_release_that_does_not_know_parts_refuses_by_name_and_collects_nothing
         pytest.warns(match="unreadable checkpoint"),
         pytest.raises(UnsupportedFormatError, match=r"needs features \['parts'\]"),
     ):
-        old.newest_sound(lambda manifest, containers: None)
+        newest_sound(old, lambda manifest, containers: None)
     writer = old.writer()
     run.fake.now += 10 * DAY
     writer.collect((), grace_s=DAY)
@@ -155,7 +156,7 @@ def test_a_missing_or_damaged_part_or_head_makes_its_checkpoint_unsound(run: Run
 
     def newest() -> Manifest:
         with pytest.warns(match="passed over"):
-            found = run.reopen().newest_sound(lambda manifest, containers: None)
+            found = newest_sound(run.reopen(), lambda manifest, containers: None)
         assert found is not None
         return found[0]
 

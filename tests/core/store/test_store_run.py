@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from support.fake_objects import FakeObjects
+from support.newest import newest_sound
 from support.stores import FakeSet, forget
 
 from shrinkpoint.errors import (
@@ -77,7 +78,7 @@ def test_damaged_manifest_is_passed_over(run: Run, damage: str) -> None:
     run.damage("commits/0000000003.json", DAMAGES[damage])
     store = run.reopen()
     with pytest.warns(ShrinkpointWarning, match=r"commits/0000000003\.json"):
-        found = store.newest_sound(take)
+        found = newest_sound(store, take)
     assert found == (run.manifests[2], [b"container 1", b"container 2", b"container 3"])
     assert [damaged.key for damaged in store.damaged] == ["commits/0000000003.json"]
 
@@ -95,11 +96,11 @@ def test_damage_in_a_chain_costs_that_chain_alone(run: Run, damage: str, positio
     store = run.reopen()
     if position == 0:
         with pytest.warns(ShrinkpointWarning), pytest.raises(ChainError, match="none of them") as caught:
-            store.newest_sound(take)
+            newest_sound(store, take)
         assert key in str(caught.value)
         return
     with pytest.warns(ShrinkpointWarning, match=key):
-        found = store.newest_sound(take)
+        found = newest_sound(store, take)
     assert found is not None
     assert found[0] == run.manifests[position - 1]
 
@@ -131,7 +132,7 @@ def test_damage_on_the_way_is_read_again(run: Run, times: int, monkeypatch: pyte
     monkeypatch.setattr(run.fake, "get", get)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert store.newest_sound(take) == (run.manifests[3], [b"container 4"])
+        assert newest_sound(store, take) == (run.manifests[3], [b"container 4"])
 
 
 @pytest.mark.parametrize("error", [FormatError, ChainError, CorruptionError])
@@ -145,7 +146,7 @@ def test_what_accept_refuses_is_passed_over(run: Run, error: type[Exception]) ->
         pytest.warns(ShrinkpointWarning, match="wrong reference in step 4"),
         pytest.warns(ShrinkpointWarning, match="wrong reference in step 3"),
     ):
-        assert run.store.newest_sound(accept) == (run.manifests[1], 2)
+        assert newest_sound(run.store, accept) == (run.manifests[1], 2)
 
 
 def test_other_errors_of_accept_come_through(run: Run) -> None:
@@ -153,25 +154,25 @@ def test_other_errors_of_accept_come_through(run: Run) -> None:
         raise MemoryError("not a matter of this checkpoint")
 
     with pytest.raises(MemoryError):
-        run.store.newest_sound(accept)
+        newest_sound(run.store, accept)
 
 
 def test_never_a_silent_start_from_nothing(run: Run) -> None:
     for key in [key for key in run.fake.blobs if key.startswith("data/")]:
         del run.fake.blobs[key]
     with pytest.warns(ShrinkpointWarning), pytest.raises(ChainError, match="Nothing was changed"):
-        run.store.newest_sound(take)
+        newest_sound(run.store, take)
     for key in [key for key in run.fake.blobs if key.startswith("commits/")]:
         run.damage(key, flip)
     with pytest.warns(ShrinkpointWarning), pytest.raises(ChainError, match=r"0000000002\.json"):
-        run.reopen().newest_sound(take)
+        newest_sound(run.reopen(), take)
 
 
 def test_every_failing_operation_of_a_resume_is_an_error(run: Run) -> None:
     for call in itertools.count():
         run.fake.fail_at(call)
         try:
-            found = run.reopen().newest_sound(take)
+            found = newest_sound(run.reopen(), take)
         except StoreError:
             continue
         assert found is not None
@@ -187,7 +188,7 @@ def test_newer_versions_stop_instead_of_going_back(run: Run) -> None:
         pytest.warns(ShrinkpointWarning),
         pytest.raises(UnsupportedFormatError, match=r"0000000004\.json.*upgrade"),
     ):
-        run.reopen().newest_sound(take)
+        newest_sound(run.reopen(), take)
 
 
 def test_number_inside_must_be_the_number_outside(run: Run) -> None:
@@ -208,7 +209,7 @@ def test_checkpoint_collected_during_a_restore(run: Run) -> None:
     run.fake.before = vanish
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = store.newest_sound(take)
+        found = newest_sound(store, take)
     assert found is not None
     assert found[0] == run.manifests[2]
 
@@ -291,7 +292,7 @@ def test_a_format_file_with_fields_of_other_types(run: Run) -> None:
 def test_lost_format_file_loses_nothing(run: Run) -> None:
     del run.fake.blobs["format.json"]
     store = run.reopen()
-    assert store.newest_sound(take) == (run.manifests[3], [b"container 4"])
+    assert newest_sound(store, take) == (run.manifests[3], [b"container 4"])
     assert store.writer().epoch == 2
     assert store.exists()
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 from support.fake_objects import FakeObjects
+from support.newest import newest_sound
 from support.s3 import S3Server, moto_server, new_bucket, storage_options
 from support.stores import FakeSet, forget
 
@@ -74,16 +75,16 @@ def test_all_manifests_listed_but_404(fake: FakeObjects | FakeSet) -> None:
     answer_404(fake, "commits/")
     store = opened(fake)
     with pytest.warns(ShrinkpointWarning, match="listed, but cannot be read"), pytest.raises(ChainError):
-        store.newest_sound(step_of)
+        newest_sound(store, step_of)
     assert len(store.damaged) == 3
     fake.heal()
-    assert opened(fake).newest_sound(step_of) is not None
+    assert newest_sound(opened(fake), step_of) is not None
 
 
 def test_newest_manifest_listed_but_404(fake: FakeObjects | FakeSet) -> None:
     answer_404(fake, "commits/0000000002")
     with pytest.warns(ShrinkpointWarning, match=r"commits/0000000002\.json is listed, but cannot be read"):
-        found = opened(fake).newest_sound(step_of)
+        found = newest_sound(opened(fake), step_of)
     assert found is not None
     assert found[1] == 2
 
@@ -116,7 +117,7 @@ def test_older_one_when_container_and_manifest_are_404(fake: FakeObjects | FakeS
     newest = store.manifests()[0]
     answer_404(fake, "commits/0000000002", newest.chain[0].key)
     with pytest.warns(ShrinkpointWarning, match="passed over"):
-        found = store.newest_sound(step_of)
+        found = newest_sound(store, step_of)
     assert found is not None
     assert found[1] == 2
 
@@ -161,7 +162,7 @@ def test_empty_listing_is_not_believed(fake: FakeObjects | FakeSet, monkeypatch:
 
     monkeypatch.setattr(fake, "list", nothing)
     store = opened(fake)
-    for use in (store.manifests, lambda: store.newest_sound(step_of), store.writer):
+    for use in (store.manifests, lambda: newest_sound(store, step_of), store.writer):
         with pytest.raises(StoreError, match=r"lists no checkpoint, although .*committed\.json"):
             use()
 
@@ -174,7 +175,7 @@ def test_listings_that_are_all_empty_are_not_believed_without_the_note(
     with monkeypatch.context() as patch:
         patch.setattr(fake, "list", lambda prefix, *, limit=None: [])
         store = opened(fake)
-        for use in (store.manifests, lambda: store.newest_sound(step_of), store.writer):
+        for use in (store.manifests, lambda: newest_sound(store, step_of), store.writer):
             with pytest.raises(StoreError, match=r"format\.json can be read and is not listed either"):
                 use()
     assert [manifest.step for manifest in store.manifests()] == [3, 2, 1]
@@ -189,21 +190,21 @@ def test_run_that_was_begun_and_never_saved_is_told_and_not_refused(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         store.writer()
-        assert store.newest_sound(step_of) is None
+        assert newest_sound(store, step_of) is None
         again = opened(fake)
         again.writer()
-        assert again.newest_sound(step_of) is None
+        assert newest_sound(again, step_of) is None
     monkeypatch.setattr(identity, "_begun_here", set())  # as in another process
     again = opened(fake)
     writer = again.writer()
     with pytest.warns(ShrinkpointWarning, match=r"was begun before .*holds no checkpoint.*stop it now"):
-        assert again.newest_sound(step_of) is None
+        assert newest_sound(again, step_of) is None
     save(writer, 1)
     third = opened(fake)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         third.writer()
-        assert third.newest_sound(step_of) is not None
+        assert newest_sound(third, step_of) is not None
 
 
 def test_folder_without_its_commits_and_data_is_told_without_the_note(
@@ -218,7 +219,7 @@ def test_folder_without_its_commits_and_data_is_told_without_the_note(
     store = RunStore(folders)
     store.writer()
     with pytest.warns(ShrinkpointWarning, match="not mounted.*stop it now if checkpoints should be here"):
-        assert store.newest_sound(step_of) is None
+        assert newest_sound(store, step_of) is None
 
 
 @pytest.mark.parametrize("kind", [FakeObjects, FakeSet], ids=["one", "several"])
@@ -248,7 +249,7 @@ def test_folder_without_its_commits(folders: list[Path], how: str) -> None:
         if how == "link":
             (folder / "commits").symlink_to(folder.parent / "nowhere")
     with pytest.raises(StoreError, match="not mounted"):
-        RunStore(folders).newest_sound(step_of)
+        newest_sound(RunStore(folders), step_of)
     with pytest.raises(StoreError, match="not mounted"):
         RunStore(folders).writer()
     for folder in folders:
@@ -285,7 +286,7 @@ def test_first_save_that_was_interrupted_is_no_obstacle(kind: type[FakeObjects |
     store = opened(fake)
     with pytest.warns(ShrinkpointWarning, match="containers but no checkpoint"):
         again = store.writer()
-    assert store.newest_sound(step_of) is None
+    assert newest_sound(store, step_of) is None
     save(again, 1)
     assert [manifest.step for manifest in store.manifests()] == [1]
 
@@ -370,14 +371,14 @@ def test_removed_and_retargeted_folders(tmp_path: Path) -> None:
     with pytest.raises(ChainError, match="save a base"):
         save(writer, 2, first)
     second = save(writer, 3)
-    assert RunStore(tmp_path / "b").newest_sound(step_of) == (second, 3)
+    assert newest_sound(RunStore(tmp_path / "b"), step_of) == (second, 3)
     shutil.rmtree(tmp_path / "b" / "data")
     with pytest.raises(ChainError, match="save a base"):
         save(writer, 4, second)
     shutil.rmtree(tmp_path / "b")
     (tmp_path / "b").mkdir()
     third = save(writer, 5)
-    assert RunStore(tmp_path / "b").newest_sound(step_of) == (third, 5)
+    assert newest_sound(RunStore(tmp_path / "b"), step_of) == (third, 5)
     assert (tmp_path / "b" / "committed.json").exists()
 
 
@@ -399,10 +400,10 @@ def test_objects_that_were_deleted_from_a_bucket(server: S3Server, stores: int) 
     with pytest.raises(ChainError, match="save a base"):
         save(writer, 3, second)
     third = save(writer, 3)
-    assert RunStore(url, storage_options=options).newest_sound(step_of) == (third, 3)
+    assert newest_sound(RunStore(url, storage_options=options), step_of) == (third, 3)
     objects.delete([info.key for info in objects.list("commits/")])
     with pytest.raises(StoreError, match="lists no checkpoint"):
-        RunStore(url, storage_options=options).newest_sound(step_of)
+        newest_sound(RunStore(url, storage_options=options), step_of)
 
 
 # ---- junk

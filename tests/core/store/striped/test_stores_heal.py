@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.fake_objects import InjectedError
+from support.newest import newest_sound
 from support.stores import NamedFake, Stores, take
 
 from shrinkpoint.errors import RunMismatchError, ShrinkpointWarning, StoreError
@@ -283,7 +284,7 @@ def test_while_it_is_saved_to() -> None:
     newest = next(steps) - 1
     for lost in range(3):
         stores.each[lost].lose()
-        found = stores.run().newest_sound(take)
+        found = newest_sound(stores.run(), take)
         assert found is not None
         assert found[0].step == newest
         stores.each[lost].heal()

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
+from support.newest import newest_sound
 from support.stores import Stores, take
 
 from shrinkpoint.errors import ShrinkpointWarning
@@ -142,7 +143,7 @@ def test_a_store_that_fails_in_the_middle_of_a_restore(victim: int, passing: boo
             each.before = lambda operation, key, fail=fail, times=times: (
                 fail(operation, key) if next(times, None) is not None else None
             )
-        found = stores.run().newest_sound(take)
+        found = newest_sound(stores.run(), take)
         each.heal()
         assert found is not None
         assert (found[0].step, found[1]) == (3, blobs)

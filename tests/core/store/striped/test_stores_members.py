@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.newest import newest_sound
 from support.stores import QUICK, NamedFake, Stores, take
 
 from shrinkpoint.errors import ConfigError, FormatError, RunMismatchError, ShrinkpointWarning, StoreError
@@ -26,7 +27,7 @@ def with_a_checkpoint(count: int = 3, parity: int | None = 1) -> Stores:
 
 
 def reads(stores: Stores) -> Any:
-    found = stores.run().newest_sound(take)
+    found = newest_sound(stores.run(), take)
     return found and found[0].step
 
 
@@ -50,7 +51,7 @@ def test_nothing_is_written_by_looking() -> None:
     stores = Stores()
     run = stores.run()
     assert not run.exists()
-    assert run.newest_sound(take) is None
+    assert newest_sound(run, take) is None
     assert run.manifests() == []
     assert [each.blobs for each in stores.each] == [{}, {}, {}]
 
@@ -236,7 +237,7 @@ def test_one_member_alone_is_not_a_run() -> None:
     with pytest.raises(RunMismatchError, match=r"store 1 of .*fake://a, fake://b, fake://c"):
         run.writer()
     with pytest.raises(RunMismatchError, match="store 1 of"):
-        run.newest_sound(take)
+        newest_sound(run, take)
     assert stores.each[0].blobs == before
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.fake_objects import InjectedError
+from support.newest import newest_sound
 from support.stores import NamedFake, Stores, take
 
 from shrinkpoint.errors import (
@@ -39,7 +40,7 @@ def base(writer: RunWriter, step: int, data: bytes = BIG) -> Manifest:
 
 
 def newest(stores: Stores, **how: Any) -> tuple[int, list[bytes]] | None:
-    found = stores.run(stores.objects(**how)).newest_sound(take)
+    found = newest_sound(stores.run(stores.objects(**how)), take)
     return None if found is None else (found[0].step, found[1])
 
 
