@@ -87,7 +87,7 @@ class SaveReport:
     or the sum of their delays, whichever is more; the rest of each upper end adds up."""
     cost_delay: float | None = None
     """Upper end of what lost progress costs: the fall of the loss over the steps that a restore loses."""
-    degradation_luck: float | None = None
+    degradation_noise: float | None = None
     """Rise of the loss right at the restore less `degradation`: the first-order part, of either sign by chance, which
     is trained away."""
     measured: Measured = "measured"

@@ -167,7 +167,7 @@ _MEASURED = (
     "degradation",
     "degradation_low",
     "degradation_high",
-    "degradation_luck",
+    "degradation_noise",
     "cost",
     "cost_high",
     "cost_delay",

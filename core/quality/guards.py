@@ -107,7 +107,16 @@ class Guard:
         state = save_context.state
         # Updates are compared by other threads, which allocate elsewhere: what a candidate took would stay, too.
         Returns(state.nbytes).after(state.nbytes)
-        values = self._values(save_context, scheme, chosen)
+        if self._restored is None:
+            values = restored_values(
+                state, scheme, save_context.reference, parameters=chosen, threads=self._threads
+            )
+        else:
+            found, specs = self._restored(scheme).tensors, state.specs
+            values = {
+                name: found[name] if specs[name].tag.parameter in chosen else true
+                for name, true in state.tensors.items()
+            }
         reason = self._too_noisy(save_context, values) or self._loses_progress(save_context, values)
         if reason is not None:
             return reason
@@ -117,21 +126,6 @@ class Guard:
             self._refuses_moments = True
             return reason
         return self._loses_steps(save_context)
-
-    def _values(
-        self, save_context: SaveContext, scheme: Scheme, chosen: frozenset[str]
-    ) -> dict[str, torch.Tensor]:
-        """Restored tensors of the chosen parameters, and true ones of the others."""
-        state = save_context.state
-        if self._restored is None:
-            return restored_values(
-                state, scheme, save_context.reference, parameters=chosen, threads=self._threads
-            )
-        found = self._restored(scheme).tensors
-        return {
-            name: found[name] if spec.tag.parameter in chosen else state.tensors[name]
-            for name, spec in state.specs.items()
-        }
 
     def _too_noisy(self, save_context: SaveContext, values: dict[str, torch.Tensor]) -> str | None:
         if save_context.movement is None:

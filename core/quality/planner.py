@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -105,16 +104,6 @@ class _Save:
         return [losses_of(loss) for loss in self.resume(given, marks)]
 
 
-class _Verdict(NamedTuple):
-    """What the guards of all processes say of a plan."""
-
-    reason: str | None
-    moments: bool
-    at_fault: frozenset[int]
-    lost_steps: float
-    update_error: float | None
-
-
 class Planner:
     """Chooses the scheme of every save; keeps the search's state between saves.
 
@@ -149,7 +138,8 @@ class Planner:
         self._ladder = ladder_of(config, spent_s)
         self._baseline: tuple[int, float] | None = None  # step and loss of the last save that measured it
         self._fall = 0.0  # of the loss in a step, as far as it is known at this save
-        self._verdict: _Verdict | None = None  # of the last plan checked at this save
+        # What a restore under the last plan checked would do: steps that it loses, and the error of the first update.
+        self._lost_steps = self._update_error = 0.0
         self._sighted = False  # whether an evaluation was seen to change with the weights
         self._sees_network: bool | None = (
             None  # whether it sees the weights and not only their averages; None: not tried
@@ -182,7 +172,8 @@ class Planner:
             combine: where several processes have parts of the snapshot, joins what they know; all plan the same then.
         """
         self._recovery.saw(save_context.step)
-        share, self._fall, self._verdict = self._budget.share, 0.0, None
+        share = self._budget.share
+        self._fall = self._lost_steps = self._update_error = 0.0
         if exact or self._ladder is None:
             why = ", as a signal to end does" if exact else ""
             plan = exactly(f"exact storage was asked for{why}", is_explained=True)
@@ -207,7 +198,7 @@ class Planner:
     @property
     def _delay(self) -> float:
         """What the progress costs that a restore under the last plan checked would lose."""
-        return self._verdict.lost_steps * self._fall if self._verdict is not None else 0.0
+        return self._lost_steps * self._fall
 
     def _without_measuring(self, save: _Save) -> Plan | None:
         """The plan where there is nothing to be measured, or no way to; None where it is to be measured."""
@@ -342,18 +333,17 @@ class Planner:
         true = save.losses_after(marks, None, threads)
         tried = save.losses_after(marks, plan.scheme, threads)
         at, absolute = plan.rise or EXACT, absolute_error(self._budget.share)
-        fall = lost = error = 0.0
+        fall = 0.0
         if plan.baseline is not None:
             last = sum(true[-1]) / len(true[-1])
             fall = max(0.0, -relative_rise(last, plan.baseline, floor)) / marks[-1]
-        if self._verdict is not None:
-            lost, known = self._verdict.lost_steps, self._verdict.update_error
-            error = _USUAL_ERROR if known is None else known
         rises = {
             mark: measured_rise(baseline, losses, floor=floor, absolute=absolute)
             for mark, losses, baseline in zip(marks, tried, true, strict=True)
         }
-        rises = lasting_rises(rises, at, fall=fall, lost_steps=lost, update_error=error)
+        rises = lasting_rises(
+            rises, at, fall=fall, lost_steps=self._lost_steps, update_error=self._update_error
+        )
         cost = self._recovery.measured(at, rises, plan.options, plan.scale)
         return replace(plan, resumed=rises, fall=fall, cost=cost)
 
@@ -379,16 +369,27 @@ class Planner:
 
     def _refusal(self, guard: Guard, save: _Save, plan: Plan) -> Refusal | None:
         """Why a plan must not be used as it is: a guard refuses it, or the progress that it loses costs too much."""
-        verdict = self._verdict = _verdict_of(guard, save, plan.scheme)
-        if verdict.reason is not None:
-            return Refusal(verdict.reason, verdict.moments, verdict.at_fault)
+        reason = guard(save.context, plan.scheme)
+        own = {
+            "refused": [] if reason is None else [[guard.refuses_moments, reason]],
+            "at_fault": sorted(guard.at_fault),
+            "lost_steps": [guard.lost_steps],
+            "update_error": [] if guard.update_error is None else [guard.update_error],
+        }
+        found = save.combine(own, joined)
+        at_fault = frozenset(found["at_fault"])
+        self._lost_steps = max(found["lost_steps"])
+        self._update_error = max(found["update_error"], default=_USUAL_ERROR)
+        if found["refused"]:
+            moments, reason = min(found["refused"], key=lambda one: bool(one[0]))  # one for the weights first
+            return Refusal(reason, bool(moments), at_fault)
         delay, share = self._delay, self._budget.delay_share
         if delay <= share or plan.rise is None:
             return None
         high = max(plan.rise.high, plan.lasting.high)
         reason = f"a restore would lose progress that costs {delay:+.3g}, and {share:.3g} may be lost"
         times = delay / max(share, 1e-9 * delay)
-        return Refusal(reason, True, verdict.at_fault, times, is_firm=high + delay > self._budget.delay_left)
+        return Refusal(reason, True, at_fault, times, is_firm=high + delay > self._budget.delay_left)
 
     def _warn_not_finite(self, names: Sequence[str]) -> None:
         if names:
@@ -458,27 +459,6 @@ class Planner:
         )
         self._ladder = ladder_of(config, self._spent_s)
         self.load_state_dict(state, restored=restored)
-
-
-def _verdict_of(guard: Guard, save: _Save, scheme: Scheme) -> _Verdict:
-    """What all guards accept is accepted; otherwise the most and the worst of any."""
-    reason = guard(save.context, scheme)
-    own = {
-        "refused": [] if reason is None else [[guard.refuses_moments, reason]],
-        "at_fault": sorted(guard.at_fault),
-        "lost_steps": [guard.lost_steps],
-        "update_error": [] if guard.update_error is None else [guard.update_error],
-    }
-    found = save.combine(own, joined)
-    # one for the weights first
-    moments, reason = min(found["refused"], key=lambda one: bool(one[0]), default=(False, None))
-    return _Verdict(
-        reason,
-        bool(moments),
-        frozenset(found["at_fault"]),
-        max(found["lost_steps"]),
-        max(found["update_error"], default=None),
-    )
 
 
 def _stricter(plan: Plan, share: float) -> float:

@@ -66,7 +66,7 @@ class Plan:
         return None if self.rise is None else self.rise.high
 
     @property
-    def degradation_luck(self) -> float | None:
+    def degradation_noise(self) -> float | None:
         """The first-order part of the rise at the restore, in addition to `degradation`."""
         return None if self.rise is None else self.rise.first_order
 

@@ -138,7 +138,7 @@ def report_of(
         degradation=plan.degradation,
         degradation_low=plan.degradation_low,
         degradation_high=plan.degradation_high,
-        degradation_luck=plan.degradation_luck,
+        degradation_noise=plan.degradation_noise,
         cost=finite_or_none(plan.whole.mean) if plan.whole is not None else None,
         cost_high=finite_or_none(plan.whole.high) if plan.whole is not None else None,
         cost_delay=finite_or_none(plan.whole.delay) if plan.whole is not None else None,

@@ -174,7 +174,7 @@ def test_a_lossy_run_resumes_from_what_was_evaluated(tmp_path):
     assert again.checkpointer.resume() == 3
     degradation = again.model.loss(0).item() / run.model.loss(0).item() - 1
     assert report.measured == "measured"
-    assert report.degradation_low < degradation - report.degradation_luck < report.degradation_high <= 0.01
+    assert report.degradation_low < degradation - report.degradation_noise < report.degradation_high <= 0.01
     assert 0 < report.overhead < 1
 
 

@@ -286,7 +286,7 @@ def made(golden: Golden, folder: Path) -> list[dict[str, Any]]:
 
 
 DECIDED = ("configuration", "reason", "measured", "evaluations", "allowed", "degradation", "degradation_low", "degradation_high",
-           "degradation_luck", "cost", "cost_high", "cost_delay", "resumed", "resumed_high")  # fmt: skip
+           "degradation_noise", "cost", "cost_high", "cost_delay", "resumed", "resumed_high")  # fmt: skip
 """What the report of a save tells of its plan."""
 FURTHER = (
     "scheme",

@@ -389,7 +389,7 @@ def test_an_average_that_is_evaluated_is_measured_coded_and_left_alone(tmp_path,
     again = Run(tmp_path / "run", average)
     assert again.checkpointer.resume() == 30
     rise = np.mean(again.evaluate()) / true - 1
-    assert reports[-1].degradation_low < rise - reports[-1].degradation_luck < reports[-1].degradation_high
+    assert reports[-1].degradation_low < rise - reports[-1].degradation_noise < reports[-1].degradation_high
     again.checkpointer.close()
 
 
