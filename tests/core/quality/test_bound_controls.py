@@ -169,13 +169,13 @@ def plain_noise(value, units):
 def test_moments_replaced_by_noise_of_their_own_size_are_stored_exactly(
     tmp_path, monkeypatch, noise, optimizer
 ):
-    true = centroid_moments._Quantized.value
+    true = centroid_moments._Quantized.values
 
-    def replaced(self, spec):
+    def replaced(self):
         torch.manual_seed(3)
-        return noise(true(self, spec), torch.from_numpy(self.units).reshape(spec.shape))
+        return noise(torch.from_numpy(true(self)), torch.from_numpy(self.units)).numpy()
 
-    monkeypatch.setattr(centroid_moments._Quantized, "value", replaced)
+    monkeypatch.setattr(centroid_moments._Quantized, "values", replaced)
     training = Training(tmp_path, optimizer=optimizer).train()
     report, saved = training.save()
     assert report.configuration.endswith("exact moments")
