@@ -14,29 +14,24 @@ from torch import nn
 
 from shrinkpoint.coding.selective import Decoded, decode_checkpoint
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import (
-    ConfigError,
-    FencedError,
-    ShrinkpointError,
-)
+from shrinkpoint.engine.background import Background
+from shrinkpoint.engine.chain import Chain
+from shrinkpoint.engine.job import Job
+from shrinkpoint.engine.reading import CheckpointReader, Continuation
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, ResumedSteps
 from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
-from shrinkpoint.runtime.memory import LARGE, give_back
 from shrinkpoint.runtime.turns import Turns, in_turn
 from shrinkpoint.runtime.worker import Worker
-from shrinkpoint.saving.adoption import AdoptingCommitter
 from shrinkpoint.saving.arguments import plain_step, plain_timeout
-from shrinkpoint.saving.committer import Committer
 from shrinkpoint.saving.deadline import Deadline
 from shrinkpoint.saving.meta import adopted_of, is_weights_only
-from shrinkpoint.saving.reading import CheckpointReader, Continuation
-from shrinkpoint.saving.reporting import Job
 from shrinkpoint.saving.request import SaveRequest, StateSaver
 from shrinkpoint.saving.slimming import without_optimizer
 from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare, unsuitable
-from shrinkpoint.saving.under_way import Failures, SaveUnderWay
+from shrinkpoint.saving.under_way import SaveUnderWay
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.state.frozen import FrozenTensors
 from shrinkpoint.state.snapshot import Snapshotter
@@ -114,9 +109,16 @@ class Saver(StateSaver):
         """With ``adopt=True``: the tensors that the last call of `save` has given other values, in the training."""
         self._under_way = SaveUnderWay()
         self._desk = EvaluationDesk()
-        make = AdoptingCommitter if self.config.adopt else Committer
-        self._committer = make(self.store, self.config, lambda: self._desk.seconds)
-        self._continuation = Continuation(self._committer, self.config)
+        self._chain = Chain(self.store, self.config)
+        self._background = Background(
+            self.store,
+            self.config,
+            lambda: self._desk.seconds,
+            self._chain,
+            ready=self._compiled,
+            url=self.url,
+        )
+        self._continuation = Continuation(self._background, self._chain)
         self._waits = WaitingShare()
         self._snapshotter = Snapshotter()
         self._turns = Turns()
@@ -126,17 +128,13 @@ class Saver(StateSaver):
         self._evaluate: Evaluate | None = None
         self._resumed: ResumedSteps | None = None
         self._newest: tuple[Manifest, Decoded] | None = None
-        self._reports: list[SaveReport] = []
-        self._failures = Failures(self.config, self.url)
         self._deadline = Deadline(self.config.deadline_s)
-        self._failed = False
-        self._fatal: ShrinkpointError | None = None
         _savers.add(self)
 
     @property
     def failed(self) -> bool:
         """Whether the last save that was accepted could not be stored."""
-        return self._failed
+        return self._background.failed
 
     @property
     def skipped(self) -> int:
@@ -171,7 +169,8 @@ class Saver(StateSaver):
         for other in list(_savers):
             if other is not self and other.store.is_same_place(self.store):
                 other.finish()
-        self._committer.open()
+        self._chain.open()
+        self._background.look()
         if self.config.compile_ahead:
             self._warmup.start()
 
@@ -244,7 +243,7 @@ class Saver(StateSaver):
         captured = self._captured(request.state, request.describe)
         exact, alone = self._deadline.choose(captured, self.reports(), exact=request.exact)
         if alone:
-            self._committer.forget()
+            self._background.forget()
         optimizers = request.optimizers
         if self.config.weights_only or alone:  # after a restore, a fresh optimizer makes the steps
             captured, resumed, optimizers = without_optimizer(captured), None, ()
@@ -270,12 +269,12 @@ class Saver(StateSaver):
         self._under_way.begin(request.step, compiling=self._warmup.running)
         handed_over = [job]
         del job  # the snapshot is the background's alone: as soon as that is done with it, its memory is free
-        self._worker.submit(lambda: self._run(handed_over))
+        self._worker.submit(lambda: self._background.run(handed_over))
         if takeover is not None:
             self._take_over(takeover, started)
         if request.wait:
             self.flush()
-            if self._failed:
+            if self.failed:
                 return None
         return accepted
 
@@ -379,7 +378,7 @@ class Saver(StateSaver):
             if not self._worker.join(None if deadline is None else max(deadline - time.monotonic(), 0.0)):
                 return False
         self._desk.reopen()
-        self._committer.close()
+        self._chain.close()
         self._warmup.stop()
         return True
 
@@ -397,36 +396,17 @@ class Saver(StateSaver):
 
     def reports(self) -> list[SaveReport]:
         """Every save that this process committed, oldest first."""
-        return list(self._reports)
+        return list(self._background.reports)
 
     def _raise_if_fatal(self) -> None:
-        fatal, self._fatal = self._fatal, None
+        fatal, self._background.fatal = self._background.fatal, None
         if fatal is not None:
             raise fatal
 
-    def _run(self, handed_over: list[Job]) -> None:
-        """The background thread's whole life."""
-        large = handed_over[0].snapshot.state.nbytes >= LARGE
-        self._make(handed_over.pop())
-        if large:
-            give_back()
-
-    def _make(self, job: Job) -> None:
-        try:
-            self._warmup.wait()
-            self._under_way.compiling = False
-            report = self._committer.commit(job)
-        except FencedError as error:
-            self._committer.forget()
-            self._fatal, self._failed = error, True
-        except Exception as error:  # noqa: BLE001 - whatever it was, training goes on and the next save starts afresh
-            self._committer.forget()
-            self._failed = True
-            self._fatal = self._failures.note(job.step, error)
-        else:
-            self._failed = False
-            self._failures.over()
-            self._reports.append(report)
+    def _compiled(self) -> None:
+        """Wait until the coders are compiled; in the background."""
+        self._warmup.wait()
+        self._under_way.compiling = False
 
     # ---- restoring
 
@@ -523,7 +503,7 @@ class Saver(StateSaver):
     @property
     def lineage(self) -> str | None:
         """The training that the next checkpoint belongs to; None before the first one of a new training."""
-        return self._committer.lineage
+        return self._chain.lineage
 
     def _decode(self, manifest: Manifest) -> Decoded:
         with self._warmup.paused():

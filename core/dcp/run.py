@@ -7,26 +7,31 @@ coordinator makes sure that all have come to the same answer.
 
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.container.layout import PartOf
 from shrinkpoint.dcp.contents import whole_state
 from shrinkpoint.dcp.items import take_items
 from shrinkpoint.dcp.table import table_to_store
+from shrinkpoint.engine.chain import Chain
+from shrinkpoint.engine.job import Link
+from shrinkpoint.engine.parts import StoredPart, commit_parts, store_part
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.quality.strategy import exactly
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.saving.finite import not_finite
 from shrinkpoint.saving.meta import lineage_of
+from shrinkpoint.saving.reporting import provenance, report_of
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.schemes.base import ReferenceState
-from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
-from shrinkpoint.sharded.own import OwnState
-from shrinkpoint.sharded.publishing import Publisher
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, tensor_names
 from shrinkpoint.store.connect import StorageOptions
@@ -53,7 +58,7 @@ class _Pending:
     step: int
     after: int
     """Number of the newest commit before."""
-    reference: dict[str, ReferenceState]
+    reference: Mapping[str, ReferenceState]
 
     def is_in(self, newest: Manifest) -> bool:
         """Whether it was committed, if the run's newest checkpoint is this one; the coordinator compares digests."""
@@ -72,7 +77,7 @@ class Run:
         self.reports: list[SaveReport] = []
         """Of what this process has committed."""
         self._store, self._config = store, config
-        self._publisher = Publisher(store, config)
+        self._chain = Chain(store, config)
         self._session = new_nonce()
         self._pending: _Pending | None = None
         self._link: Link | None = None
@@ -107,15 +112,15 @@ class Run:
         newest = self._newest = found[0] if found else None
         self._step = step if step is not None else 0 if newest is None else newest.step + 1
         pending, self._pending, self._link = self._pending, None, None
-        publisher = self._publisher
-        publisher.parent = newest
-        if pending is not None and newest is not None and pending.is_in(newest) and not publisher.base_is_due:
-            self._link = Link(newest.seq, newest.state_digest, pending.reference)
+        chain = self._chain
+        chain.parent = newest
+        if pending is not None and newest is not None and pending.is_in(newest) and not chain.base_is_due:
+            self._link = Link(newest.state_digest, dict(pending.reference))
         if coordinates:
-            writer = publisher.open()
+            writer = chain.open()
             self._began = writer.now()
             if newest is not None and newest.session != writer.session:
-                publisher.parent = None
+                chain.parent = None
 
     def write(self, plan: SavePlan, planner: SavePlanner, place: Place) -> dict[str, Any]:
         """Code and store this rank's part.
@@ -167,8 +172,8 @@ class Run:
         """
         self._check(answers)
         plain = {fqn: node for answer in answers for fqn, node in answer["plain"].items()}
-        publisher, parent = self._publisher, answers[0]["parent"]
-        link = None if parent is None else Link(0, parent, {})
+        parent = answers[0]["parent"]
+        link = None if parent is None else Link(parent, {})
         more = {
             name: number
             for number, answer in enumerate(answers, 1)
@@ -178,14 +183,7 @@ class Run:
         table = table_to_store(metadata, stored, more)
         first = self._store_part(whole_state(metadata, plain), link, Place(0, len(answers) + 1), table)
         self._keep_lineage()
-        report = publisher.publish(
-            [first.message(), *answers],
-            step=self._step,
-            delta=parent is not None,
-            metrics={},
-            blocked_s=0.0,
-            began=self._began,
-        )
+        report = commit_parts(self._chain, [first.message(), *answers], link, began=self._began)
         self.reports.append(report)
 
     def _check(self, answers: Sequence[Mapping[str, Any]]) -> None:
@@ -196,7 +194,7 @@ class Run:
                 " StorageWriter and to save, and let all ranks of it save"
             )
         parents = [answer["parent"] for answer in answers]
-        own = self._publisher.parent.state_digest if self._publisher.parent is not None else None
+        own = self._chain.parent.state_digest if self._chain.parent is not None else None
         if len(set(parents)) > 1 or (parents[0] is not None and parents[0] != own):
             whole = [rank for rank, parent in enumerate(parents) if parent is None or parent != own]
             raise StoreError(
@@ -207,28 +205,41 @@ class Run:
     def _store_part(
         self, state: TrainingState, link: Link | None, place: Place, table: JSON = None
     ) -> StoredPart:
-        job = PartJob(
-            number=0,
-            step=self._step,
-            rank=place.rank,
-            world=place.world,
-            session=self._session,
-            state=state,
-            own=OwnState(),
-            link=link,
-            exact=False,
-        )
+        started = time.perf_counter()
         plan = exactly("scheme='lossless' stores everything exactly", is_explained=True)
-        return store_part(self._store, self._config, job, plan, {}, table=table)
+        encoded = encode_state(
+            state,
+            plan.scheme,
+            step=self._step,
+            reference=link.reference if link else None,
+            parent=link.digest if link else None,
+            release=link.reference.pop if link else None,
+            provenance=provenance(),
+            threads=self._config.encoder_threads,
+            lasting=True,
+        )
+        report = replace(
+            report_of(plan, encoded, step=self._step),
+            not_finite=not_finite(state),
+            encode_s=time.perf_counter() - started,
+        )
+        return store_part(
+            self._store,
+            encoded,
+            report,
+            PartOf(place.rank, place.world, table),
+            session=self._session,
+            tree=state.tree if place.rank == 0 else None,
+        )
 
     def _keep_lineage(self) -> None:
         """Which training the checkpoint is of: that of the run's checkpoint which this process has loaded."""
-        publisher = self._publisher
-        if publisher.lineage is not None:
+        chain = self._chain
+        if chain.lineage is not None:
             return
-        publisher.lineage = _read.get(self._store.display)
-        if publisher.lineage is None:
-            publisher.lineage = new_nonce()
+        chain.lineage = _read.get(self._store.display)
+        if chain.lineage is None:
+            chain.lineage = new_nonce()
             if self._newest is not None:
                 warn(
                     f"{self._store.display} has checkpoints, the newest of step {self._newest.step}, that this training has not"

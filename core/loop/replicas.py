@@ -21,8 +21,9 @@ from shrinkpoint.saver import Restored, Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.request import SaveRequest, StateSaver
 from shrinkpoint.sharded.agreement import require_same
-from shrinkpoint.sharded.own import OwnState
 from shrinkpoint.sharded.spreading import share_adopted
+from shrinkpoint.sharded.trees import own_of
+from shrinkpoint.state.own import OwnState
 from shrinkpoint.state.rng import capture_rng, diverge_rng
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe, plain
@@ -79,7 +80,7 @@ class ReplicatedObjects(LoopObjects):
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
             "trained": self._trained.values(),
         }
-        return OwnState.take(groups, self._group.rank)
+        return own_of(groups, self._group.rank)
 
     def load(self, state: Any, url: str, *, warns: bool = True) -> None:
         """See `LoopObjects.load`; a collective."""

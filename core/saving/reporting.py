@@ -3,81 +3,20 @@
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from shrinkpoint.coding.encode import EncodedState
-from shrinkpoint.optimizers.updates import OptimizerKind
-from shrinkpoint.quality.evaluation import Measure, ResumedSteps
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.reports import SaveReport, finite_or_none
-from shrinkpoint.saving.takeover import Takeover
-from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.schemes.exactness import added_parts, exact_parts
-from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.store.manifest import Anchor, Manifest
 from shrinkpoint.version import __version__
 
-__all__ = ["Job", "Link", "merged", "provenance", "report_of", "with_untried", "with_updates"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One save, as the training thread hands it over."""
-
-    snapshot: Snapshot
-    step: int
-    metrics: Mapping[str, float]
-    measure: Measure | None
-    resume: ResumedSteps | None = None
-    gradients: Mapping[str, torch.Tensor] | None
-    optimizers: Sequence[OptimizerKind] = ()
-    exact: bool
-    weights_only: bool = False
-    blocked_s: float
-    takeover: Takeover | None = None
-    """Of a planned save that training goes on from."""
-
-    def report(
-        self, plan: Plan, encoded: EncodedState, size: int = 0, guard: Guard | None = None
-    ) -> SaveReport:
-        """The report before it is committed, as `report_of`.
-
-        Args:
-            plan: by which it was encoded.
-            encoded: the checkpoint.
-            size: bytes of the container.
-            guard: that has seen the next updates; None where they are not wanted.
-        """
-        blocked_s = max(self.blocked_s, self.snapshot.stalled_s)
-        report = report_of(
-            plan, encoded, step=self.step, size=size, blocked_s=blocked_s, metrics=self.metrics
-        )
-        if guard is None or plan.is_exact:
-            return report
-        if guard.untried is not None and self.optimizers:
-            report = with_untried(report, guard.untried)
-        return with_updates(report, guard)
-
-
-@dataclass(frozen=True)
-class Link:
-    """What the next delta builds on."""
-
-    parent: Manifest
-    reference: dict[str, ReferenceState]
-    restored: bool = False
-    """Whether the training went on from a restore of it."""
-    exact: bool = False
-    """Whether nothing of it was quantized, so that its weights stand for themselves, as after a restore."""
-    anchor: Anchor | None = None
-    """Of the parent's chain, where that is built on instead of `parent`."""
-    state_digest: str | None = None
-    """Of the anchor."""
+__all__ = ["merged", "provenance", "report_of", "with_untried", "with_updates"]
 
 
 def with_updates(report: SaveReport, guard: Guard) -> SaveReport:
@@ -109,19 +48,13 @@ def report_of(
     encoded: EncodedState,
     *,
     step: int,
-    size: int = 0,
-    blocked_s: float = 0.0,
-    metrics: Mapping[str, float] | None = None,
 ) -> SaveReport:
-    """The report of a save, or of a rank's part of one, before it is committed; further times are not known yet.
+    """The report of a save, or of a rank's part of one, before it is committed; times and bytes are not known yet.
 
     Args:
         plan: by which it was encoded.
         encoded: the checkpoint.
         step: training step.
-        size: bytes of the container.
-        blocked_s: seconds that training waited.
-        metrics: of the save.
     """
     entries = encoded.checkpoint.entries
     return SaveReport(
@@ -131,7 +64,7 @@ def report_of(
         scheme=plan.scheme.name,
         configuration=plan.configuration,
         reason=plan.reason,
-        bytes=size,
+        bytes=0,
         raw_bytes=sum(entry.spec.nbytes for entry in entries),
         sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
         raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
@@ -149,11 +82,11 @@ def report_of(
         baseline=plan.baseline,
         overhead=plan.overhead,
         evaluations=plan.evaluations,
-        blocked_s=blocked_s,
+        blocked_s=0.0,
         search_s=0.0,
         encode_s=0.0,
         write_s=0.0,
-        metrics=dict(metrics or {}),
+        metrics={},
         kept_exactly={
             **{e.spec.name: e.spec.tag.why for e in entries if e.spec.tag.why is not None},
             **encoded.kept_exactly,
@@ -170,7 +103,7 @@ def _by_role(sizes: Sequence[tuple[TensorSpec, int]]) -> dict[str, int]:
 
 
 def merged(parts: Sequence[SaveReport], untried: Sequence[str | None]) -> SaveReport:
-    """The report of a save of several ranks: settings of the first one that is not exact, sums of bytes, the most of times and errors.
+    """The report of a save of several ranks: settings of the first one that is not exact, sums of bytes, the most of times and errors, and the times that the first rank waited.
 
     Args:
         parts: of each rank.
@@ -181,6 +114,11 @@ def merged(parts: Sequence[SaveReport], untried: Sequence[str | None]) -> SaveRe
     report = replace(
         chosen,
         kind=parts[0].kind,
+        metrics=parts[0].metrics,
+        blocked_s=parts[0].blocked_s,
+        search_s=parts[0].search_s,
+        adopt_s=parts[0].adopt_s,
+        waited_s=parts[0].waited_s,
         bytes=sum(part.bytes for part in parts),
         raw_bytes=sum(part.raw_bytes for part in parts),
         sections=_added([part.sections for part in parts]),

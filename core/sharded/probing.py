@@ -143,8 +143,8 @@ class Probe:
 
     # ---- the background threads' side
 
-    def measure(self, weights: OwnedWeights) -> tuple[float, ...]:
-        """Wait until all ranks have evaluated a candidate, of which this rank gives what it owns.
+    def measure(self, weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+        """Wait until all ranks have evaluated a candidate, of which this rank gives what it owns, as `owned_weights`.
 
         Returns:
             The losses of all ranks; the same on every one.

@@ -16,8 +16,8 @@ from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.sharded.boxes import Box
 from shrinkpoint.sharded.exchange import Target, exchange
 from shrinkpoint.sharded.layout import Layout, agreed_layout, block_box, owners_of, tensors_of_rank
-from shrinkpoint.sharded.own import merged_tree, own_name
 from shrinkpoint.state.blocks import whole_specs
+from shrinkpoint.state.own import merged_tree, own_name
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.manifest import Manifest

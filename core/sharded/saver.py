@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.chain import Chain
+from shrinkpoint.engine.job import Job
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed
@@ -24,26 +26,19 @@ from shrinkpoint.saving.request import SaveRequest, StateSaver
 from shrinkpoint.saving.takeover import Takeover, WaitingShare
 from shrinkpoint.saving.under_way import SaveUnderWay
 from shrinkpoint.saving.warmup import Warmup
-from shrinkpoint.sharded.adopting import (
-    AdoptingBackground,
-    continue_adopting,
-    take_over,
-    takeover_for,
-)
+from shrinkpoint.sharded.adopting import continue_adopting, take_over, takeover_for
 from shrinkpoint.sharded.agreement import Agreed, Status, agree, refuse_options, require_same
-from shrinkpoint.sharded.background import Background, Save
+from shrinkpoint.sharded.background import RankBackground
 from shrinkpoint.sharded.boxes import Piece
-from shrinkpoint.sharded.encoding import Link, PartJob
 from shrinkpoint.sharded.gathering import Gathering, NoMemoryError
 from shrinkpoint.sharded.layout import Layout, RankTensors, agreed_layout, owners_of, tensors_of_rank
-from shrinkpoint.sharded.own import OwnState
 from shrinkpoint.sharded.planning import measurable
 from shrinkpoint.sharded.probing import Probe, ProbedSave
-from shrinkpoint.sharded.publishing import Publisher
 from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
 from shrinkpoint.sharded.spreading import Shards
-from shrinkpoint.sharded.trees import captured
+from shrinkpoint.sharded.trees import captured, own_of
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS
+from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.keys import probe_key
@@ -108,8 +103,8 @@ class ShardedSaver(StateSaver):
         self._owners: Mapping[str, tuple[TensorSpec, int]] = {}
         self._gathering: Gathering | None = None
         self._newest: Decoded | None = None
-        self._publisher: Publisher | None = None
-        self._background: Background | None = None
+        self._chain: Chain | None = None
+        self._background: RankBackground | None = None
         self._mailbox: Mailbox | None = None
         self._probe: Probe | None = None
         self._session, self._began = "", time.perf_counter()
@@ -128,19 +123,18 @@ class ShardedSaver(StateSaver):
         group = self._group
         group.on_every(lambda: refuse_options(self.config))
         require_same(group, self.url, self.config)
-        if group.rank == 0 and self._publisher is None:
-            self._publisher = Publisher(self.store, self.config)
+        if group.rank == 0 and self._chain is None:
+            self._chain = Chain(self.store, self.config)
         group.on_every(self._open)
-        publisher = self._publisher
-        self._session = group.on_first(lambda: publisher.open().session if publisher is not None else "")
+        chain = self._chain
+        self._session = group.on_first(lambda: chain.open().session if chain is not None else "")
         if self._background is None:
             self._mailbox = mailbox = Mailbox(group)
             probe = self._probe = Probe(
                 group, group.on_every(mailbox.another), patience_s=self.config.commit_timeout_s
             )
-            make = AdoptingBackground if self.config.adopt else Background
-            self._background = make(
-                self.store, self.config, mailbox, probe, self._publisher, self._warmup, self.url
+            self._background = RankBackground(
+                self.store, self.config, mailbox, probe, self._chain, self._warmup, self.url
             )
         if self._probe is not None:
             self._probe.reopen()
@@ -148,8 +142,8 @@ class ShardedSaver(StateSaver):
             self._warmup.start()
 
     def _open(self) -> None:
-        if self._publisher is not None:
-            self._publisher.open()
+        if self._chain is not None:
+            self._chain.open()
         else:
             self.store.try_to_write(probe_key())
 
@@ -230,36 +224,43 @@ class ShardedSaver(StateSaver):
             self._under_way.skip(warns=self._group.rank == 0)
             return None
         try:
-            job = self._job(*found, step=request.step, agreed=agreed)
+            snapshot, shards = self._gathered(*found, new=agreed.new_layout)
         except NoMemoryError as error:
             assert self._background is not None
             self._background.give_up(request.step, error)
             return None
-        assert self._layout is not None
-        shards = Shards(self._group, self._layout, found[2], self._owners)
         planned = adoption if not agreed.exact else None
         takeover = None if planned is None else takeover_for(shards, request.describe, planned, waited_s)
-        save = Save(
-            job=job,
-            metrics=request.metrics or {},
-            optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in request.optimizers),
-            blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
-            began=self._publisher.open().now() if self._publisher else 0.0,
-            takeover=takeover,
-            clock_s=agreed.clock_s,
-            measures=agreed.measures,
-            steps=agreed.steps,
-        )
-        self.blocked_s += save.blocked_s
-        handed_over, background, probe = [save], self._background, self._probe
+        background, probe = self._background, self._probe
         assert background is not None
         assert probe is not None
+        if agreed.base:
+            background.forget()
+        self._number += 1
+        job = Job(
+            snapshot=snapshot,
+            step=request.step,
+            metrics=request.metrics or {},
+            measure=probe.measure if agreed.measures else None,
+            resume=probe.resume if agreed.steps else None,
+            optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in request.optimizers),
+            exact=agreed.exact,
+            blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
+            takeover=takeover,
+            number=self._number,
+            own=own_of(self._own(), self._group.rank),
+            session=self._session,
+            began=self._chain.open().now() if self._chain else 0.0,
+            clock_s=agreed.clock_s,
+        )
+        self.blocked_s += job.blocked_s
+        accepted = Accepted(step=request.step, blocked_s=job.blocked_s)
+        handed_over = [job]
+        del job, snapshot
         if agreed.measures and evaluate is not None:
             probe.begin(ProbedSave(self._number, shards, found[0], evaluate, resumed))
         self._under_way.begin(request.step)
         self._worker.submit(lambda: background.run(handed_over))
-        accepted = Accepted(step=request.step, blocked_s=save.blocked_s)
-        del save, job
         if takeover is not None:
             self._take_over(shards, takeover, started)
         if request.wait:
@@ -318,40 +319,20 @@ class ShardedSaver(StateSaver):
         self.failed = agreed.failed
         return agreed
 
-    def _job(
-        self,
-        live: TrainingState,
-        own: RankTensors,
-        pieces: Mapping[str, Sequence[Piece]],
-        *,
-        step: int,
-        agreed: Agreed,
-    ) -> PartJob:
+    def _gathered(
+        self, live: TrainingState, own: RankTensors, pieces: Mapping[str, Sequence[Piece]], *, new: bool
+    ) -> tuple[Snapshot, Shards]:
         """Move the tensors to their owners, on the training thread."""
-        group, background = self._group, self._background
-        assert background is not None
-        if agreed.new_layout or self._layout is None:
+        group, started = self._group, time.perf_counter()
+        if new or self._layout is None:
             layout = agreed_layout(own, group)
             owners = owners_of(layout.specs, group.size, self._limit)
             self._gathering = group.on_every(lambda: Gathering(group.rank, group.size, layout, owners))
             self._rank_tensors, self._layout, self._owners = own, layout, owners
         assert self._gathering is not None
         state, copy, self.moved = self._gathering.gathered(group, live.tree, pieces)
-        self._number += 1
-        link = None if agreed.base else background.link
-        background.link = None  # coding uses it up
-        return PartJob(
-            number=self._number,
-            step=step,
-            rank=group.rank,
-            world=group.size,
-            session=self._session,
-            state=state,
-            copy=copy,
-            own=OwnState.take(self._own(), group.rank),
-            link=link,
-            exact=agreed.exact,
-        )
+        snapshot = Snapshot(state, time.perf_counter() - started, copy, lasting=copy is None)
+        return snapshot, Shards(group, self._layout, pieces, self._owners)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for the save that is under way, on every rank.
@@ -388,8 +369,8 @@ class ShardedSaver(StateSaver):
         self._end_probe()
         if not self._worker.join(timeout_s):
             return False
-        if self._publisher is not None:
-            self._publisher.close()
+        if self._chain is not None:
+            self._chain.close()
         self._warmup.stop()
         return True
 
@@ -460,32 +441,28 @@ class ShardedSaver(StateSaver):
         self._newest = None
         self._join()
         if self._background is not None:
-            self._background.forget()
-        if self._publisher is not None:
-            self._publisher.parent = None
-            self._publisher.lineage = None if follows is None else lineage_of(follows.meta)
+            self._background.start_over()
+        if self._chain is not None:
+            self._chain.parent = None
+            self._chain.lineage = None if follows is None else lineage_of(follows.meta)
 
     @property
     def lineage(self) -> str | None:
         """The training that the next checkpoint belongs to; None before the first one of a new training, and but on the first rank."""
-        return None if self._publisher is None else self._publisher.lineage
+        return None if self._chain is None else self._chain.lineage
 
     def _adopt(self, decoded: Decoded) -> None:
         background, manifest = self._background, decoded.plan.manifest
         if background is None:
             raise StoreError("call check() first, on every rank")
         self._join()
-        if self._publisher is not None:
-            self._publisher.adopt(manifest)
-        if isinstance(background, AdoptingBackground):
+        if self.config.adopt:
             parent = continue_adopting(self.store, self._group, background, decoded, self._read_before)
-            if self._publisher is not None:
-                self._publisher.parent = parent
+            if self._chain is not None:
+                self._chain.adopt(manifest)
+                self._chain.parent = parent
             return
-        background.link = Link(0, manifest.state_digest, dict(decoded.reference), restored=True)
-        if self.config.scheme != "lossless":
-            background.movement.note(decoded.own_state, manifest.step, lasting=True)
-        background.continue_search(manifest.meta.get("search"))
+        background.adopt(manifest, decoded.reference, decoded.own_state, lasting=True)
 
     def _read_before(self, manifest: Manifest) -> Decoded:
         return read_one(self.store, self._group, lambda: manifest, self.config.encoder_threads, self._limit)

@@ -6,13 +6,17 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.dtypes import dtype_name
-from shrinkpoint.state.training import Describe, TensorSpec, TrainingState
+from shrinkpoint.state.own import OwnState
+from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
 from shrinkpoint.state.tree import JSON, Path, encode_tree, join_path
 
-__all__ = ["captured", "renamed_tensors", "with_blocks", "without_tensors"]
+__all__ = ["captured", "own_of", "renamed_tensors", "with_blocks", "without_tensors"]
 
 _NAMES = ("name", "indices", "values", "crow", "col")
+LARGEST = 2**20
+"""Bytes of an object's tensors from which on it counts as the same on every rank, like the average of a model."""
 
 
 def renamed_tensors(node: JSON, names: Mapping[str, str]) -> JSON:
@@ -172,3 +176,24 @@ def captured(state: object, describe: Describe, *, below: Path = ()) -> Training
         return name
 
     return TrainingState(encode_tree(state, put, below), tensors, specs)
+
+
+def own_of(groups: Mapping[str, Mapping[str, Any]], rank: int) -> OwnState:
+    """Copy what a rank has for itself.
+
+    Args:
+        groups: values by group and name, such as ``{"rng": {"torch": ...}}``.
+        rank: whose.
+
+    Raises:
+        CannotRepresentError: a value cannot be stored without pickle.
+    """
+    parts: dict[tuple[str, str], TrainingState] = {}
+    for group, values in groups.items():
+        for name, value in values.items():
+            found = captured(value, plain, below=("ranks", str(rank), group, name))
+            if any(map(is_sharded, found.tensors.values())) or found.nbytes > LARGEST:
+                continue
+            host = {key: tensor.detach().to("cpu", copy=True) for key, tensor in found.tensors.items()}
+            parts[group, name] = TrainingState(found.tree, host, found.specs)
+    return OwnState(parts)

@@ -175,9 +175,9 @@ def test_other_stages_take_addresses(saving: Make) -> None:
 def test_an_evaluation_of_an_old_checkpoint_does_not_become_what_saves_go_on_from(saving: Make) -> None:
     callback = saving(save_top_k=-1)
     outcome = fit(callback)
-    committer = saver_of(callback)._committer
+    background = saver_of(callback)._background
     adopted: list[object] = []
-    committer.adopt = lambda *args: adopted.append(args)
+    background.adopt = lambda *args: adopted.append(args)
     outcome.trainer.validate(outcome.module, ckpt_path=f"{callback.dirpath}#step=10", verbose=False)
     outcome.trainer.validate(outcome.module, ckpt_path=f"{callback.dirpath}#newest", verbose=False)
     assert adopted == []

@@ -420,7 +420,7 @@ def test_close_says_that_the_last_save_failed(tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shrinkpoint.saving.committer.encode_state", full)
+    monkeypatch.setattr("shrinkpoint.engine.background.encode_state", full)
     run.checkpointer.save(1)
     with pytest.raises(SaveFailedError, match="No space left"):
         run.checkpointer.close()
@@ -551,7 +551,7 @@ def reference(monkeypatch):
         free.wait(60)
         return encode(*args, **options)
 
-    monkeypatch.setattr("shrinkpoint.saving.committer.encode_state", waiting)
+    monkeypatch.setattr("shrinkpoint.engine.background.encode_state", waiting)
     yield free
     free.set()
 
@@ -679,7 +679,7 @@ def test_a_last_save_that_failed_is_made_again(tmp_path, monkeypatch):
             raise failures.pop()
         return encode_state(*args, **options)
 
-    monkeypatch.setattr("shrinkpoint.saving.committer.encode_state", full)
+    monkeypatch.setattr("shrinkpoint.engine.background.encode_state", full)
     with pytest.warns(ShrinkpointWarning, match="No space left"):
         run.train(until=2)
     assert saved_steps(run) == [2]

@@ -235,7 +235,7 @@ def test_host_memory_is_one_snapshot_and_one_of_what_the_reader_holds(loop, monk
             state, scheme, reference=reference, release=given_up if release else None, **options
         )
 
-    monkeypatch.setattr("shrinkpoint.saving.committer.encode_state", watched)
+    monkeypatch.setattr("shrinkpoint.engine.background.encode_state", watched)
     buffers = set()
     for _ in range(3):
         loop.train()
@@ -244,7 +244,7 @@ def test_host_memory_is_one_snapshot_and_one_of_what_the_reader_holds(loop, monk
     count = len(loop.saver._snapshotter._buffers)
     assert peaks == [*range(count)][::-1] * 2
     assert len(buffers) == 1
-    reference = loop.saver._committer._link.reference
+    reference = loop.saver._background.link.reference
     nbytes = sum(plane.nbytes for one in reference.values() for plane in one.planes.values())
     assert nbytes == sum(t.nbytes for t in loop.saver._snapshotter._buffers.values())
 
@@ -442,7 +442,7 @@ def test_a_restore_while_a_save_is_under_way_is_what_the_next_save_continues(obj
 def test_a_search_state_that_cannot_be_read_is_left_with_a_warning(objects):
     loop = Loop(scheme="inshrinkerator", guards=False)
     loop.train()
-    loop.saver._committer.planner.state_dict = lambda: {"restores": {"spent": "much"}}
+    loop.saver._background.planner.state_dict = lambda: {"restores": {"spent": "much"}}
     loop.save(evaluate=loop.evaluate, wait=True)
     with pytest.warns(ShrinkpointWarning, match="search starts over"):
         assert restored().manifest.step == 1

@@ -37,7 +37,7 @@ def saved(folder: Path, scheme: str, scratch_folder: Path | None) -> list[bytes]
             loss().backward()
             optimizer.step()
         checkpointer.save(step, wait=True)
-    noted = checkpointer.saver._committer._movement._before
+    noted = checkpointer.saver._background.movement._before
     assert any(isinstance(tensor, DiskTensor) for tensor in noted.values()) == bool(noted and scratch_folder)
     assert [report.kind for report in checkpointer.reports()] == ["base", "delta", "delta"]
     checkpointer.close()

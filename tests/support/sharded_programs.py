@@ -24,7 +24,7 @@ from shrinkpoint.errors import StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.group.mailbox import Mailbox
-from shrinkpoint.sharded.background import Background
+from shrinkpoint.sharded.background import RankBackground
 from shrinkpoint.sharded.gathering import Gathering
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.state.training import Role, Tag
@@ -157,7 +157,7 @@ class Filled:
 POINTS: dict[str, tuple[type, str, bool]] = {
     "before-put": (RunStore, "put_part", False),
     "after-put": (RunStore, "put_part", True),
-    "after-post": (Background, "_store_part", True),
+    "after-post": (RankBackground, "_store_part", True),
     "before-head": (RunWriter, "commit_parts", False),
     "before-manifest": (CommitPoint, "publish", False),
     "after-manifest": (CommitPoint, "publish", True),

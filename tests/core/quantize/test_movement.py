@@ -159,13 +159,13 @@ class Loop:
         self.saver = Saver("fake://run", SaverConfig(**{"scheme": "auto", "busy": "wait", **config}))
         self.steps = 0
         self.movements = []
-        since = self.saver._committer._movement.since
+        since = self.saver._background.movement.since
 
         def told(state, step):
             self.movements.append(since(state, step))
             return self.movements[-1]
 
-        monkeypatch.setattr(self.saver._committer._movement, "since", told)
+        monkeypatch.setattr(self.saver._background.movement, "since", told)
 
     @property
     def describe(self):

@@ -18,7 +18,7 @@ from shrinkpoint.state.training import Role, TrainingState
 
 @pytest.fixture
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("state.snapshot", "saver"):
+    for module in ("state.snapshot", "engine.background"):
         monkeypatch.setattr(f"shrinkpoint.{module}.LARGE", 1)
 
 
@@ -87,7 +87,7 @@ def test_nothing_but_weights_and_planes_is_left_of_a_large_snapshot(
     monkeypatch.setattr(Snapshotter, "take", watched)
     checkpointer = saved(tmp_path, scheme)
     gc.collect()
-    followed = set(checkpointer.saver._committer._movement._before)
+    followed = set(checkpointer.saver._background.movement._before)
     assert bool(followed) == (scheme != "lossless")
     assert len(taken) == 3
     for snapshot in taken[:-1]:
@@ -103,7 +103,7 @@ def test_the_files_are_those_of_snapshots_that_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     saved(tmp_path / "kept", scheme).close()
-    for module in ("state.snapshot", "saver"):
+    for module in ("state.snapshot", "engine.background"):
         monkeypatch.setattr(f"shrinkpoint.{module}.LARGE", 1)
     saved(tmp_path / "let go", scheme).close()
     kept, let_go = (containers(tmp_path / folder) for folder in ("kept", "let go"))
@@ -129,7 +129,7 @@ def test_memory_is_given_back_after_large_saves_alone(
     monkeypatch.setattr("shrinkpoint.saver.give_back", lambda: given.append(None))
     saved(tmp_path / "large", "lossless", saves=2).close()
     assert len(given) == 2
-    monkeypatch.setattr("shrinkpoint.saver.LARGE", memory.LARGE)
+    monkeypatch.setattr("shrinkpoint.engine.background.LARGE", memory.LARGE)
     saved(tmp_path / "small", "lossless", saves=2).close()
     assert len(given) == 2
 
@@ -161,12 +161,12 @@ def test_after_a_save_that_failed_less_movement_is_known_never_more(
     all_are_large, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned_in_background: list[Warning]
 ) -> None:
     checkpointer = saved(tmp_path, "auto", saves=1)
-    committer = checkpointer.saver._committer
+    background = checkpointer.saver._background
     with monkeypatch.context() as patched:
-        patched.setattr("shrinkpoint.saving.committer.write_container", lambda checkpoint, **_: 1 / 0)
+        patched.setattr("shrinkpoint.engine.background.write_container", lambda checkpoint, **_: 1 / 0)
         with pytest.warns(match="division by zero"):
             assert checkpointer.save(2, wait=True) is None
-    assert committer._movement._step == 2
+    assert background.movement._step == 2
     assert checkpointer.save(3, wait=True) is not None
     assert [(report.step, report.kind) for report in checkpointer.reports()] == [(1, "base"), (3, "base")]
     checkpointer.close()

@@ -21,10 +21,10 @@ from support.training import OPTIMIZERS, TinyGPT, train
 
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.scratch import SaveScratch
 from shrinkpoint.errors import ConfigError, SaveFailedError
 from shrinkpoint.runtime import scratch as files
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving import committer as saving
 from shrinkpoint.schemes.catalogue import SCHEMES
 from shrinkpoint.sharded.agreement import refuse_options
 from shrinkpoint.state import scratch
@@ -45,7 +45,7 @@ BY_TIME = {"inshrinkerator"}
 
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("state.snapshot", "saver"):
+    for module in ("state.snapshot", "engine.background"):
         monkeypatch.setattr(f"shrinkpoint.{module}.LARGE", 1)
     monkeypatch.setattr(scratch, "_LEAST", 64)
 
@@ -92,8 +92,8 @@ class Loop:
         return [report.kind for report in self.checkpointer.reports()]
 
     @property
-    def committer(self) -> object:
-        return self.checkpointer.saver._committer
+    def background(self) -> object:
+        return self.checkpointer.saver._background
 
 
 def restores(folder: Path) -> int:
@@ -215,7 +215,7 @@ def test_between_saves_nothing_is_in_memory(tmp_path: Path, disk: Path, scheme: 
     loop = Loop(tmp_path / "run", scheme, scratch_folder=disk)
     for _ in range(3):
         loop.save()
-        link, noted = loop.committer._link, loop.committer._movement._before
+        link, noted = loop.background.link, loop.background.movement._before
         assert bool(noted) == (scheme != "lossless")
         assert all(isinstance(t, DiskTensor) for t in noted.values() if t.nbytes >= 64)
         held = sum(reference.nbytes for reference in link.reference.values())
@@ -228,7 +228,7 @@ def test_moments_are_let_go_of_before_a_candidate_is_made(
 ) -> None:
     taken: list[dict[str, weakref.ref[torch.Tensor]]] = []
     there: list[set[str]] = []
-    take, plan = Snapshotter.take, Loop(tmp_path / "other").committer.planner.__class__.plan
+    take, plan = Snapshotter.take, Loop(tmp_path / "other").background.planner.__class__.plan
 
     def watched(self: Snapshotter, state: TrainingState) -> Snapshot:
         snapshot = take(self, state)
@@ -334,7 +334,7 @@ def damaged(file: files.ScratchFile) -> None:
 
 
 def file_of_planes(loop: Loop) -> files.ScratchFile:
-    references = loop.committer._link.reference.values()
+    references = loop.background.link.reference.values()
     arrays = [getattr(each.planes, "_parts", each.planes) for each in references]
     found = [a for each in arrays if isinstance(each, DiskArrays) for a in each._arrays.values()]
     return next(each[0].file for each in found if isinstance(each, tuple))
@@ -381,7 +381,7 @@ def test_without_the_weights_of_before_the_movement_is_not_known(
     tmp_path: Path, disk: Path, warned_in_background: list[Warning]
 ) -> None:
     loop = Loop(tmp_path / "run", scratch_folder=disk).save(2)
-    noted = loop.committer._movement._before.values()
+    noted = loop.background.movement._before.values()
     damaged(next(tensor for tensor in noted if isinstance(tensor, DiskTensor))._place.file)
     with pytest.warns(match=r"other bytes .*How far training has moved .* is not known at step 3"):
         loop.save()
@@ -400,9 +400,9 @@ def test_after_damaged_moments_that_save_fails_and_the_next_one_is_a_base(
     warned_in_background: list[Warning],
 ) -> None:
     loop = Loop(tmp_path / "run", scratch_folder=disk, max_failures=2).save(1)
-    moments = saving.SaveScratch.moments
+    moments = SaveScratch.moments
 
-    def spoiled(self: saving.SaveScratch, snapshot: Snapshot, state: TrainingState) -> TrainingState:
+    def spoiled(self: SaveScratch, snapshot: Snapshot, state: TrainingState) -> TrainingState:
         found = moments(self, snapshot, state)
         tensors = [tensor for tensor in found.tensors.values() if isinstance(tensor, DiskTensor)]
         place = tensors[number * (len(tensors) - 1) // 2]._place
@@ -410,7 +410,7 @@ def test_after_damaged_moments_that_save_fails_and_the_next_one_is_a_base(
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(saving.SaveScratch, "moments", spoiled)
+        patched.setattr(SaveScratch, "moments", spoiled)
         with pytest.warns(match=r"saving step 2 .* failed .*scratch_folder=.*other bytes"):
             loop.save()
         with pytest.raises(SaveFailedError, match=r"scratch_folder=.*leave scratch_folder out"):

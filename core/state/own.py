@@ -7,16 +7,11 @@ from typing import Any
 import torch
 import xxhash
 
-from shrinkpoint.sharded.boxes import is_sharded
-from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.digest import tensor_digest
-from shrinkpoint.state.training import TensorSpec, TrainingState, plain
+from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
 __all__ = ["OwnState", "merged_tree", "own_name"]
-
-LARGEST = 2**20
-"""Bytes of an object's tensors from which on it counts as the same on every rank, like the average of a model."""
 
 
 def own_name(rank: int) -> str:
@@ -29,27 +24,6 @@ class OwnState:
     """One rank's own data: groups of named values, each split in plain data and host tensors."""
 
     parts: Mapping[tuple[str, str], TrainingState] = field(default_factory=dict)
-
-    @classmethod
-    def take(cls, groups: Mapping[str, Mapping[str, Any]], rank: int) -> "OwnState":
-        """Copy it.
-
-        Args:
-            groups: values by group and name, such as ``{"rng": {"torch": ...}}``.
-            rank: whose.
-
-        Raises:
-            CannotRepresentError: a value cannot be stored without pickle.
-        """
-        parts: dict[tuple[str, str], TrainingState] = {}
-        for group, values in groups.items():
-            for name, value in values.items():
-                found = captured(value, plain, below=("ranks", str(rank), group, name))
-                if any(map(is_sharded, found.tensors.values())) or found.nbytes > LARGEST:
-                    continue
-                host = {key: tensor.detach().to("cpu", copy=True) for key, tensor in found.tensors.items()}
-                parts[group, name] = TrainingState(found.tree, host, found.specs)
-        return cls(parts)
 
     def digests(self) -> dict[str, str]:
         """One for each value, by which other ranks see that theirs are the same."""

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 
 from shrinkpoint.coding.selective import Decoded
-from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.engine.background import Background
+from shrinkpoint.engine.chain import Chain
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.committer import Committer
 from shrinkpoint.saving.meta import is_finite, not_finite_text
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.manifest import Manifest
@@ -94,13 +93,13 @@ class Continuation:
     """The next save continues a restored checkpoint, a training's first state, or nothing; a save under way is not affected.
 
     Args:
-        committer: makes the saves.
-        config: how to save.
+        background: makes the saves.
+        chain: of the run.
     """
 
-    def __init__(self, committer: Committer, config: SaverConfig) -> None:
-        self._committer = committer
-        self._config = config
+    def __init__(self, background: Background, chain: Chain) -> None:
+        self._background = background
+        self._chain = chain
         self._restored: tuple[Manifest, Decoded] | None = None
         self._forgets = False
         self._follows: Manifest | None = None
@@ -109,7 +108,7 @@ class Continuation:
     @property
     def is_known(self) -> bool:
         """Whether a checkpoint was restored, or saved last, that training continues from."""
-        return self._restored is not None or (self._committer.follows and not self._forgets)
+        return self._restored is not None or (self._background.movement.knows and not self._forgets)
 
     def begin(self, state: TrainingState, step: int) -> None:
         """A training starts with these weights, unless it goes on from the save that is under way."""
@@ -131,26 +130,15 @@ class Continuation:
     def settle(self) -> None:
         """Let the next save continue what was noted; to be called only when no save is under way."""
         if self._forgets:
-            self._committer.start_over()
+            self._background.start_over()
             if self._follows is not None:
-                self._committer.follow(self._follows)
+                self._chain.follow(self._follows)
             self._forgets, self._follows = False, None
         if self._begun is not None:
-            if (
-                not self._committer.follows
-            ):  # the save that was under way meanwhile is what training continues from
-                self._committer.begin(*self._begun)
+            # the save that was under way meanwhile is what training continues from
+            if not self._background.movement.knows:
+                self._background.begin(*self._begun)
             self._begun = None
         if self._restored is not None:
             (manifest, decoded), self._restored = self._restored, None
-            self._committer.adopt(manifest, decoded.reference, decoded.state)
-            self._resume_search(manifest)
-
-    def _resume_search(self, manifest: Manifest) -> None:
-        if self._config.adopt:
-            return  # the committer has done it
-        search = manifest.meta.get("search")
-        try:
-            self._committer.planner.load_state_dict(search if isinstance(search, dict) else {})
-        except ConfigError as error:
-            warn(f"the search starts over: {error}")
+            self._background.adopt(manifest, decoded.reference, decoded.state)

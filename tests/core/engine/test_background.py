@@ -8,9 +8,10 @@ from support.training import OPTIMIZERS, TinyMLP, capture, train
 from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
+from shrinkpoint.engine.background import Background
+from shrinkpoint.engine.chain import Chain
+from shrinkpoint.engine.job import Job
 from shrinkpoint.errors import RunMismatchError, ShrinkpointWarning
-from shrinkpoint.saving.committer import Committer
-from shrinkpoint.saving.reporting import Job
 from shrinkpoint.saving.retention import record_of
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.store.manifest import BlobRef, Manifest
@@ -28,22 +29,21 @@ class Training:
         self.model = TinyMLP()
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.store = RunStore("fake://run", objects=objects)
-        self.committer = Committer(self.store, SaverConfig(**{"scheme": "lossless", **config}), lambda: 0.0)
+        self.config = SaverConfig(**{"scheme": "lossless", **config})
         self.steps = 0
+        self.start()
+
+    def start(self):
+        """In a process that knows nothing yet."""
+        self.chain = Chain(self.store, self.config)
+        self.background = Background(self.store, self.config, lambda: 0.0, self.chain)
 
     def commit(self, **options):
         train(self.model, self.optimizer, [self.steps])
         self.steps += 1
         state = capture(self.model, self.optimizer)
-        facts = {
-            "metrics": {},
-            "measure": None,
-            "gradients": None,
-            "exact": False,
-            "blocked_s": 0.5,
-            **options,
-        }
-        return self.committer.commit(Job(snapshot=Snapshot(state, 0.5), step=self.steps, **facts))
+        job = Job(snapshot=Snapshot(state, 0.5), step=self.steps, blocked_s=0.5, **options)
+        return self.background.commit(job)
 
 
 def test_the_report_stands_in_the_manifest(objects):
@@ -108,10 +108,10 @@ def test_an_anchor_is_built_on_after_its_manifest_is_gone_and_after_a_resume(obj
     for step in range(13):
         objects.now += 10
         if step == 5:
-            training.committer.close()
+            training.chain.close()
             manifest, decoded = of_newest(training.store)
-            training.committer = Committer(training.store, training.committer._config, lambda: 0.0)
-            training.committer.adopt(manifest, decoded.reference, decoded.state)
+            training.start()
+            training.background.adopt(manifest, decoded.reference, decoded.state)
         training.commit(measure=nearly_flat)
         (manifest,) = training.store.manifests()
         lengths.append(len(manifest.chain))
@@ -187,8 +187,8 @@ def test_levels_share_no_dither_with_an_anchor_from_before_a_restore(objects):
     for step in range(6):
         if step == 3:
             manifest, decoded = of_newest(training.store)
-            training.committer.forget()
-            training.committer.adopt(manifest, decoded.reference, decoded.state)
+            training.background.forget()
+            training.background.adopt(manifest, decoded.reference, decoded.state)
         training.commit(measure=nearly_flat)
         seeds.append(seeds_of(training.store, "log-levels"))
     assert seeds[0] == seeds[1] == seeds[2]
@@ -199,7 +199,7 @@ def test_levels_share_no_dither_with_an_anchor_from_before_a_restore(objects):
 def test_forgetting_makes_a_base(objects):
     training = Training(objects)
     training.commit()
-    training.committer.forget()
+    training.background.forget()
     assert training.commit().kind == "base"
 
 
@@ -217,8 +217,8 @@ def seeds_of_a_chain(objects, codec, **options):
         if restored:
             newest = training.store.manifests()[0]
             decoded = decode_checkpoint(training.store, newest)
-            training.committer.forget()
-            training.committer.adopt(newest, decoded.reference, decoded.state)
+            training.background.forget()
+            training.background.adopt(newest, decoded.reference, decoded.state)
         training.commit(measure=nearly_flat)
         seeds.append(seeds_of(training.store, codec))
     assert all(len(set(chosen)) == len(chosen) > 1 for chosen in seeds)
@@ -242,8 +242,8 @@ def test_weights_are_told_to_have_been_restored_once(objects):
         if restored:
             newest = training.store.manifests()[0]
             decoded = decode_checkpoint(training.store, newest)
-            training.committer.forget()
-            training.committer.adopt(newest, decoded.reference, decoded.state)
+            training.background.forget()
+            training.background.adopt(newest, decoded.reference, decoded.state)
         training.commit(measure=nearly_flat)
         newest = read_container(training.store.fetch(training.store.manifests()[0])[-1])
         weights = [e.encoded for e in newest.entries if e.encoded.codec == "trellis-weight"]
@@ -259,7 +259,7 @@ def test_a_dither_begins_anew_after_a_checkpoint_that_is_exact(objects, resumed)
     if resumed:
         newest = training.store.manifests()[0]
         decoded = decode_checkpoint(training.store, newest)
-        training.committer.adopt(newest, decoded.reference, decoded.state)
+        training.background.adopt(newest, decoded.reference, decoded.state)
     training.commit(exact=True)
     assert seeds_of(training.store) == []
     assert training.commit(measure=nearly_flat).kind == "delta"
@@ -287,14 +287,14 @@ def test_after_a_failure_nothing_builds_on_what_may_be_missing(objects, operatio
 def test_a_foreign_prefix_is_refused_when_it_is_opened(objects):
     objects.put("thesis.tex", b"...")
     with pytest.raises(RunMismatchError):
-        Training(objects).committer.open()
+        Training(objects).chain.open()
 
 
 def test_closing_ends_the_turn_and_the_next_one_has_a_higher_epoch(objects):
     training = Training(objects)
     training.commit()
-    training.committer.close()
-    training.committer.close()
+    training.chain.close()
+    training.chain.close()
     assert training.commit().kind == "delta"
     assert [m.epoch for m in training.store.manifests()] == [2, 1]
 

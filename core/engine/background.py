@@ -1,0 +1,541 @@
+"""The saves of one process, in its background thread: plan, encode, commit, retain, report."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.staging import StagedState
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.container.writer import write_container
+from shrinkpoint.engine.adopting import Adopting, carried_in, carrying, planned_before
+from shrinkpoint.engine.chain import Chain
+from shrinkpoint.engine.job import Job, Link
+from shrinkpoint.engine.scratch import SaveScratch
+from shrinkpoint.errors import ChainError, ConfigError, FencedError, ScratchError, ShrinkpointError
+from shrinkpoint.optimizers.recognition import recognised
+from shrinkpoint.optimizers.updates import moments_of_direction
+from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.planner import Planner
+from shrinkpoint.quality.strategy import Plan, exactly
+from shrinkpoint.quantize.movement import Movement, MovementTracker
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.runtime.memory import LARGE, give_back
+from shrinkpoint.saving.finite import not_finite
+from shrinkpoint.saving.meta import KEY as ADOPTION
+from shrinkpoint.saving.meta import WEIGHTS_ONLY, Adopted, adopted_of
+from shrinkpoint.saving.planned import (
+    UNPLANNED,
+    PlannedChain,
+    Staging,
+    changed_tensors,
+    warn_adopts_from,
+    warn_unplanned,
+)
+from shrinkpoint.saving.reporting import provenance, report_of, with_untried, with_updates
+from shrinkpoint.saving.takeover import NotAdoptedError, Takeover
+from shrinkpoint.saving.under_way import Failures
+from shrinkpoint.schemes.base import ReferenceState, SaveContext
+from shrinkpoint.state.averages import confirmed
+from shrinkpoint.state.scratch import PlanesLostError
+from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.tree import JSON
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.warn import warn
+
+__all__ = ["Background", "Choice"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a snapshot is stored."""
+
+    plan: Plan
+    values: TrainingState
+    """What is coded."""
+    link: Link | None
+    guard: Guard | None = None
+    """That has seen the next updates of what was chosen."""
+    staged: StagedState | None = None
+    """What is quantized already, of a planned save that training goes on from."""
+    last: Adopted | None = None
+    """The last planned save up to this one, where the training adopts."""
+    exactly: str | None = None
+    """Why what was to be lossy is exact."""
+
+    @property
+    def adopted(self) -> Adopted | None:
+        """`last`, with the tensors that no container has as they were quantized; known when all is coded."""
+        if self.last is None or self.staged is None:
+            return self.last
+        return replace(self.last, stand_ins=frozenset(self.staged.stood_in))
+
+
+class Background:
+    """What a background thread does and remembers.
+
+    Args:
+        store: the run.
+        config: how to save.
+        spent_s: seconds that evaluations have taken from training so far.
+        chain: what is committed; None on all ranks but the first.
+        ready: waits until the coders are compiled.
+        url: of the run, for messages.
+        clock: seconds since any fixed moment, by which the search decides.
+    """
+
+    carries = True
+    """Whether an exact save without a planned one before it carries the weights that the next one is quantized by."""
+
+    def __init__(
+        self,
+        store: RunStore,
+        config: SaverConfig,
+        spent_s: Callable[[], float],
+        chain: Chain | None,
+        *,
+        ready: Callable[[], object] = lambda: None,
+        url: str = "",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if config.adoptions is not None:
+            config = replace(config, restore_budget=config.adoptions)
+        self.adopting = Adopting(config, warns=chain is not None) if config.adopt else None
+        self._store, self._config, self._chain = store, config, chain
+        self._spent_s, self._ready = spent_s, ready
+        self._began = time.perf_counter()
+        self._warned_of_loss = False
+        self._scratch = SaveScratch.of(config)
+        self._failures = Failures(config, url)
+        self.planner = (
+            Planner(config, spent_s, clock=clock, warns=chain is not None)
+            if self.adopting is None
+            else self.adopting.planner()
+        )
+        self.movement = MovementTracker()
+        self.link: Link | None = None
+        self.failed = False
+        """Whether the last save was not committed, as far as this process knows."""
+        self.fatal: ShrinkpointError | None = None
+        """Why training must not go on; of several ranks known to the first one."""
+        self.reports: list[SaveReport] = []
+
+    def look(self) -> None:
+        """Warn where the folder of what is put away is in memory itself; before training starts."""
+        if self._scratch is not None:
+            self._scratch.look()
+
+    # ---- where a training begins, or continues
+
+    def begin(self, state: TrainingState, step: int) -> None:
+        """Count the weights' movement from here: where a training starts that restored nothing."""
+        self._note(state, step)
+
+    def adopt(
+        self,
+        parent: Manifest,
+        reference: Mapping[str, ReferenceState],
+        state: TrainingState,
+        *,
+        lasting: bool = False,
+    ) -> None:
+        """Continue the chain of a restored checkpoint, from the state that a reader has got of it.
+
+        Args:
+            parent: the checkpoint.
+            reference: what a reader holds of it.
+            state: its tensors, or those of them that this rank owns.
+            lasting: as of `MovementTracker.note`.
+        """
+        if self.adopting is not None:
+            self._adopt_planned(parent, reference, state)
+            return
+        if self._chain is not None:
+            self._chain.adopt(parent)
+        move = self._keeper()
+        moved = {name: known if move is None else move(known) for name, known in reference.items()}
+        self.link = Link(parent.state_digest, moved, restored=True)
+        self._note(state, parent.step, lasting=lasting)
+        self._resume_search(parent.meta.get("search"), self.planner.load_state_dict)
+
+    def _adopt_planned(
+        self, manifest: Manifest, reference: Mapping[str, ReferenceState], state: TrainingState
+    ) -> None:
+        """Continue the last planned save, and its search; after an exact one what the run had before that."""
+        assert self._chain is not None
+        last = adopted_of(manifest)
+        if last is None or last.planned:
+            self._chain.adopt(manifest)
+            values = state, manifest.step
+            self.continue_from(manifest, last, reference, values, digest=manifest.state_digest)
+            return
+        self._chain.follow(manifest)
+        before = planned_before(self._store, manifest, last, self._config.encoder_threads)
+        carried = carried_in(state)
+        if before is not None:
+            decoded, self._chain.parent = before
+            parent = self._chain.parent
+            digest = None if parent is None else parent.state_digest
+            self.continue_from(manifest, last, decoded.reference, (decoded.state, last.step), digest=digest)
+        elif last.since == manifest.step:
+            self.continue_from(manifest, last, {}, (state, manifest.step))
+        elif carried is not None and last.since is not None:
+            self.continue_from(manifest, last, {}, (carried, last.since))
+        else:
+            self.continue_from(manifest, last, {}, None)
+
+    def continue_from(
+        self,
+        manifest: Manifest,
+        last: Adopted | None,
+        reference: Mapping[str, ReferenceState],
+        values: tuple[TrainingState, int] | None,
+        *,
+        digest: str | None = None,
+        lasting: bool = False,
+    ) -> None:
+        """Go on as after a restore of a planned save, whose values are what the next save's movement is counted from.
+
+        Args:
+            manifest: what the training has been restored from.
+            last: what that says of the last planned save; None where there is none.
+            reference: what a reader holds of that save.
+            values: the tensors at that save, and its step; None where no movement is known, in an undisturbed run either.
+            digest: state digest of that save; None where its manifest is gone, so that nothing can build on it.
+            lasting: as of `MovementTracker.note`.
+        """
+        assert self.adopting is not None
+        self.planner = self.adopting.planner()
+        known = PlannedChain(last if last is not None and last.count else None, dict(reference))
+        self.adopting.continue_from(last, known, step=manifest.step)
+        self.link = None if digest is None else Link(digest, dict(reference), restored=True)
+        self.movement.forget()
+        if values is not None:
+            self.movement.note(*values, lasting=lasting)
+        if last is None:
+            if self._chain is not None:
+                warn_adopts_from(manifest.step)
+            self._resume_search(manifest.meta.get("search"), self._begin_again)
+        elif last.count:
+            self._resume_search(last.search, self._begin_again)
+
+    def _begin_again(self, search: Mapping[str, object]) -> None:
+        self.planner.begin_again(search, restored=True)
+
+    def _resume_search(self, stored: object, load: Callable[[Mapping[str, object]], object]) -> None:
+        """Go on with the search for settings of a restored checkpoint, whose cost counts as a restore's."""
+        try:
+            load(stored if isinstance(stored, dict) else {})
+        except ConfigError as error:
+            if self._chain is not None:
+                warn(f"the search starts over: {error}")
+
+    def forget(self) -> None:
+        """Build on nothing: the next checkpoint is a base."""
+        self.link = None
+
+    def start_over(self) -> None:
+        """Another training follows: build on nothing, count no movement from what was before, and collect none of it."""
+        self.forget()
+        self.movement.forget()
+        if self._chain is not None:
+            self._chain.lineage = None
+        if self.adopting is not None:
+            self.planner = self.adopting.planner()
+            self.adopting.continue_from(None, PlannedChain(), step=0)
+
+    def _note(self, state: TrainingState, step: int, *, lasting: bool = False) -> None:
+        if self._config.scheme == "lossless":  # which makes no noise to be compared with the movement
+            return
+        if self._scratch is not None:
+            state, lasting = self._scratch.weights(state, lasting=lasting), True
+        self.movement.note(state, step, lasting=lasting)
+
+    def _keeper(self) -> Callable[[ReferenceState], ReferenceState] | None:
+        return None if self._scratch is None else self._scratch.keeper()
+
+    # ---- saves
+
+    def run(self, handed_over: list[Job]) -> None:
+        """Make a save; raises nothing."""
+        large = handed_over[0].snapshot.state.nbytes >= LARGE
+        self._make(handed_over.pop())
+        if large:
+            give_back()
+
+    def _make(self, job: Job) -> None:
+        try:
+            report = self.commit(job)
+        except Exception as error:  # noqa: BLE001 - whatever it was, training goes on and the next save starts afresh
+            self.link, self.failed = None, True
+            self._note_failure(job, error)
+        else:
+            self.failed = False
+            self._failures.over()
+            self.reports.append(report)
+
+    def _note_failure(self, job: Job, error: Exception) -> None:
+        self.fatal = error if isinstance(error, FencedError) else self._failures.note(job.step, error)
+
+    def commit(self, job: Job) -> SaveReport:
+        """Store one snapshot; on return it is committed.
+
+        Whatever is raised, nothing that was stored before is harmed, and the caller must `forget` the chain: the
+        commit may have happened without our learning of it.
+        """
+        self._ready()
+        started, spent = time.perf_counter(), self._spent_s()
+        try:
+            state, movement = self._state(job)
+            choice: Choice | None = None
+            report: SaveReport | None = None
+            try:
+                choice = self._choose(job, state, movement, self._next_link())
+                report = self._store_whole(job, state, choice, started, spent)
+            except (ChainError, PlanesLostError) as error:  # a base needs neither a parent nor planes
+                self._warn_lost(error, job.step)
+            if report is None:  # not above, where the error keeps what the first attempt has coded
+                if choice is not None and choice.staged is not None:  # training has adopted it
+                    choice = replace(choice, link=None)
+                else:
+                    choice = self._choose(job, state, movement, None)
+                report = self._store_whole(job, state, choice, started, spent)
+        finally:
+            if job.takeover is not None:
+                job.takeover.withdraw()
+        return report
+
+    def _state(self, job: Job) -> tuple[TrainingState, Movement | None]:
+        """The snapshot with all roles, and how far training has moved since the one before."""
+        state = recognised(confirmed(self._arrived(job)), job.optimizers)
+        lasting = job.snapshot.lasting and self.adopting is None
+        if lasting and self._scratch is not None:
+            state = self._scratch.moments(job.snapshot, state)
+            give_back()
+        try:
+            movement = self.movement.since(state, job.step)
+        except ScratchError as error:
+            self.movement.forget()
+            movement = None
+            warn(
+                f"{error}. How far training has moved since the last checkpoint is not known at step {job.step}, which is stored like a"
+                " first one"
+            )
+        if self.adopting is None:
+            # The weights of before are let go of now, when most memory is needed. If this save fails, the next one counts the
+            # movement from here: it has less noise than it might have, never more.
+            self._note(state, job.step, lasting=lasting)
+        if lasting:
+            give_back()
+        return state, movement
+
+    def _arrived(self, job: Job) -> TrainingState:
+        """The snapshot, as if the model had only the tensors that this process codes."""
+        return job.snapshot.wait()
+
+    def _next_link(self) -> Link | None:
+        """The chain to extend, if any. It is forgotten here: coding uses up the reference, so that only one is in memory."""
+        if self.adopting is not None or self.link is None or self._chain is None:
+            return self.link
+        link, self.link = self.link, None
+        return self._chain.next(link, self._keeper())
+
+    def _warn_lost(self, error: ChainError | PlanesLostError, step: int) -> None:
+        """Say why a base is stored where a delta was to be; of a chain that is gone, once."""
+        if isinstance(error, ChainError):
+            if not self._warned_of_loss:
+                self._warned_of_loss = True
+                warn(
+                    f"{error}. Step {step} is stored as a base; checkpoints that need what is gone cannot be restored. This warning comes"
+                    " once"
+                )
+        else:
+            warn(f"{error}. Step {step} is stored as a base; nothing that was stored before is harmed")
+
+    # ---- choosing
+
+    def _choose(self, job: Job, state: TrainingState, movement: Movement | None, link: Link | None) -> Choice:
+        if self.adopting is not None:
+            if job.takeover is None:
+                return self._branch(self.adopting, job, state, link)
+            return self._adopt_now(self.adopting, job, job.takeover, state, movement, link)
+        guard = Guard(job.optimizers, self._config.encoder_threads)
+        context = self._context(job, state, movement, None if link is None else link.reference)
+        context = replace(
+            context,
+            is_anchor=link is None or link.anchor is not None,
+            restored=link is not None and (link.restored or link.exact),
+        )
+        plan = self._plan(job, context, guard)
+        if job.snapshot.lasting:
+            give_back()  # what candidates took, before coding takes its own
+        exactly = plan.reason if plan.is_exact and self._config.scheme != "lossless" else None
+        return Choice(plan, state, link, guard, exactly=exactly)
+
+    def _context(
+        self,
+        job: Job,
+        state: TrainingState,
+        movement: Movement | None,
+        reference: Mapping[str, ReferenceState] | None,
+    ) -> SaveContext:
+        return SaveContext(
+            restore_budget=self._config.restore_budget,
+            state=state,
+            step=job.step,
+            reference=reference,
+            movement=movement,
+            directions=moments_of_direction(state, job.optimizers),
+            gradients=job.gradients,
+        )
+
+    def _plan(self, job: Job, context: SaveContext, guard: Guard) -> Plan:
+        self.planner.guard = guard if self._config.guards else None
+        return self.planner.plan(context, job.measure, job.resume, exact=job.exact)
+
+    def _branch(self, adopting: Adopting, job: Job, state: TrainingState, link: Link | None) -> Choice:
+        """A side branch of the chain, which stays as it is.
+
+        Where the chain does not hold the last planned save (there was none, or it could not be stored), the branch carries the
+        weights that the next one is quantized by.
+        """
+        if link is not None:
+            link = replace(link, reference=dict(adopting.chain.known))
+        elif self.carries and self.movement.step not in (None, job.step):
+            state = carrying(state, self.movement.noted)
+        last = adopting.branch(self.movement.step, is_delta=link is not None)
+        return Choice(exactly(UNPLANNED, is_explained=True), state, link, last=last)
+
+    def _adopt_now(
+        self,
+        adopting: Adopting,
+        job: Job,
+        takeover: Takeover,
+        state: TrainingState,
+        movement: Movement | None,
+        link: Link | None,
+    ) -> Choice:
+        """Choose, and let the waiting training take the values over."""
+        try:
+            adopting.clock.step = job.step
+            reference = adopting.chain.reference(self.movement.noted, self._config.period)
+            staging = Staging(state, reference, takeover.exactly, threads=self._config.waiting_threads)
+            guard = Guard(
+                job.optimizers,
+                self._config.waiting_threads,
+                restored=lambda scheme: staging.by(scheme).state,
+            )
+            context = self._context(job, state, movement, reference)
+            context = replace(context, restored=reference is not None, adopts=True)
+            resume = adopting.clock.charged(job.resume)
+            plan = self._plan(replace(job, resume=resume), context, guard)
+            staged = staging.by(plan.scheme)
+            takeover.offer(changed_tensors(state, staged.state))
+        except Exception as error:
+            raise NotAdoptedError(
+                f"{error}. Training goes on from its own state, so that a replay will differ from here on"
+            ) from error
+        known = adopting.chain.known
+        last = adopting.adopted(job, takeover, staged, self.planner)
+        self.movement.note(staged.state, job.step)
+        self.link = None
+        link = replace(link, reference=dict(known)) if link is not None and reference is not None else None
+        return Choice(
+            plan, staged.state, link, guard, staged, last, exactly=plan.reason if plan.is_exact else None
+        )
+
+    # ---- coding and storing
+
+    def _encode(self, job: Job, choice: Choice) -> EncodedState:
+        link, staged = choice.link, choice.staged
+        if staged is not None:
+            staged.stood_in.clear()
+        return encode_state(
+            choice.values,
+            choice.plan.scheme,
+            step=job.step,
+            reference=link.reference if link else None,
+            parent=link.digest if link else None,
+            release=link.reference.pop if link else None,
+            keep=self._keeper(),
+            provenance=provenance(),
+            threads=self._config.encoder_threads,
+            exactly=choice.exactly,
+            lasting=job.snapshot.lasting and staged is None,
+            staged=staged,
+        )
+
+    def _report(
+        self, job: Job, state: TrainingState, choice: Choice, encoded: EncodedState, spent: float
+    ) -> SaveReport:
+        """The report before anything is written."""
+        plan, takeover = choice.plan, job.takeover
+        report = replace(
+            report_of(plan, encoded, step=job.step),
+            blocked_s=max(job.blocked_s, job.snapshot.stalled_s),
+            metrics=dict(job.metrics),
+            not_finite=not_finite(state, baseline=plan.baseline),
+            search_s=self._spent_s() - spent,
+        )
+        if takeover is not None:
+            overhead = self._spent_s() / max(time.perf_counter() - self._began, 1e-9)
+            report = replace(report, adopt_s=takeover.seconds, waited_s=takeover.waited_s, overhead=overhead)
+        if choice.guard is None or plan.is_exact:
+            return report
+        return with_updates(report, choice.guard)
+
+    def _untried(self, job: Job, choice: Choice) -> str | None:
+        """Why it is not known what a restore does to the next updates; None where it is, or nobody wants to know."""
+        if choice.guard is None or choice.plan.is_exact or not job.optimizers:
+            return None
+        return choice.guard.untried
+
+    def _meta(self, job: Job, choice: Choice) -> dict[str, JSON]:
+        last = choice.adopted
+        search = self.planner.state_dict() if last is None else dict(last.search)
+        meta: dict[str, Any] = {"search": search}
+        if last is not None:
+            meta[ADOPTION] = last.to_json()
+        if job.weights_only:
+            meta[WEIGHTS_ONLY] = True
+        return meta
+
+    def _store_whole(
+        self, job: Job, state: TrainingState, choice: Choice, started: float, spent: float
+    ) -> SaveReport:
+        assert self._chain is not None
+        if choice.staged is not None:
+            started = time.perf_counter()
+        encoded = self._encode(job, choice)
+        report = self._report(job, state, choice, encoded, spent)
+        untried = self._untried(job, choice)
+        report = report if untried is None else with_untried(report, untried)
+        digest = encoded.checkpoint.state_digest
+        container = write_container(encoded.checkpoint, uses_up=choice.staged is None)
+        report = replace(report, bytes=len(container), encode_s=time.perf_counter() - started)
+        report = self._chain.commit(
+            container,
+            report,
+            choice.link,
+            self._meta(job, choice),
+            state_digest=digest,
+            advances=self.adopting is None or choice.staged is not None,
+            explained=choice.plan.is_explained,
+        )
+        self._learn(job, choice, encoded, digest, report)
+        return report
+
+    def _learn(
+        self, job: Job, choice: Choice, encoded: EncodedState, digest: str, report: SaveReport
+    ) -> None:
+        """The save is committed."""
+        if self.adopting is None:
+            self.link = Link(digest, dict(encoded.reference), number=job.number, exact=choice.plan.is_exact)
+        elif choice.adopted is not None and choice.staged is not None:
+            self.link = Link(digest, {}, number=job.number, restored=True)
+            self.adopting.stored(choice.adopted, encoded)
+        elif self._chain is not None and not self.adopting.warned_of_size:
+            self.adopting.warned_of_size = True
+            warn_unplanned(report)

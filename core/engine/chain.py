@@ -1,0 +1,287 @@
+"""The checkpoints that a training commits to its run: what the next one builds on, and which older ones go."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from shrinkpoint.coding.selective import decode_batches, header_of, sources_of_run
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.job import Link
+from shrinkpoint.errors import ChainError, FencedError, FormatError, ShrinkpointError, StoreError
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.saving.finite import LOSS_ALONE
+from shrinkpoint.saving.meta import ANCHORS, anchors_of, lineage_of
+from shrinkpoint.saving.retention import policy_of, record_of
+from shrinkpoint.saving.slimming import Slimmer
+from shrinkpoint.schemes.base import ReferenceState
+from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.schemes.exactness import large_share
+from shrinkpoint.state.tree import JSON
+from shrinkpoint.store.keys import new_nonce
+from shrinkpoint.store.manifest import Anchor, Manifest
+from shrinkpoint.store.parts import Part
+from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.warn import warn
+
+__all__ = ["Chain"]
+
+_OF_VALUES = (ExactCodec.id,)  # which leave the values alone as the reference of the next delta
+_UNCHANGED = 0.25  # least share of a base's bytes that has not changed, for a later base to do without it
+_ANCHORS = 4  # of a chain, its base among them
+
+
+class Chain:
+    """Commits to one run, and removes from it; of several ranks the first one's.
+
+    Args:
+        store: where to.
+        config: how.
+    """
+
+    def __init__(self, store: RunStore, config: SaverConfig) -> None:
+        self._store = store
+        self._config = config
+        self._writer: RunWriter | None = None
+        self._restored = False  # whether the training was, since the chain's last anchor
+        self._diverged = False
+        self._warned_exact: set[str] = set()
+        self._slimmer = (
+            Slimmer(
+                store,
+                keep=config.keep_optimizer,
+                span=_ANCHORS * config.key_every,
+                grace_s=config.grace_s,
+                threads=config.encoder_threads,
+            )
+            if config.keep_optimizer is not None
+            else None
+        )
+        self.parent: Manifest | None = None
+        """The checkpoint that a delta builds on."""
+        self.lineage: str | None = None
+        """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
+
+    def open(self) -> RunWriter:
+        """The run's writer; taking it makes this process the run's only one.
+
+        Raises:
+            StoreError: the store cannot be written, or holds something foreign.
+        """
+        if self._writer is None:
+            self._writer = self._store.writer()
+        return self._writer
+
+    def close(self) -> None:
+        """Let go of the store."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def follow(self, manifest: Manifest) -> None:
+        """Belong to the training of this checkpoint, whatever is built on."""
+        self.lineage = lineage_of(manifest.meta) or new_nonce()
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Continue the training of a restored checkpoint, and its chain."""
+        self.follow(manifest)
+        self.parent, self._restored = manifest, True
+
+    # ---- what the next one builds on
+
+    @property
+    def base_is_due(self) -> bool:
+        """Whether the next checkpoint of several ranks, whose chains have no anchors, is to be a base."""
+        return self.parent is None or len(self.parent.chain) >= self._config.period
+
+    def next(self, link: Link, move: Callable[[ReferenceState], ReferenceState] | None) -> Link | None:
+        """What one process builds on: the last checkpoint, every so often an anchor, or nothing.
+
+        An anchor builds on the one before, so that a restore reads few of the checkpoints in between.
+
+        Args:
+            link: to the last checkpoint.
+            move: what puts the planes of an anchor away; None keeps them in memory.
+
+        Raises:
+            ChainError: the anchor is damaged or gone.
+        """
+        parent = self.parent
+        if parent is None or self._config.key_every == 1:
+            return None
+        anchors = anchors_of(parent)
+        if len(parent.chain) - len(anchors) + 1 < self._config.key_every:
+            return link
+        if not anchors:
+            return None
+        last = Anchor(len(anchors), anchors[-1])
+        try:
+            if len(anchors) < _ANCHORS:
+                return self._on_anchor(parent, link, last, move)
+            return self._on_base(parent, link, anchors[0])
+        except FormatError as error:
+            raise ChainError(str(error)) from error
+        except StoreError as error:  # whether it can be written is seen next
+            warn(f"{error}. The checkpoint is stored as a base, which takes more bytes")
+            return None
+
+    def _on_anchor(
+        self,
+        parent: Manifest,
+        link: Link,
+        anchor: Anchor,
+        move: Callable[[ReferenceState], ReferenceState] | None,
+    ) -> Link:
+        """A link to an anchor, which is read from the run."""
+        names = {name for name, known in link.reference.items() if known.sizes}
+        link.reference.clear()
+        header, _, batches = decode_batches(
+            sources_of_run(self._store, parent)[: anchor.containers],
+            lambda header: names & header.tensors.keys(),
+            threads=self._config.encoder_threads,
+            lasting=True,
+        )
+        reference = {
+            entry.spec.name: known if move is None else move(known)
+            for rows in batches
+            for entry, known, _ in rows
+        }
+        return Link(header.state_digest, reference, restored=self._restored, anchor=anchor)
+
+    def _on_base(self, parent: Manifest, link: Link, digest: str) -> Link | None:
+        """A link to the chain's base, where much of that has not changed since, as frozen weights: a later base does without it."""
+        base, last = (header_of(self._store, parent.chain[at]) for at in (0, -1))
+        same = {
+            name
+            for name, record in base.tensors.items()
+            if record.codec in _OF_VALUES
+            and name in link.reference
+            and (other := last.tensors.get(name)) is not None
+            and (other.digest, other.codec) == (record.digest, record.codec)
+        }
+        if sum(base.tensors[name].nbytes for name in same) < _UNCHANGED * parent.chain[0].size:
+            return None
+        self._store.fetch_blob(parent.chain[0], parent)  # of which nothing else would find damage
+        reference = {name: link.reference[name] for name in same}
+        return Link(base.state_digest, reference, anchor=Anchor(1, digest))
+
+    # ---- committing
+
+    def commit(
+        self,
+        stored: bytes | Sequence[Part],
+        report: SaveReport,
+        link: Link | None,
+        meta: Mapping[str, JSON],
+        *,
+        state_digest: str = "",
+        began: float = 0.0,
+        advances: bool = True,
+        explained: bool = True,
+    ) -> SaveReport:
+        """Commit a checkpoint, and apply retention; on return it survives a crash.
+
+        Args:
+            stored: its container; or the parts that several ranks have put.
+            report: of the save.
+            link: what it builds on; None for a base.
+            meta: what the manifest has in addition.
+            state_digest: of a container's state.
+            began: the writer's clock before any of several parts was put.
+            advances: whether the next delta builds on it.
+            explained: whether the user knows why tensors are stored exactly.
+
+        Returns:
+            The report, with the commit's number.
+
+        Raises:
+            ShrinkpointError: see `RunWriter.commit`.
+        """
+        started = time.perf_counter()
+        parent, anchor = (self.parent, link.anchor) if link is not None else (None, None)
+        anchors: list[JSON] = [] if parent is None else [*anchors_of(parent)]
+        if anchor is not None:
+            anchors[anchor.containers :] = [None]
+        noted = {"save": report.to_json(), "lineage": self._lineage_of_this(), ANCHORS: anchors, **meta}
+        if self._config.monitor is not None:
+            noted["monitor"] = [self._config.monitor, self._config.mode]
+        kind: Literal["base", "delta"] = "base" if link is None else "delta"
+        if isinstance(stored, bytes):
+            manifest = self.open().commit(
+                stored,
+                step=report.step,
+                kind=kind,
+                parent=parent,
+                anchor=anchor,
+                state_digest=state_digest,
+                meta=noted,
+            )
+            report = replace(report, write_s=time.perf_counter() - started)
+            self._store.copy_near(manifest, stored)
+        else:
+            manifest = self.open().commit_parts(
+                stored, step=report.step, kind=kind, parent=parent, meta=noted, began=began
+            )
+        if advances:
+            self.parent, self._restored = manifest, self._restored and link is not None and anchor is None
+        if not explained:
+            self._warn_exact(report)
+        self._warn_diverged(report)
+        self._after("could not be removed", self._collect)
+        self._after("keep their optimizer state", self._slim)
+        return replace(report, seq=manifest.seq, redundancy=self._store.redundancy, parity=self._store.parity)
+
+    def _lineage_of_this(self) -> str:
+        if self.lineage is None:
+            others = self._store.manifests()
+            if others:
+                warn(
+                    f"{self._store.display} holds {len(others)} checkpoints, the newest of step {others[0].step}, that this"
+                    " training does not continue. They stay: retention leaves them alone (`shrinkpoint prune` removes them), and"
+                    " a resume goes on from the newest one, which is this training's from now on. To go on from them, stop and"
+                    " start with resume='must' (a Checkpointer's resume() must be called, on every rank); to keep the two apart,"
+                    " give another URL"
+                )
+            self.lineage = new_nonce()
+        return self.lineage
+
+    def _warn_diverged(self, report: SaveReport) -> None:
+        """Once, until a checkpoint is finite again."""
+        found = report.not_finite
+        # of a loss alone, the planner has warned
+        warned, self._diverged = self._diverged, found is not None and not found.startswith(LOSS_ALONE)
+        if self._diverged and not warned:
+            warn(
+                f"the checkpoint of step {report.step} is not finite: {report.not_finite}. Has the training diverged? The newest"
+                " finite checkpoints are kept in addition to those that follow, and `shrinkpoint ls` marks these"
+            )
+
+    def _warn_exact(self, report: SaveReport) -> None:
+        """Once for each way in which a substantial share of a lossy scheme's bytes is exact, and need not be."""
+        share = large_share(report.exact, report.bytes, f"step {report.step}'s checkpoint")
+        if share is not None and share[0] not in self._warned_exact:
+            self._warned_exact.add(share[0])
+            warn(f"{share[1]}. This warning comes once")
+
+    def _after(self, failing: str, action: Callable[[], object]) -> None:
+        """Do what a committed checkpoint does not depend on, as where nothing may be deleted; older ones are as they were."""
+        try:
+            action()
+        except FencedError:
+            raise
+        except ShrinkpointError as error:
+            warn(f"the checkpoint is stored, but older ones {failing}: {error}. The next save tries again")
+
+    def _collect(self) -> None:
+        policy = policy_of(self._config)
+        if policy is None:
+            return
+        # A training that this one does not continue is not its to judge, whatever was forgotten.
+        seen = [m for m in self._store.manifests() if lineage_of(m.meta) == self.lineage]
+        records = [record_of(manifest, self._config.monitor) for manifest in seen]
+        self.open().collect(policy.select(records), seen=seen, grace_s=self._config.grace_s)
+
+    def _slim(self) -> None:
+        """Turn older checkpoints into weights, where `keep_optimizer` says so."""
+        if self._slimmer is not None:
+            self._slimmer.run(self.open(), self.lineage)
