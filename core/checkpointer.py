@@ -27,7 +27,7 @@ from shrinkpoint.loop.options import (
     warn_of_copies,
     way_back,
 )
-from shrinkpoint.loop.replicas import ReplicatedObjects
+from shrinkpoint.loop.replicas import CopiedObjects, ReplicatedObjects
 from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspeed
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
@@ -78,16 +78,16 @@ class Checkpointer:
     Args:
         url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several stores, of
             which `parity` may be lost permanently at any moment (docs/stores.md).
-        model: the module; of a DataParallel or DDP wrapper give the inner one. With ``adopt=True`` or a step log every process of a DDP
-            training makes a Checkpointer, and gives it the DDP wrapper: the first one stores (docs/adopt.md).
+        model: the module. Of a DDP training every process makes a Checkpointer, and gives it the DDP wrapper: each stores a share of
+            the state, or with ``adopt=True`` or a step log the first one stores all. Of other wrappers give the inner one.
         optimizer: one or several.
         every: save whenever a multiple of so many steps is reached; None saves on `save` only.
         evaluate: the held-out loss of `model` with its current weights: one number, or better one for each batch (a
             sequence, or a tensor of one dimension), always of the same batches in the same order; the standard error is
             estimated from the batches' spread. It enables the search for the smallest configuration, and makes
             `max_degradation` a measured bound. Called with other weights in place, in eval mode, without gradients. It
-            may measure an average of the weights instead (EMA, SWA) that is among the objects with a state. Of a sharded model
-            it is called on all ranks at the same time, each with batches of its own (docs/sharded.md).
+            may measure an average of the weights instead (EMA, SWA) that is among the objects with a state. Of a sharded model,
+            or a DDP wrapper, it is called on all ranks at the same time, each with batches of its own (docs/sharded.md).
         train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, ..., `probe_steps` - 1
             (19; take them in turn if they are fewer), as training computes it (under autocast, if it does), unscaled.
             With `evaluate`, `max_degradation` is measured after some steps from a restore, which are made and undone
@@ -95,8 +95,8 @@ class Checkpointer:
             model it is called on all ranks at the same time, each with batches of its own.
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
         save_last: with `every`, save once more when training ends: at `close`, and after a Ctrl-C or SIGTERM, which
-            takes effect at the next `step` (in single-process training, and of sharded models, whose ranks agree on the step
-            even if one alone was asked; with DDP only with ``adopt=True`` or a step log). A second signal ends the process at once, as does the first if there
+            takes effect at the next `step` (in single-process training, and of sharded models and DDP wrappers, whose ranks agree on the
+            step even if one alone was asked). A second signal ends the process at once, as does the first if there
             was no `step` for a minute and for ten times the longest interval before.
         resume: continue from the newest sound checkpoint if there is one (``auto``), never (a new training starts in
             the same run, whose checkpoints are kept), or refuse to start without one (``must``).
@@ -153,9 +153,17 @@ class Checkpointer:
         if config.adopt:
             check_adoption(config, every, step_log)
         # Who gives the wrapper calls on every process; a log needs that, and adoption does.
-        logged = step_log is not None and isinstance(model, nn.parallel.DistributedDataParallel)
-        replicated = several and not sharded and (config.adopt or logged)
-        kind = ShardedObjects if sharded else ReplicatedObjects if replicated else LoopObjects
+        wrapped = several and not sharded and isinstance(model, nn.parallel.DistributedDataParallel)
+        replicated = several and not sharded and (config.adopt or (wrapped and step_log is not None))
+        kind = (
+            ReplicatedObjects
+            if replicated
+            else CopiedObjects
+            if wrapped
+            else ShardedObjects
+            if sharded
+            else LoopObjects
+        )
         self._objects = kind(model, optimizer, stateful)
         self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
         self._every = every

@@ -323,11 +323,10 @@ class Background:
                 f"{error}. How far training has moved since the last checkpoint is not known at step {job.step}, which is stored like a"
                 " first one"
             )
-        if self.adopting is None:
+        if lasting:
             # The weights of before are let go of now, when most memory is needed. If this save fails, the next one counts the
             # movement from here: it has less noise than it might have, never more.
-            self._note(state, job.step, lasting=lasting)
-        if lasting:
+            self._note(state, job.step, lasting=True)
             give_back()
         return state, movement
 
@@ -532,6 +531,8 @@ class Background:
     ) -> None:
         """The save is committed."""
         if self.adopting is None:
+            if not job.snapshot.lasting:
+                self._note(choice.values, job.step)
             self.link = Link(digest, dict(encoded.reference), number=job.number, exact=choice.plan.is_exact)
         elif choice.adopted is not None and choice.staged is not None:
             self.link = Link(digest, {}, number=job.number, restored=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shrinkpoint.optimizers.updates import OptimizerKind
-from shrinkpoint.quality.evaluation import ResumedSteps
-from shrinkpoint.quality.strategy import Measure
+from shrinkpoint.quality.evaluation import Measure, ResumedSteps
 from shrinkpoint.saving.takeover import Takeover
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.state.own import OwnState

@@ -162,8 +162,8 @@ def warn_of_copies() -> None:
         return
     warn(
         f"this is process {world().rank} of {world().size}, and the model is not sharded: processes that save to one run"
-        " stop each other. Make the Checkpointer in process 0 alone, and broadcast what it resumes; or use a framework's callback;"
-        " or give each process a run of its own"
+        " stop each other. Give the Checkpointer of every process the DistributedDataParallel wrapper; or use a framework's callback; or"
+        " give each process a run of its own"
     )
 
 

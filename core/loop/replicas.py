@@ -15,6 +15,7 @@ from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.loop.alone import alone
 from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets, stateful_hook
 from shrinkpoint.loop.objects import LoopObjects, Stateful
+from shrinkpoint.loop.sharded import ShardedObjects
 from shrinkpoint.quality.evaluation import Evaluate, Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.saver import Restored, Saver
@@ -26,14 +27,14 @@ from shrinkpoint.sharded.trees import own_of
 from shrinkpoint.state.own import OwnState
 from shrinkpoint.state.rng import capture_rng, diverge_rng
 from shrinkpoint.state.stateful import state_of
-from shrinkpoint.state.training import Describe, plain
+from shrinkpoint.state.training import Describe, Role, TensorSpec, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.warn import warn
 
-__all__ = ["ReplicatedObjects", "ReplicatedSaver", "replicated_saver"]
+__all__ = ["CopiedObjects", "ReplicatedObjects", "ReplicatedSaver", "replicated_saver"]
 
 T = TypeVar("T")
 
@@ -102,6 +103,39 @@ class ReplicatedObjects(LoopObjects):
                 f"the run was written by {written} processes, and is continued by {size}: it goes on from the same weights, but not bit"
                 " by bit"
             )
+
+
+class CopiedObjects(ShardedObjects):
+    """As `ShardedObjects`, of a model that every rank has in whole, and stores a share of.
+
+    Args:
+        model: as it is trained.
+        optimizer: see `LoopObjects`.
+        stateful: see `LoopObjects`.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, stateful: Mapping[str, Stateful]) -> None:
+        super().__init__(model.module, optimizer, stateful)
+        self._wrapper = model
+        if world().is_first:
+            _warn_of_sums(model, world().size)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """See `LoopObjects.state`."""
+        return {**super().state(step), _BUCKETS: bucket_order(self._wrapper)}
+
+    def copied(self, spec: TensorSpec) -> bool:
+        """Parameters and their optimizers' state; of buffers the first rank's counts, whose DDP gives them to all."""
+        return spec.tag.role is Role.WEIGHT or spec.name.startswith("optimizers/")
+
+    def obstacle(self) -> str | None:
+        """See `LoopObjects.obstacle`."""
+        return "several processes train copies of the model"
+
+    def load(self, state: Any, url: str, *, warns: bool = True) -> None:
+        """See `LoopObjects.load`."""
+        super().load(state, url, warns=warns)
+        restore_buckets(self._wrapper, state.get(_BUCKETS) or [])
 
 
 def _warn_of_sums(model: Any, size: int) -> None:

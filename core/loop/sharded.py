@@ -101,6 +101,7 @@ def sharded_saver(
         config,
         targets=objects.targets,
         own=objects.own,
+        copied=objects.copied,
         storage_options=storage_options,
         parity=parity,
     )
@@ -140,6 +141,10 @@ class ShardedObjects(LoopObjects):
     def settle(self) -> None:
         """See `LoopObjects.settle`."""
         reshard(self.model)
+
+    def copied(self, spec: TensorSpec) -> bool:
+        """Whether a plain tensor of the state is the same on every rank."""
+        return False
 
     def own(self) -> dict[str, dict[str, Any]]:
         """What this rank has for itself: its generators, and the other objects' state."""

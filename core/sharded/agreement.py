@@ -135,9 +135,13 @@ def refuse_options(config: SaverConfig) -> None:
     ):
         value = getattr(config, name)
         if value != default:
-            raise ConfigError(f"{name}={value!r} is not supported for sharded models yet: leave it out")
+            raise ConfigError(
+                f"{name}={value!r} is not supported for sharded models yet, nor for DDP wrappers: leave it out"
+            )
     if config.frozen == "reference":
-        raise ConfigError("frozen='reference' is not supported for sharded models yet: give frozen='store'")
+        raise ConfigError(
+            "frozen='reference' is not supported for sharded models yet, nor for DDP wrappers: give frozen='store'"
+        )
 
 
 def obstacle_of(config: SaverConfig) -> str:

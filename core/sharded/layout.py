@@ -1,7 +1,7 @@
 """Which rank holds what of a state, the same table on every rank; and which stored blocks each rank owns."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,17 +38,20 @@ class RankTensors:
     ties: Mapping[str, str]
     """The first name of each tensor's memory, for those that have some here."""
     owners: Mapping[str, str]
-    """For each of `sharded`, the ranks that share it as torch knows (see `ranks_of`)."""
+    """For each shard, the ranks that share it as torch knows (see `ranks_of`)."""
 
 
 def tensors_of_rank(
-    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]
+    tensors: Mapping[str, torch.Tensor],
+    specs: Mapping[str, TensorSpec],
+    copied: Callable[[TensorSpec], bool] = lambda spec: False,
 ) -> tuple[RankTensors, dict[str, list[Piece]]]:
     """What this rank holds.
 
     Args:
         tensors: DTensors, ShardedTensors and plain ones, by name.
         specs: with the shapes of the whole tensors.
+        copied: which plain tensors are the same on every rank.
 
     Raises:
         CannotRepresentError: see `pieces_of`.
@@ -62,7 +65,8 @@ def tensors_of_rank(
             view = (local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg())
             place = (local.device, local.data_ptr(), *view, tuple(tensors[name].shape))
             ties[name] = first.setdefault(place, name)
-    sharded = frozenset(name for name, tensor in tensors.items() if is_sharded(tensor))
+    shards = [name for name, tensor in tensors.items() if is_sharded(tensor)]
+    sharded = frozenset([*shards, *(name for name in tensors if copied(specs[name]))])
     alike: dict[tuple[Box, ...], tuple[Box, ...]] = {}
     boxes = {}
     for name, own in pieces.items():
@@ -70,7 +74,7 @@ def tensors_of_rank(
         boxes[name] = alike.setdefault(
             all_boxes, all_boxes
         )  # one object, for `layout_of` and for the message to other ranks
-    owners = {name: ranks_of(tensors[name]) for name in sharded}
+    owners = {name: ranks_of(tensors[name]) for name in shards}
     return RankTensors(dict(specs), boxes, sharded, ties, owners), pieces
 
 

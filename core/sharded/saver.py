@@ -63,6 +63,7 @@ class ShardedSaver(StateSaver):
         config: how to save.
         targets: gives the tensors that a restore fills, by name, for the specs of the stored ones.
         own: what each rank stores for itself, values by group and name.
+        copied: which plain tensors are the same on every rank, so that each stores some of them; of others the first rank's are stored.
         storage_options: passed to fsspec.
         parity: as of `Saver`.
         group: all ranks; None takes the default process group.
@@ -76,6 +77,7 @@ class ShardedSaver(StateSaver):
         *,
         targets: Targets,
         own: Callable[[], Mapping[str, Mapping[str, Any]]],
+        copied: Callable[[TensorSpec], bool] = lambda spec: False,
         storage_options: StorageOptions = None,
         parity: int | None = None,
         group: Distributed | None = None,
@@ -90,7 +92,7 @@ class ShardedSaver(StateSaver):
         """Bytes that this rank has sent to others for the last save."""
         self.failed = False
         """Whether the last save that all ranks have agreed about could not be stored."""
-        self._targets, self._own = targets, own
+        self._targets, self._own, self._copied = targets, own, copied
         self._group = group or Distributed()
         self._limit = block_elements
         self._waits = WaitingShare()
@@ -278,7 +280,7 @@ class ShardedSaver(StateSaver):
     ) -> tuple[tuple[TrainingState, RankTensors, dict[str, list[Piece]]] | None, Exception | None]:
         try:
             live = captured(state, describe)
-            return (live, *tensors_of_rank(live.tensors, live.specs)), None
+            return (live, *tensors_of_rank(live.tensors, live.specs, self._copied)), None
         except Exception as error:  # noqa: BLE001 - all ranks raise it together
             return None, error
 

@@ -7,7 +7,8 @@ are copied into the memory of their owners. The first save plans the exchange, l
 restored by other numbers of ranks, each in a process of its own: the bytes that a rank reads for each byte that it needs, the greatest
 of all ranks; and by how much its resident memory grows at most, for each byte of its shard: with the new tensors of the
 optimizer, and by a second restore, which finds these there already, as on a GPU, where they are not in this memory. That does not contain
-the compiled coders, which a process loads once: some 200 MB. All times are of this machine, as it is.
+the compiled coders, which a process loads once: some 200 MB. Third table: copies of the model that DDP trains, whose ranks share the work: CPU
+seconds that coding takes of each rank's background thread, beside those of one process. All times are of this machine, as it is.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
@@ -32,6 +34,7 @@ from demo_report import markdown_table
 
 import shrinkpoint
 from shrinkpoint.coding.selective import Source
+from shrinkpoint.engine.background import Background
 from shrinkpoint.runtime.memory import give_back
 from shrinkpoint.sharded import targets
 from shrinkpoint.sharded.exchange import ExchangePlan
@@ -193,6 +196,36 @@ def restore(rank: int, world: int, meeting: str, url: str, options: Any, out: An
     dist.barrier()
 
 
+def share(rank: int, world: int, meeting: str, url: str, options: Any, out: Any) -> None:
+    """Saves of copies; the CPU seconds that each rank codes for."""
+    join(rank, world, meeting)
+    load_coders(options.scheme)
+    torch.manual_seed(0)
+    inner = nn.Sequential(*(nn.Linear(options.width, 4 * options.width) for _ in range(options.layers)))
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    step(model, optimizer)
+    checkpointer = checkpointer_of(url, model if world > 1 else inner, optimizer, options.scheme)
+    encode, spent = Background._encode, [0.0]
+
+    def timed(self: Background, *given: Any) -> Any:
+        started = time.thread_time()
+        encoded = encode(self, *given)
+        spent[0] = time.thread_time() - started
+        return encoded
+
+    Background._encode = timed  # type: ignore[method-assign]
+    for number in range(1, options.saves + 1):
+        step(model, optimizer)
+        checkpointer.save(number)
+        checkpointer.flush()
+        slowest = most(spent[0])
+        if rank == 0:
+            out.put((number, slowest))
+    checkpointer.close()
+    dist.barrier()
+
+
 def spawned(function: Any, world: int, folder: Path, *arguments: Any) -> list[Any]:
     """What the first of some ranks puts out."""
     queue = mp.get_context("spawn").SimpleQueue()
@@ -204,6 +237,20 @@ def spawned(function: Any, world: int, folder: Path, *arguments: Any) -> list[An
     return found
 
 
+def shared(folder: Path, options: Any) -> Table:
+    """The table of copies."""
+    table = Table(title="copies: CPU seconds of coding, the slowest rank's, and of one process's")
+    table.add_column("save", justify="right")
+    found: dict[int, dict[int, float]] = {}
+    for world in (1, *options.copies):
+        table.add_column(f"{world} ranks" if world > 1 else "one process", justify="right")
+        found[world] = dict(spawned(share, world, folder, str(folder / f"copies-{world}"), options))
+    for number, alone in found[1].items():
+        ranks = (f"{found[w][number]:.2f} ({found[w][number] / alone:.2f})" for w in options.copies)
+        table.add_row(str(number), f"{alone:.2f}", *ranks)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
@@ -212,10 +259,15 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=6)
     parser.add_argument("--scheme", default="lossless")
     parser.add_argument("--restores", type=int, nargs="*", default=[2, 3, 4])
+    parser.add_argument("--copies", type=int, nargs="*", default=[2, 4])
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if options.copies:
+            console.print(shared(folder, options))
+        if not options.restores:
+            return
         url = str(folder / "run")
         print(f"{options.ranks} ranks: milliseconds, the slowest rank's\n")
         lines = [

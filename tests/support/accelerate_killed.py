@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from shrinkpoint.checkpointer import Checkpointer
@@ -32,26 +31,12 @@ def main(folder: str, name: str) -> None:
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    bare = accelerator.unwrap_model(model)
 
     checkpointer, begins = None, 0
     if name != "whole":
-        parts = {"model": bare, "optimizer": optimizer, "scheduler": scheduler}
-        message = [0, {}]
-        if accelerator.is_main_process:
-            checkpointer = Checkpointer(
-                f"{folder}/run",
-                bare,
-                optimizer,
-                every=EVERY,
-                scheduler=scheduler,
-                scheme="lossless",
-                busy="wait",
-            )
-            message = [checkpointer.resume(), {key: part.state_dict() for key, part in parts.items()}]
-        begins, states = broadcast_object_list(message)
-        for key, part in parts.items():
-            part.load_state_dict(states[key])
+        run, options = f"{folder}/run", {"scheme": "lossless", "busy": "wait"}
+        checkpointer = Checkpointer(run, model, optimizer, every=EVERY, scheduler=scheduler, **options)
+        begins = checkpointer.resume()
     for step in range(begins, STEPS):
         batch = torch.randn(
             4, 8, generator=torch.Generator().manual_seed(100 * step + accelerator.process_index)
@@ -63,6 +48,7 @@ def main(folder: str, name: str) -> None:
         scheduler.step()
         if checkpointer is not None:
             checkpointer.step(step + 1)
+        if checkpointer is not None and accelerator.is_main_process:
             with Path(folder, "progress").open("a") as file:
                 print(step + 1, file=file)
             time.sleep(_PAUSE_S)
@@ -70,7 +56,7 @@ def main(folder: str, name: str) -> None:
         checkpointer.close()
     outcome = {
         "begins": begins,
-        "model": bare.state_dict(),
+        "model": accelerator.unwrap_model(model).state_dict(),
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
     }
