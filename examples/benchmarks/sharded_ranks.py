@@ -237,18 +237,21 @@ def spawned(function: Any, world: int, folder: Path, *arguments: Any) -> list[An
     return found
 
 
-def shared(folder: Path, options: Any) -> Table:
+def shared(folder: Path, options: Any) -> list[str]:
     """The table of copies."""
-    table = Table(title="copies: CPU seconds of coding, the slowest rank's, and of one process's")
-    table.add_column("save", justify="right")
-    found: dict[int, dict[int, float]] = {}
-    for world in (1, *options.copies):
-        table.add_column(f"{world} ranks" if world > 1 else "one process", justify="right")
-        found[world] = dict(spawned(share, world, folder, str(folder / f"copies-{world}"), options))
-    for number, alone in found[1].items():
-        ranks = (f"{found[w][number]:.2f} ({found[w][number] / alone:.2f})" for w in options.copies)
-        table.add_row(str(number), f"{alone:.2f}", *ranks)
-    return table
+    found = {
+        world: dict(spawned(share, world, folder, str(folder / f"copies-{world}"), options))
+        for world in (1, *options.copies)
+    }
+    lines = [
+        [
+            str(number),
+            f"{alone:.2f}",
+            *(f"{found[world][number]:.2f} ({found[world][number] / alone:.2f})" for world in options.copies),
+        ]
+        for number, alone in found[1].items()
+    ]
+    return markdown_table(["save", "one process", *(f"{world} ranks" for world in options.copies)], lines)
 
 
 def main() -> None:
@@ -265,7 +268,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.copies:
-            console.print(shared(folder, options))
+            print("copies: CPU seconds of coding, the slowest rank's, and of one process's\n")
+            print(*shared(folder, options), "", sep="\n", flush=True)
         if not options.restores:
             return
         url = str(folder / "run")
