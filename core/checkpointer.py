@@ -206,7 +206,6 @@ class Checkpointer:
             config,
             storage_options=storage_options,
             parity=parity,
-            evaluated=evaluate is not None,
             tried=train_loss is not None,
         )
         """The saver, which has the reports of the saves."""

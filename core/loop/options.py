@@ -126,7 +126,6 @@ def saver_for(
     *,
     storage_options: StorageOptions,
     parity: int | None,
-    evaluated: bool,
     tried: bool,
 ) -> LoopSaver:
     """The saver for the objects' kind.
@@ -137,19 +136,11 @@ def saver_for(
         config: see there.
         storage_options: see there.
         parity: see there.
-        evaluated: whether a way to measure losses was given.
         tried: whether steps from a restored state can be tried.
     """
     match objects:
         case ShardedObjects():
-            return sharded_saver(
-                url,
-                config,
-                objects,
-                storage_options=storage_options,
-                parity=parity,
-                evaluated=evaluated,
-            )
+            return sharded_saver(url, config, objects, storage_options=storage_options, parity=parity)
         case ReplicatedObjects():
             return replicated_saver(url, config, storage_options=storage_options, parity=parity, tried=tried)
         case _:

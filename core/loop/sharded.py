@@ -12,9 +12,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.quality.resumed_steps import obstacle
-from shrinkpoint.sharded.agreement import obstacle_of, unmeasured
 from shrinkpoint.sharded.boxes import is_sharded
-from shrinkpoint.sharded.planning import measurable
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets, reshard, swapped_shards, unreduced
@@ -82,7 +80,6 @@ def sharded_saver(
     *,
     storage_options: StorageOptions,
     parity: int | None,
-    evaluated: bool,
 ) -> ShardedSaver:
     """The saver of a loop whose model is sharded.
 
@@ -92,10 +89,7 @@ def sharded_saver(
         objects: of the loop.
         storage_options: as of `Checkpointer`.
         parity: as of `Checkpointer`.
-        evaluated: whether a way to measure losses was given.
     """
-    if evaluated and config.scheme != "lossless" and not measurable(config) and dist.get_rank() == 0:
-        warn(unmeasured(config.scheme, obstacle_of(config)))
     return ShardedSaver(
         url,
         config,

@@ -119,7 +119,7 @@ class Takeover:
             serve: as of `wait`.
         """
         while not self.is_settled(0.002):
-            self._served += serve()
+            self.note_served(serve())
         with self._changed:
             return self._values
 
@@ -129,6 +129,10 @@ class Takeover:
             return self._changed.wait_for(
                 lambda: self._values is not None or self._outcome is not None, timeout_s
             )
+
+    def note_served(self, seconds: float) -> None:
+        """An evaluation was made while training waited."""
+        self._served += seconds
 
     def accept(self, names: tuple[str, ...], *, started: float) -> None:
         """The training has these tensors' values.

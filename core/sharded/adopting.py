@@ -1,8 +1,7 @@
 """Saves from which a sharded training itself goes on: owners quantize, and all shards get the restored values.
 
-What is decided, and on what it depends, is as in `shrinkpoint.saving.adoption`. Nothing is measured on shards, so that there is no
-search whose state a replay would have to continue: each planned save is planned afresh, by this rank's tensors, the sums over all
-ranks' weights, the values adopted last and the settings. The number of ranks is one of the settings.
+What is decided, and on what it depends, is as in `shrinkpoint.engine.adopting`, over all ranks' tensors and losses. The number of
+ranks is one of the settings.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from shrinkpoint.saving.meta import Adopted, adopted_of
 from shrinkpoint.saving.takeover import Adoption, Takeover, unsuitable
 from shrinkpoint.sharded.boxes import Piece
 from shrinkpoint.sharded.layout import block_box, tensors_of_rank
+from shrinkpoint.sharded.probing import Probe
 from shrinkpoint.sharded.restoring import Decoded
 from shrinkpoint.sharded.spreading import Shards, spread
 from shrinkpoint.sharded.trees import captured
@@ -67,21 +67,22 @@ def _locals(pieces: Mapping[str, Sequence[Piece]], names: Mapping[str, object]) 
     return {name: own[0].local for name, own in pieces.items() if own and name in names}
 
 
-def take_over(shards: Shards, takeover: Takeover, *, started: float) -> None:
-    """Wait until all ranks have quantized what they own, and write the restored values into all shards; a collective.
+def take_over(shards: Shards, takeover: Takeover, probe: Probe, *, started: float) -> None:
+    """Make the evaluations that are asked for until all ranks have quantized what they own, and write the restored values into all shards; a collective.
 
     If one rank could not, none takes anything over, and the save fails on all of them.
 
     Args:
         shards: of the state that is saved.
         takeover: as `takeover_for` gave it to this rank's background.
+        probe: makes the evaluations.
         started: `time.perf_counter` of when the training began to wait.
 
     Raises:
         StateMismatchError: a rank holds other values than its owner has restored; on every rank, and the save fails.
     """
     try:
-        _wait_together(shards.group, takeover)
+        _wait_together(shards.group, takeover, probe)
         values = takeover.values()
         changed = shards.group.gather(None if values is None else sorted(values))
         if values is None or any(names is None for names in changed):
@@ -93,11 +94,12 @@ def take_over(shards: Shards, takeover: Takeover, *, started: float) -> None:
         takeover.leave()
 
 
-def _wait_together(group: Distributed, takeover: Takeover) -> None:
+def _wait_together(group: Distributed, takeover: Takeover, probe: Probe) -> None:
     """Wait until it is settled on every rank; a rank that is gone ends this as it ends any collective."""
     pause_s = _FIRST_LOOK_S
     while group.most([not takeover.is_settled(pause_s)])[0]:
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        takeover.note_served(probe.serve())
+        pause_s = _FIRST_LOOK_S if probe.is_active else min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def continue_adopting(

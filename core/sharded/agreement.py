@@ -6,7 +6,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointError
 from shrinkpoint.group.group import Distributed
 
-__all__ = ["Agreed", "Status", "agree", "obstacle_of", "refuse_options", "require_same", "unmeasured"]
+__all__ = ["Agreed", "Status", "agree", "refuse_options", "require_same"]
 
 
 def require_same(group: Distributed, url: str, config: SaverConfig) -> None:
@@ -142,23 +142,3 @@ def refuse_options(config: SaverConfig) -> None:
         raise ConfigError(
             "frozen='reference' is not supported for sharded models yet, nor for DDP wrappers: give frozen='store'"
         )
-
-
-def obstacle_of(config: SaverConfig) -> str:
-    """Why nothing is measured with these options, as the beginning of a sentence."""
-    if config.adopt:
-        return "the loss of sharded models is not measured with adopt=True"
-    return f"the search of {config.scheme} is not made for sharded models"
-
-
-def unmeasured(scheme: str, why: str) -> str:
-    """That the loss is not measured, and what that means.
-
-    Args:
-        scheme: the one that was chosen.
-        why: the reason, as the beginning of a sentence.
-    """
-    return (
-        f"{why}, so max_degradation cannot be checked: weights are stored with {scheme}'s mildest settings, or those given,"
-        " unmeasured (docs/sharded.md). scheme='lossless' stores them exactly"
-    )

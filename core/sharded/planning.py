@@ -8,23 +8,16 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import StoreError
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, Measure, ResumedSteps
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.schemes.base import SaveContext
-from shrinkpoint.schemes.catalogue import entry_of
 
-__all__ = ["Together", "measurable", "plan_together"]
+__all__ = ["Together", "plan_together"]
 
 Message = dict[str, Any]
-
-
-def measurable(config: SaverConfig) -> bool:
-    """Whether the settings of a scheme are chosen by measurements on shards."""
-    return not config.adopt and entry_of(config.scheme).choice != "nothing"
 
 
 class Together:

@@ -32,7 +32,6 @@ from shrinkpoint.sharded.background import RankBackground
 from shrinkpoint.sharded.boxes import Piece
 from shrinkpoint.sharded.gathering import Gathering, NoMemoryError
 from shrinkpoint.sharded.layout import Layout, RankTensors, agreed_layout, owners_of, tensors_of_rank
-from shrinkpoint.sharded.planning import measurable
 from shrinkpoint.sharded.probing import Probe, ProbedSave
 from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
 from shrinkpoint.sharded.spreading import Shards
@@ -217,7 +216,7 @@ class ShardedSaver(StateSaver):
             new_layout=found is not None and found[1] != self._rank_tensors,
             exact=request.exact or (self.config.adopt and adoption is None),
             measures=evaluate is not None
-            and measurable(self.config)
+            and self.config.scheme != "lossless"
             and not (self._probe is not None and self._probe.leaves_trace),
             steps=resumed is not None and self._probe is not None and self._probe.takes_steps,
         )
@@ -264,14 +263,14 @@ class ShardedSaver(StateSaver):
         self._under_way.begin(request.step)
         self._worker.submit(lambda: background.run(handed_over))
         if takeover is not None:
-            self._take_over(shards, takeover, started)
+            self._take_over(shards, takeover, probe, started)
         if request.wait:
             self.flush()
             return None if self.failed else accepted
         return accepted
 
-    def _take_over(self, shards: Shards, takeover: Takeover, started: float) -> None:
-        take_over(shards, takeover, started=time.perf_counter())
+    def _take_over(self, shards: Shards, takeover: Takeover, probe: Probe, started: float) -> None:
+        take_over(shards, takeover, probe, started=time.perf_counter())
         self.blocked_s += takeover.seconds
         self._waits.add(started, time.perf_counter())
 

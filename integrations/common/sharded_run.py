@@ -11,8 +11,7 @@ from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.request import SaveRequest
-from shrinkpoint.sharded.agreement import obstacle_of, refuse_options, unmeasured
-from shrinkpoint.sharded.planning import measurable
+from shrinkpoint.sharded.agreement import refuse_options
 from shrinkpoint.sharded.saver import ShardedSaver, Targets
 from shrinkpoint.store.manifest import Manifest
 
@@ -83,14 +82,12 @@ class ShardedRun(RunSession):
             ConfigError, StoreError: as `ShardedSaver.check`; on every rank.
         """
         self.saver.check()
-        config = self.settings.saver
-        if config.scheme != "lossless" and not self.measures and world().is_first:
-            self.warn_once(unmeasured(config.scheme, obstacle_of(config)))
 
     @property
     def measures(self) -> bool:
-        """Whether checkpoints are measured, by evaluations on all ranks."""
-        return measurable(self.settings.saver)
+        """Whether checkpoints are measured, by evaluations on all ranks; the batches kept for that are others after a resume."""
+        config = self.settings.saver
+        return config.scheme != "lossless" and not config.adopt
 
     def restore(self, manifest: Manifest) -> Any:
         """See `RunSession.restore`; the model's and the optimizers' tensors are those of `targets`, filled.

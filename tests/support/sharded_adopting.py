@@ -6,8 +6,9 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from support.sharded import build, full_state, train, warm
+from support.sharded import batch, build, full_state, train, warm
 from support.sharded_programs import POINTS, _at
+from torch.nn import functional
 
 import shrinkpoint
 from shrinkpoint.errors import StoreError
@@ -22,6 +23,7 @@ __all__ = [
     "corrupted",
     "failing",
     "from_an_exact_save",
+    "measured",
     "refused",
     "until_killed",
 ]
@@ -34,7 +36,10 @@ warm()
 class Ranked:
     """One rank's process of a training: made afresh, it knows nothing but the URL."""
 
-    def __init__(self, rank: int, world: int, url: str, kind: str = "fsdp", **options: Any) -> None:
+    def __init__(
+        self, rank: int, world: int, url: str, kind: str = "fsdp", *, measures: bool = False, **options: Any
+    ) -> None:
+        self.rank = rank
         self.model, self.optimizer = build(kind, world, rank, d=64)
         adopts = options.get("adopt", True)
         wanted = {
@@ -44,6 +49,7 @@ class Ranked:
             "busy": "wait",
             "save_last": False,
             "key_every": 2,
+            "evaluate": self.loss if measures else None,
         }
         if adopts:
             wanted |= {"adoptions": STEPS // EVERY, "max_failures": 100}
@@ -60,6 +66,12 @@ class Ranked:
             self.digests[step + 1] = self.digest
         self.reached = end
         return self
+
+    def loss(self) -> float:
+        """Held out, of this rank's own batch."""
+        tokens, labels = batch(1000 + self.rank)
+        with torch.no_grad():
+            return float(functional.cross_entropy(self.model(tokens).flatten(0, 1), labels.flatten()))
 
     @property
     def digest(self) -> str:
@@ -85,6 +97,16 @@ def continued(
         began = part.reached
         parts.append((began, part.run(stop).end()))
     return digests, parts, [(r.step, r.kind, r.measured, r.adopt_s, r.ratio) for r in reports]
+
+
+def measured(rank: int, world: int, folder: str) -> Any:
+    """What an undisturbed training and one that is stopped have come to, by losses of each rank's own batch; and the reports."""
+    whole = Ranked(rank, world, f"{folder}/whole", measures=True).run(STEPS)
+    digests, reports = whole.end(), whole.checkpointer.reports()
+    Ranked(rank, world, f"{folder}/run", measures=True).run(2 * EVERY + 1).end()
+    rest = Ranked(rank, world, f"{folder}/run", measures=True)
+    began = rest.reached
+    return began, digests, rest.run(STEPS).end(), [(r.measured, r.degradation) for r in reports]
 
 
 def failing(rank: int, world: int, folder: str) -> Any:

@@ -22,7 +22,7 @@ from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.inshrinkerator.partition import added_scores
 from shrinkpoint.schemes.inshrinkerator.scheme import weights_of
-from shrinkpoint.sharded.planning import Together, measurable, plan_together
+from shrinkpoint.sharded.planning import Together, plan_together
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec, TrainingState
 
 CONFIG = SaverConfig(scheme="uniform", options={"bits": 8}, commit_timeout_s=5)
@@ -277,11 +277,3 @@ def test_planners_that_have_come_apart_go_on_together() -> None:
     assert first.reason == second.reason
     states = [planner.state_dict() for planner in planners]
     assert states[0] == states[1]
-
-
-def test_what_is_measured() -> None:
-    assert measurable(SaverConfig())
-    assert measurable(CONFIG)
-    assert not measurable(SaverConfig(scheme="lossless"))
-    assert measurable(SaverConfig(scheme="inshrinkerator"))
-    assert not measurable(SaverConfig(adopt=True, adoptions=10))

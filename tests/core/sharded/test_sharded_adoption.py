@@ -15,6 +15,7 @@ from support.sharded_adopting import (
     corrupted,
     failing,
     from_an_exact_save,
+    measured,
     refused,
     until_killed,
 )
@@ -47,6 +48,15 @@ def test_resumed_training_is_the_undisturbed_one(played: tuple[Path, list[Any]])
         assert min(ratio for *_, ratio in reports[1:4]) > 3
     manifests = RunStore(str(folder / "run")).manifests()[::-1]
     assert [manifest.meta["adoption"]["count"] for manifest in manifests] == list(range(1, len(planned) + 1))
+
+
+def test_measured_saves_are_continued_bit_by_bit(tmp_path: Path) -> None:
+    answers = launch(measured, 2, tmp_path, str(tmp_path))
+    for began, true, rest, reports in answers:
+        assert began == 2 * EVERY
+        assert rest == {step: digest for step, digest in true.items() if step > began}
+        assert [how for how, _ in reports] == ["measured"] * len(reports)
+    assert answers[0][-1] == answers[1][-1]
 
 
 @pytest.mark.slow
