@@ -63,8 +63,9 @@ test-llmfoundry: .venv-llmfoundry/ready  ## stores and Composer beside the old f
 test-slow: .venv/ready .venv-newest/ready  ## the campaigns and matrices too
 	.venv/bin/pytest -n 2 --dist worksteal --run-slow
 
-imports: .venv/ready  ## the drawing of the package's imports: docs/imports.svg
+imports: .venv/ready  ## pages made from the code: docs/imports.svg, docs/options.md
 	.venv/bin/python docs/imports.py
+	.venv/bin/python docs/options.py
 
 lint: .venv/ready  ## style, types, and the direction of imports
 	.venv/bin/ruff check .

@@ -1,13 +1,14 @@
 """`CompressedCheckpoint` for Hugging Face's Trainer: one callback that saves small, never blocks and resumes by itself."""
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
+from shrinkpoint.config import Advanced
 from shrinkpoint.errors import MissingDependencyError
 from shrinkpoint.integrations.common.settings import given, reduced, refusing_unknown
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.store.connect import StorageOptions
+from shrinkpoint.store.urls import Stores
 
 try:
     import accelerate as _accelerate  # noqa: F401 - the Trainer asks for it only when it is used
@@ -49,8 +50,8 @@ class CompressedCheckpoint(TrainerCallback):
     wins, the Trainer's own folder or one of ours (``"s3://bucket/run-7#step=3000"``); ``True`` continues the run.
 
     Args:
-        url: the run's folder or URL, of its own; anything that fsspec knows. Or a list of several stores, of which `parity` may
-            be lost, at any moment, for good (docs/stores.md).
+        url: the run's folder or URL, of its own; anything that fsspec knows. A list of several stores, or `Stores` with options, where one
+            store may be lost (docs/stores.md).
         every_n_train_steps: save whenever the number of optimizer steps crosses a multiple of this.
         every_n_epochs: save at the end of every so many epochs.
         train_time_interval: save when so much time has passed. With none of the three, the Trainer's ``save_strategy`` and
@@ -61,57 +62,19 @@ class CompressedCheckpoint(TrainerCallback):
         mode: whether the best metric is the least or the greatest.
         save_top_k: how many of the best to keep, in addition to the newest; of equals, the older. 0 ranks none, -1 keeps every
             checkpoint.
-        save_last: save once more when training ends, if anything has changed since the last checkpoint.
-        keep_last: how many of the newest to keep. None: all, or 3 where `monitor` or `keep_every` says what else is kept.
-        save_total_limit: how many to keep in all, the best and the newest, in the place of `keep_last` and `save_top_k`. None takes the Trainer's, where these two are not
-            given either; without any, all are kept.
+        keep_last: how many of the newest to keep, where space is short. None: all, or 3 where `monitor` says what else is kept.
         resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,
             ``"never"`` starts afresh.
-        probe_batches: how many evaluation batches to measure the quality on; training waits for each of them three times
-            a save, or oftener while a search has budget. Up to four times as many are kept, in host memory, and used where
-            these say too little and ``search_overhead`` pays for more.
+        scheme: how states are coded: ``"auto"``, our own; ``"lossless"``, bit by bit; a published scheme by its name, or its options,
+            such as ``ExcpOptions(alpha=1e-4)`` (`shrinkpoint.schemes.catalogue`).
+        max_degradation: how much ten restores together may raise the held-out loss, relative. Lower it where quality matters more
+            than bytes; what would exceed a restore's share is stored bit-exactly.
+        adopt: at every planned save, training goes on from exactly what a reader of it restores, so that a resumed run is the
+            undisturbed one bit for bit (docs/adopt.md). Of one process or DDP.
+            Give the number of planned saves of the whole run where it does not follow from the Trainer's arguments.
         storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all
             but folders, or a list of as many.
-        parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
-        scheme: how states are coded: ``"auto"``, our own; a published scheme by its name (`shrinkpoint.schemes.catalogue`); or
-            ``"lossless"``, bit by bit.
-        options: the scheme's own settings: an object of its class, or a mapping of them, as it stands in YAML
-            (``{"alpha": 1e-4}``); None takes its defaults.
-        max_degradation: how much `restore_budget` restores together may raise the held-out loss, relative; what would exceed
-            a restore's share is stored bit-exactly.
-        restore_budget: how many restores the run is to stand, spread evenly over it; 1 allows a single one all of
-            `max_degradation`.
-        loss_floor: losses nearer to zero count as this one where a rise is taken relative to them.
-        probe_steps: where the training can be tried from a restored state, what remains after so many steps is what a restore
-            costs; 0 for never. Counts where the Trainer's ``training_step`` is its own.
-        search_overhead: share of the training time for measuring what restores cost beyond the evaluations of every save.
-        guards: store exactly what would be noisier than training itself, or change the next updates by more than leaving them
-            out, whatever a loss says.
-        key_every: every so many checkpoints one builds on the one as many before, and every four times as many one is readable alone;
-            the others build on the one before.
-        keep_every: keep the first checkpoint of every so many training steps, too.
-        keep_optimizer: how many of the newest checkpoints keep the optimizer's state; older ones become weights alone. None:
-            all keep it.
-        weights_only: never store the optimizer's state. A resume begins with a fresh one, and says so.
-        frozen: ``"reference"``: of tensors that are not trained, checkpoints have names and digests, which a resume compares with the
-            model; ``"store"``: the values. None: ``"reference"`` for what PEFT has wrapped.
-        busy: what to do with a save that is due while one is being written: ``"skip"`` it, or ``"wait"``.
-        adopt: at every planned save, training goes on from exactly what a reader of it restores, so that a resumed run is the
-            undisturbed one bit for bit (docs/adopt.md); one process or DDP. The loss is measured on the last `probe_batches`
-            training batches before the save, since a resumed process sees these again.
-        adoptions: with `adopt`, the number of planned saves of the whole run; None takes it from the Trainer's arguments.
-        grace_s: seconds that removed checkpoints' data is kept, for readers and writers that are under way.
-        max_failures: so many failed saves in a row end training with an error.
-        deadline_s: seconds that a save at a signal may take; what would take longer is saved in a faster way, with a warning.
-        signals: names of further signals that mean the same as a SIGTERM, such as ``["SIGUSR2"]``; earlier handlers are called after
-            the save.
-        threads: threads that encode and decode; None takes half of the processors.
-        near: a folder on this node, such as ``/local/nvme/run-7``, that holds copies of the newest checkpoints for fast restarts;
-            all are stored at `url` first. Trouble with it is a warning, and no save fails of it.
-        near_keep: how many checkpoints it holds at most.
-        scratch_folder: a folder on a local disk, with room for three times the training's state, for what a save does not need in memory at the
-            moment: it then takes little more memory than its snapshot (docs/memory.md).
-        compile_ahead: have coders that are not compiled yet compiled in a process of its own as soon as training begins.
+        advanced: further options, as `Advanced` has them (docs/options.md).
 
     Raises:
         ConfigError: an option has a value that cannot work. Nothing is read or written before ``Trainer.train``.
@@ -120,7 +83,7 @@ class CompressedCheckpoint(TrainerCallback):
     @refusing_unknown
     def __init__(
         self,
-        url: str | list[str],
+        url: str | list[str] | Stores,
         *,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
@@ -129,38 +92,13 @@ class CompressedCheckpoint(TrainerCallback):
         monitor: str | None = None,
         mode: Mode = "min",
         save_top_k: int = 1,
-        save_last: bool = True,
         keep_last: int | None = None,
-        save_total_limit: int | None = None,
         resume: ResumePolicy = "auto",
-        probe_batches: int = 2,
-        storage_options: StorageOptions = None,
-        parity: int | None = None,
-        scheme: str = "auto",
-        options: Any = None,
+        scheme: Any = "auto",
         max_degradation: float = 0.01,
-        restore_budget: int = 10,
-        loss_floor: float = 1e-8,
-        probe_steps: int = 20,
-        search_overhead: float = 0.01,
-        guards: bool = True,
-        key_every: int = 8,
-        keep_every: int | None = None,
-        keep_optimizer: int | None = None,
-        weights_only: bool = False,
-        frozen: Literal["reference", "store"] | None = None,
-        busy: Literal["skip", "wait"] = "skip",
-        adopt: bool = False,
-        adoptions: int | None = None,
-        grace_s: float = 86400.0,
-        max_failures: int = 3,
-        signals: Sequence[str] = (),
-        deadline_s: float | None = None,
-        threads: int | None = None,
-        near: str | None = None,
-        near_keep: int = 2,
-        scratch_folder: str | None = None,
-        compile_ahead: bool = True,
+        adopt: bool | int = False,
+        storage_options: StorageOptions = None,
+        advanced: Advanced | None = None,
     ) -> None:
         super().__init__()
         settings = Settings.build(**given(self, CompressedCheckpoint))

@@ -6,21 +6,24 @@ from shrinkpoint.version import __version__
 
 if TYPE_CHECKING:
     from shrinkpoint.checkpointer import Checkpointer
-    from shrinkpoint.config import SaverConfig
+    from shrinkpoint.config import Advanced, SaverConfig
     from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
     from shrinkpoint.file import save
     from shrinkpoint.loading import load, load_weights
     from shrinkpoint.saver import Saver
     from shrinkpoint.steps.options import StepLog
+    from shrinkpoint.store.urls import Stores
 
 
 __all__ = [
+    "Advanced",
     "Checkpointer",
     "Saver",
     "SaverConfig",
     "ShrinkpointError",
     "ShrinkpointWarning",
     "StepLog",
+    "Stores",
     "__version__",
     "load",
     "load_weights",
@@ -28,12 +31,14 @@ __all__ = [
 ]
 
 _HOME = {
+    "Advanced": "config",
     "Checkpointer": "checkpointer",
     "Saver": "saver",
     "SaverConfig": "config",
     "ShrinkpointError": "errors",
     "ShrinkpointWarning": "errors",
     "StepLog": "steps.options",
+    "Stores": "store.urls",
     "load": "loading",
     "load_weights": "loading",
     "save": "file",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from shrinkpoint.config import SaverConfig
+from shrinkpoint.config import Advanced, SaverConfig
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import world
@@ -22,8 +22,8 @@ from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.loop.options import (
     check_adoption,
     check_options,
+    require_states,
     saver_for,
-    split_fields,
     warn_of_copies,
     way_back,
 )
@@ -61,7 +61,12 @@ class Checkpointer:
 
     Examples:
         >>> checkpointer = shrinkpoint.Checkpointer(
-        ...     "runs/8", model, optimizer, every=50, busy="wait", evaluate=lambda: validation_loss(model)
+        ...     "runs/8",
+        ...     model,
+        ...     optimizer,
+        ...     every=50,
+        ...     evaluate=lambda: validation_loss(model),
+        ...     advanced=shrinkpoint.Advanced(busy="wait"),
         ... )
         >>> for step in range(checkpointer.resume(), 100):
         ...     train_one_step()
@@ -76,12 +81,14 @@ class Checkpointer:
         100
 
     Args:
-        url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several stores, of
-            which `parity` may be lost permanently at any moment (docs/stores.md).
+        url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several
+            stores, or `Stores` with options (docs/stores.md).
         model: the module. Of a DDP training every process makes a Checkpointer, and gives it the DDP wrapper: each stores a share of
             the state, or with ``adopt=True`` or a step log the first one stores all. Of other wrappers give the inner one.
         optimizer: one or several.
-        every: save whenever a multiple of so many steps is reached; None saves on `save` only.
+        every: save whenever a multiple of so many steps is reached, and once more when training ends: at `close`, and after a
+            Ctrl-C or SIGTERM, which takes effect at the next `step`. A second signal ends the process at once. None saves on `save`
+            only.
         evaluate: the held-out loss of `model` with its current weights: one number, or better one for each batch (a
             sequence, or a tensor of one dimension), always of the same batches in the same order; the standard error is
             estimated from the batches' spread. It enables the search for the smallest configuration, and makes
@@ -94,21 +101,23 @@ class Checkpointer:
             between two of the training's own. Called in train mode; it must not read from the training's iterators. Of a sharded
             model it is called on all ranks at the same time, each with batches of its own.
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
-        save_last: with `every`, save once more when training ends: at `close`, and after a Ctrl-C or SIGTERM, which
-            takes effect at the next `step` (in single-process training, and of sharded models and DDP wrappers, whose ranks agree on the
-            step even if one alone was asked). A second signal ends the process at once, as does the first if there
-            was no `step` for a minute and for ten times the longest interval before.
         resume: continue from the newest sound checkpoint if there is one (``auto``), never (a new training starts in
             the same run, whose checkpoints are kept), or refuse to start without one (``must``).
-        config: how to save; or give its fields as keyword arguments.
-        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all but folders, or a list of as many.
-        parity: how many of several URLs may be lost: 0, 1 or 2. None takes the run's own value, or 1.
+        monitor: the metric by which `save_top_k` ranks; give it as ``metrics=`` of `step` or `save`.
+        mode: whether the best metric is the least or the greatest.
+        save_top_k: how many of the best to keep, in addition to the newest. 0 ranks none, -1 keeps every checkpoint.
+        keep_last: how many of the newest to keep. None: all, or 3 where `monitor` says what else is kept.
+        scheme: how states are coded: ``"auto"``, our own; ``"lossless"``, bit by bit; a published scheme by its name, or its options,
+            such as ``ExcpOptions(alpha=1e-4)`` (`shrinkpoint.schemes.catalogue`).
+        max_degradation: how much ten restores together may raise the held-out loss, relative.
+        adopt: the number of planned saves of the whole run: at each, training goes on from exactly what a reader of it restores, so
+            that a resumed run is the undisturbed one bit for bit (docs/adopt.md).
+        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several stores
+            for all but folders, or a list of as many.
+        advanced: further options, as `Advanced` has them.
         step_log: ``"exact"`` logs the inputs of every `optimizer.step()` between two checkpoints, and `resume` replays these
             steps bit for bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per
-            element, for `load_weights`. A `StepLog` sets options. Mostly not worth its bytes: docs/steps.md.
-        step_log_url: the log's folder, near the training, such as ``/dev/shm/steps``; ``"small"`` may go to the run itself.
-        after_step: with a step log, what the training does to large tensors after each step and before it calls `step`:
-            ``lambda: ema.update_parameters(model)``. Called when steps are replayed, and only then.
+            element, for `load_weights`. A `StepLog` sets options, such as the log's folder. Mostly not worth its bytes: docs/steps.md.
         stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``. Averages of the weights among them, such
             as ``torch.optim.swa_utils.AveragedModel``, are coded like weights.
 
@@ -127,14 +136,17 @@ class Checkpointer:
         evaluate: Callable[[], Loss] | None = None,
         train_loss: Callable[[int], torch.Tensor] | None = None,
         clip_grad_norm: float | None = None,
-        save_last: bool = True,
         resume: ResumePolicy = "auto",
-        config: SaverConfig | None = None,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        save_top_k: int = 1,
+        keep_last: int | None = None,
+        scheme: Any = "auto",
+        max_degradation: float = 0.01,
+        adopt: bool | int = False,
         storage_options: StorageOptions = None,
-        parity: int | None = None,
+        advanced: Advanced | None = None,
         step_log: "Literal['exact', 'small'] | StepLog | None" = None,
-        step_log_url: str | None = None,
-        after_step: Callable[[], object] | None = None,
         **stateful: Any,
     ) -> None:
         check_policy(resume)
@@ -144,10 +156,18 @@ class Checkpointer:
             evaluate=evaluate,
             train_loss=train_loss,
             clip_grad_norm=clip_grad_norm,
-            save_last=save_last,
-            config=config,
         )
-        config, stateful = split_fields(stateful, config, _OPTIONS)
+        config = SaverConfig.of(
+            advanced,
+            scheme=scheme,
+            max_degradation=max_degradation,
+            adopt=adopt,
+            monitor=monitor,
+            mode=mode,
+            save_top_k=save_top_k,
+            keep_last=keep_last,
+        )
+        require_states(stateful, _OPTIONS)
         refuse_deepspeed(model, optimizer if isinstance(optimizer, list) else [optimizer])
         sharded, several = has_shards(model), world().size > 1
         if config.adopt:
@@ -169,7 +189,6 @@ class Checkpointer:
         self._every = every
         self._settings = {"every": every, "clip_grad_norm": clip_grad_norm}
         self._policy = resume
-        self._save_last = save_last and every is not None
         self._last_step: int | None = None
         self._last_metrics: Mapping[str, float] | None = None
         self._saved_step: int | None = None
@@ -182,20 +201,18 @@ class Checkpointer:
         self._began = False
         self.step_log: TrainingLog | ReplicatedLog | None = None
         """The step log; None without one."""
-        if step_log is not None or step_log_url is not None or after_step is not None:
-            # most trainings have no log, and need nothing of it
+        if step_log is not None:  # most trainings have no log, and need nothing of it
             from shrinkpoint.loop.replicated_log import log_of_loop
-            from shrinkpoint.steps.options import LogRequest
+            from shrinkpoint.steps.options import chosen_log
 
             self.step_log = log_of_loop(
                 self._objects,
                 stateful,
-                LogRequest.of(step_log, step_log_url, after_step),
+                chosen_log(step_log),
                 run_url=url,
                 storage_options=storage_options,
-                parity=parity,
                 config=config,
-                alone=replicated or not (sharded or several),
+                alone=bool(replicated) or not (sharded or several),
                 read_base=lambda step: weights_of_step(url, step, storage_options),
             )
         self._committed = 0
@@ -205,7 +222,6 @@ class Checkpointer:
             url,
             config,
             storage_options=storage_options,
-            parity=parity,
             tried=train_loss is not None,
         )
         """The saver, which has the reports of the saves."""
@@ -349,7 +365,7 @@ class Checkpointer:
 
     def _watch(self) -> None:
         """Install signal handlers, unless there are several processes that do not agree on a step: DDP's without adoption and without a log."""
-        if self._save_last and (self._ending is not None or world().size == 1):
+        if self._every is not None and (self._ending is not None or world().size == 1):
             self._termination.watch()
         else:
             self._termination.unwatch()
@@ -425,7 +441,7 @@ class Checkpointer:
         return self.saver.reports()
 
     def close(self) -> None:
-        """Save the last step, if `save_last`; finish the running save, and release the store.
+        """Save the last step, if saves are planned (`every`); finish the running save, and release the store.
 
         Weights that have been changed since the last `step`, replaced (``p.data = ...``) or converted to another dtype, do not belong to
         that step and are not saved; nothing is saved while an exception is being handled. Both give a warning. A SIGTERM or Ctrl-C ends the process when this is done, a second
@@ -458,6 +474,8 @@ class Checkpointer:
         try:
             self._finish()
             self.saver.flush()
+            if sys.exc_info()[0] is None:
+                self.saver.require_stored()
         finally:
             self._release(whole=sys.exc_info()[0] is None)
 
@@ -477,7 +495,7 @@ class Checkpointer:
 
     def _finish(self) -> None:
         step = self._last_step
-        if not self._save_last or step is None:
+        if self._every is None or step is None:
             return
         unchanged = self._versions == self._objects.changes
         self.saver.flush()

@@ -204,11 +204,11 @@ class StateMismatchError(ShrinkpointError):
 
 
 class SaveFailedError(ShrinkpointError):
-    """Saving failed as many times in a row as ``max_failures`` allows.
+    """Saving failed three times in a row, or at the end of a training.
 
     Examples:
         >>> from shrinkpoint.errors import SaveFailedError
-        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, every=50, max_failures=2)
+        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, every=50)
         >>> try:
         ...     for step in range(10):
         ...         train_one_step()
@@ -223,10 +223,11 @@ class ScratchError(ShrinkpointError):
 
     Examples:
         >>> from shrinkpoint.errors import SaveFailedError, ScratchError
-        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, every=50, scratch_folder=".")
+        >>> advanced = shrinkpoint.Advanced(scratch_folder=".")
+        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, every=50, advanced=advanced)
         >>> try:
         ...     saved = checkpointer.save(500)
-        ... except SaveFailedError as error:  # the last of `max_failures`
+        ... except SaveFailedError as error:  # the third in a row
         ...     if isinstance(error.__cause__, ScratchError):
         ...         print(f"give another scratch_folder: {error}")
     """

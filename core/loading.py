@@ -28,7 +28,7 @@ from shrinkpoint.store.connect import Options, StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.single import looks_like_file, naming, read_file
-from shrinkpoint.store.urls import RunUrl, parse_url, split_urls, url_text
+from shrinkpoint.store.urls import RunUrl, Stores, parse_url, split_urls, url_text
 from shrinkpoint.warn import brief, warn
 
 __all__ = ["load", "load_state", "load_weights", "model_names", "read_chain", "weights_of_step"]
@@ -289,7 +289,7 @@ def read_chain(
     Raises:
         ShrinkpointError: as `load`.
     """
-    if not isinstance(url, str | os.PathLike | list | tuple):
+    if not isinstance(url, str | os.PathLike | list | tuple | Stores):
         raise ConfigError(f"url must be a path, a URL or '<run>#step=1000', not {brief(url)}")
     text = url_text(url)
     several = len(split_urls(text)) > 1

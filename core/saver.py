@@ -38,7 +38,6 @@ from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.near import NearCopies
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl, url_text
 from shrinkpoint.warn import warn
@@ -69,10 +68,9 @@ class Saver(StateSaver):
 
     Args:
         url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several, which hold
-            it together (docs/stores.md).
+            it together (docs/stores.md); or `Stores` with options.
         config: how to save.
         storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all but folders, or a list of as many.
-        parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
 
     The constructor does no I/O; `check` does, before training starts. All methods are for the training's thread: calls of several
     threads are made one after another, but a state that changes while `save` copies it, or while it is evaluated, is stored so.
@@ -93,14 +91,12 @@ class Saver(StateSaver):
         config: SaverConfig | None = None,
         *,
         storage_options: StorageOptions = None,
-        parity: int | None = None,
     ) -> None:
         self.url = url_text(url)
         """The run's URL, without credentials; of several, with commas between."""
         self.config = config or SaverConfig()
         """How to save."""
-        near = NearCopies.of(url, self.config.near, self.config.near_keep)
-        self.store = RunStore(url, storage_options=storage_options, parity=parity, near=near)
+        self.store = RunStore(url, storage_options=storage_options)
         """The run's checkpoints."""
         self._reader = CheckpointReader(self.store, self.url, self._decode)
         self.blocked_s = 0.0
@@ -171,8 +167,7 @@ class Saver(StateSaver):
                 other.finish()
         self._chain.open()
         self._background.look()
-        if self.config.compile_ahead:
-            self._warmup.start()
+        self._warmup.start()
 
     def refer_to(self, model: nn.Module, *, logged: bool = False) -> None:
         """Let checkpoints refer to the frozen tensors of a model, as the option `frozen` says; to be called before training starts.
@@ -381,6 +376,14 @@ class Saver(StateSaver):
         self._chain.close()
         self._warmup.stop()
         return True
+
+    def require_stored(self) -> None:
+        """Raise where the last save could not be stored, at a training's end.
+
+        Raises:
+            SaveFailedError: it could not.
+        """
+        self._background.require_stored()
 
     def finish(self) -> None:
         """Finish the save that is under way, without further evaluations; from any thread, for another saver of the same run."""

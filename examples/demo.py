@@ -69,7 +69,7 @@ class Demo:
             "threads": options.threads,
             # Tiny steps are faster than saving: they must wait, or most saves of the quick demo would be skipped.
             "busy": "wait" if options.quick else "skip",
-            "adoptions": self.steps // self.every if options.adopt else None,
+            "adopt": self.steps // self.every if options.adopt else False,
             "config": {**(QUICK if options.quick else FULL), "steps": self.steps},
             "true_weights": str(self.folder / "true-final-weights.pt"),
         }

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from gpt import GPT, GPTConfig, load_corpus, val_batches
 from torch import Tensor
 
+from shrinkpoint import Advanced
+
 __all__ = ["SAVING", "EventLog", "Framework", "Task"]
 
 SAVING: Mapping[str, Any] = {
     "max_degradation": 0.01,
-    "probe_batches": 1,  # saves come every few seconds here; at hourly ones, more batches cost nothing
-    "search_overhead": 0.002,
     "save_top_k": -1,  # keep them all, so that the table can show them all
 }
 """Options of `CompressedCheckpoint` that do not depend on the framework."""
@@ -50,7 +50,7 @@ class Task:
     threads: int
     busy: str
     """What to do when a checkpoint is due while one is written: ``skip`` it, or ``wait``."""
-    adoptions: int | None
+    adopt: bool | int
     """With ``--adopt``, the number of saves, from all of which training goes on."""
     config: GPTConfig
     true_weights: Path
@@ -61,8 +61,8 @@ class Task:
     @property
     def saving(self) -> dict[str, Any]:
         """Options of CompressedCheckpoint."""
-        adopting = {} if self.adoptions is None else {"adopt": True, "adoptions": self.adoptions}
-        return {"busy": self.busy, **SAVING, **adopting}
+        advanced = Advanced(busy=self.busy, search_overhead=0.002)
+        return {**SAVING, "adopt": self.adopt, "advanced": advanced}
 
     @classmethod
     def read(cls, settings: Path, log: EventLog) -> Task:

@@ -12,6 +12,7 @@ import argparse
 
 import torch
 from gpt import GPT, GPTConfig, build_optimizer, load_corpus, loss_on, val_batches
+from support.options import grouped
 from torch import nn
 
 import shrinkpoint  # +
@@ -33,7 +34,7 @@ def main() -> None:
         help="with exact checkpoints, and a log of every step in this folder (docs/steps.md)",
     )
     options = parser.parse_args()
-    logged = {"scheme": "lossless", "step_log": "exact", "step_log_url": options.step_log_url}
+    logged = {"scheme": "lossless", "step_log": shrinkpoint.StepLog(url=options.step_log_url)}
 
     size = {"width": 64, "layers": 2, "heads": 2, "block": 64} if options.tiny else {}
     config = GPTConfig(steps=options.steps, **size)
@@ -44,9 +45,7 @@ def main() -> None:
     optimizer, schedule = build_optimizer(model, config)
 
     checkpointer = shrinkpoint.Checkpointer(  # +
-        options.url, model, optimizer, schedule=schedule, every=options.every,  # +
-        evaluate=lambda: loss_on(model, held_out), busy=options.busy,  # +
-        **(logged if options.step_log_url else {}),  # +
+        options.url, model, optimizer, **grouped(schedule=schedule, every=options.every, evaluate=lambda: loss_on(model, held_out), advanced=shrinkpoint.Advanced(busy=options.busy), **logged if options.step_log_url else {}),  # +
     )  # +  # fmt: skip
     start = checkpointer.resume()  # +
     print("start", start, flush=True)

@@ -23,6 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_gpt import train
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.config import Advanced
 
 TINY = GPTConfig(width=64, layers=2, heads=2, block=64, warmup=10, steps=60)
 EVERY = 10
@@ -42,7 +43,7 @@ class Announce(Callback):
 def train_once(url: str) -> None:
     """The training script: nothing in it knows whether it is the first start."""
     # These steps take milliseconds, so they wait for a save that is under way instead of skipping the next one.
-    checkpoints = CompressedCheckpoint(url, every_n_train_steps=EVERY, busy="wait")
+    checkpoints = CompressedCheckpoint(url, every_n_train_steps=EVERY, advanced=Advanced(busy="wait"))
     train(
         TINY,
         [checkpoints, Announce()],

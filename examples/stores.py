@@ -41,8 +41,9 @@ def train(urls: list[str], storage_options: Any = None) -> None:
     optimizer, schedule = build_optimizer(model, TINY)
 
     checkpointer = shrinkpoint.Checkpointer(
-        urls, model, optimizer, schedule=schedule, every=EVERY, busy="wait",
-        evaluate=lambda: loss_on(model, held_out), parity=1, storage_options=storage_options,
+        shrinkpoint.Stores(urls, parity=1), model, optimizer, schedule=schedule, every=EVERY,
+        evaluate=lambda: loss_on(model, held_out), storage_options=storage_options,
+        advanced=shrinkpoint.Advanced(busy="wait"),
     )  # fmt: skip
     start, shown = checkpointer.resume(), 0
     print("start", start, flush=True)

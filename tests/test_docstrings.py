@@ -40,7 +40,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, optimizer = _model()
     inputs = torch.randn(16, 32)
     checkpointer = shrinkpoint.Checkpointer(
-        str(folder / "runs" / "7"), model, optimizer, scheme="lossless", busy="wait", compile_ahead=False
+        str(folder / "runs" / "7"),
+        model,
+        optimizer,
+        scheme="lossless",
+        advanced=shrinkpoint.Advanced(busy="wait"),
     )
     for step in (1000, 2000, 3000):
         optimizer.zero_grad()

@@ -38,6 +38,7 @@ from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.keys import new_nonce
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.warn import warn
 
 __all__ = ["Place", "Run", "note_read", "run_of"]
@@ -89,7 +90,7 @@ class Run:
 
     def warm_up(self) -> None:
         """Have the coders compiled before the first save, if they are not yet, by one rank of each machine."""
-        if self._config.compile_ahead and os.environ.get("LOCAL_RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             self._warmup.start()
 
     def begin(self, step: int | None, *, coordinates: bool) -> None:
@@ -259,7 +260,7 @@ def note_read(store: RunStore, manifest: Manifest) -> None:
         _read[store.display] = lineage
 
 
-def run_of(url: str, config: SaverConfig, storage_options: StorageOptions, parity: int | None) -> Run:
+def run_of(url: RunUrl, config: SaverConfig, storage_options: StorageOptions) -> Run:
     """This process's part in the saves to a run; one for all writers with the same arguments.
 
     Torch hands a copy of its writer to its process for saves at every save, and callers may make one for every save: what
@@ -268,7 +269,7 @@ def run_of(url: str, config: SaverConfig, storage_options: StorageOptions, parit
     Raises:
         ConfigError: the URL or the options cannot work.
     """
-    key = (os.getpid(), repr((url, config, storage_options, parity)))
+    key = (os.getpid(), repr((url, config, storage_options)))
     if key not in _runs:
-        _runs[key] = Run(RunStore(url, storage_options=storage_options, parity=parity), config)
+        _runs[key] = Run(RunStore(url, storage_options=storage_options), config)
     return _runs[key]

@@ -16,7 +16,7 @@ from shrinkpoint.dcp.run import Place, Run, run_of
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.store.connect import StorageOptions
-from shrinkpoint.store.urls import RunUrl, url_text
+from shrinkpoint.store.urls import RunUrl
 
 __all__ = ["StorageWriter", "step_of"]
 
@@ -40,9 +40,7 @@ class StorageWriter(TorchStorageWriter):
         keep_every: see there.
         grace_s: see there.
         threads: see there.
-        compile_ahead: see there.
         storage_options: passed to fsspec.
-        parity: as of `Checkpointer`.
         process_group: the one that is given to ``save``, if one is.
 
     Raises:
@@ -68,9 +66,7 @@ class StorageWriter(TorchStorageWriter):
         keep_every: int | None = None,
         grace_s: float = 24 * 3600.0,
         threads: int | None = None,
-        compile_ahead: bool = True,
         storage_options: StorageOptions = None,
-        parity: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if scheme != "lossless":
@@ -85,9 +81,8 @@ class StorageWriter(TorchStorageWriter):
             keep_every=keep_every,
             grace_s=grace_s,
             threads=threads,
-            compile_ahead=compile_ahead,
         )
-        self._given = (url_text(url), config, storage_options, parity)
+        self._given = (url, config, storage_options)
         self._group = process_group
         self._coordinates = False
         self._step: int | None = None

@@ -79,8 +79,8 @@ class Adopting:
     def __init__(self, config: SaverConfig, *, warns: bool) -> None:
         if config.adoptions is None:
             raise ConfigError(
-                "adopt=True needs adoptions=, the number of planned saves of the whole run (total steps / every, say):"
-                " max_degradation is divided among them"
+                "adopt=True does not say how many planned saves the whole run has (total steps / every, say), among which"
+                " max_degradation is divided: give their number, as in adopt=200"
             )
         self._config, self._warns = config, warns
         self._settings: Mapping[str, Any] | None = None

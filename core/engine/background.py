@@ -276,6 +276,14 @@ class Background:
             self._failures.over()
             self.reports.append(report)
 
+    def require_stored(self) -> None:
+        """Raise what no later save makes up for, at a training's end.
+
+        Raises:
+            SaveFailedError: the last save has failed.
+        """
+        self._failures.require_none()
+
     def _note_failure(self, job: Job, error: Exception) -> None:
         self.fatal = error if isinstance(error, FencedError) else self._failures.note(job.step, error)
 

@@ -54,7 +54,7 @@ class Chain:
                 grace_s=config.grace_s,
                 threads=config.encoder_threads,
             )
-            if config.keep_optimizer is not None
+            if config.keep_optimizer
             else None
         )
         self.parent: Manifest | None = None

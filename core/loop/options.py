@@ -3,9 +3,9 @@
 import copy
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
-from shrinkpoint.config import SaverConfig
+from shrinkpoint.config import SaverConfig, whereabouts
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.loop.objects import LoopObjects
@@ -15,10 +15,10 @@ from shrinkpoint.saver import Saver
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.urls import RunUrl
+from shrinkpoint.store.urls import RunUrl, Stores, url_text
 from shrinkpoint.warn import brief, meant, warn
 
-__all__ = ["check_adoption", "check_options", "saver_for", "split_fields", "warn_of_copies", "way_back"]
+__all__ = ["check_adoption", "check_options", "require_states", "saver_for", "warn_of_copies", "way_back"]
 
 
 def check_options(
@@ -28,15 +28,13 @@ def check_options(
     evaluate: object,
     train_loss: object,
     clip_grad_norm: object,
-    save_last: object,
-    config: object,
 ) -> None:
     """Check what `Checkpointer` was given, each option as it documents it.
 
     Raises:
         ConfigError: one cannot work.
     """
-    if not isinstance(url, str | os.PathLike | list | tuple):
+    if not isinstance(url, str | os.PathLike | list | tuple | Stores):
         raise ConfigError(
             f"url must be a folder or a URL, as in 'runs/7', or a list of several, not {brief(url)}"
         )
@@ -51,13 +49,9 @@ def check_options(
         and clip_grad_norm > 0
     ):
         raise ConfigError(f"clip_grad_norm must be a positive number, or None, not {brief(clip_grad_norm)}")
-    if type(save_last) is not bool:
-        raise ConfigError(f"save_last must be True or False, not {brief(save_last)}")
-    if config is not None and not isinstance(config, SaverConfig):
-        raise ConfigError(f"config must be a shrinkpoint.SaverConfig, or None, not {brief(config)}")
-    if "#" in str(url):
+    if "#" in url_text(cast("RunUrl", url)):
         raise ConfigError(
-            f"url={str(url)!r} must name a run without '#', which separates a checkpoint's step"
+            f"url={url_text(cast('RunUrl', url))!r} must name a run without '#', which separates a checkpoint's step"
         )
     if every is not None and (type(every) is not int or every < 1):
         raise ConfigError(f"every must be a positive number of steps, or None, not {brief(every)}")
@@ -67,36 +61,28 @@ def check_options(
         )
 
 
-def split_fields(
-    keywords: Mapping[str, Any], config: SaverConfig | None, own: Collection[str] = ()
-) -> tuple[SaverConfig, dict[str, Any]]:
-    """How to save, and the objects with a state, of the keyword arguments that may be either.
+def require_states(stateful: Mapping[str, Any], options: Collection[str]) -> None:
+    """Refuse keyword arguments that are neither options nor objects with a state.
 
     Args:
-        keywords: the arguments.
-        config: as given.
-        own: further options, for messages.
+        stateful: the arguments that are no options.
+        options: all options, for messages.
 
     Raises:
-        ConfigError: there are a configuration and its fields, or a keyword is neither.
+        ConfigError: one has no state.
     """
-    fields = {name: value for name, value in keywords.items() if name in SaverConfig.names()}
-    if fields and config is not None:
-        raise ConfigError(f"give either config= or its fields ({', '.join(fields)}), not both")
-    stateful = {name: value for name, value in keywords.items() if name not in fields}
-    options = {*SaverConfig.names(), *own}
     for name, value in stateful.items():
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            place = whereabouts(name)
             raise ConfigError(
-                f"{name}={brief(value)} is neither an option of Checkpointer nor an object with state_dict and"
-                f" load_state_dict{meant(name, options)}; the options are: {', '.join(sorted(options))}"
+                f"{name}={brief(value)}: Checkpointer has no such option{f'; {place}' if place else meant(name, options)}. Other"
+                f" keyword arguments are objects with state_dict and load_state_dict; the options are: {', '.join(sorted(options))}"
             )
         if getattr(value, "use_stateful_dataloader", True) is False:
             raise ConfigError(
                 f"{name}={brief(value)}, a loader that accelerate has prepared, has no state here: leave it out, and skip the batches that"
                 " were trained on, or draw batches from torch's generator (docs/resuming.md)"
             )
-    return config or SaverConfig(**fields), stateful
 
 
 def check_adoption(config: SaverConfig, every: int | None, step_log: object) -> None:
@@ -109,8 +95,8 @@ def check_adoption(config: SaverConfig, every: int | None, step_log: object) -> 
         raise ConfigError("adopt=True needs every=: only planned saves are adopted, and without it none is")
     if config.adoptions is None:
         raise ConfigError(
-            "adopt=True needs adoptions=, the number of planned saves of the whole run (total steps / every):"
-            " max_degradation is divided among them"
+            "adopt=True does not say how many planned saves the whole run has (total steps / every), among which max_degradation"
+            " is divided: give their number, as in adopt=200"
         )
     if step_log is not None:
         raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")
@@ -125,26 +111,24 @@ def saver_for(
     config: SaverConfig,
     *,
     storage_options: StorageOptions,
-    parity: int | None,
     tried: bool,
 ) -> LoopSaver:
     """The saver for the objects' kind.
 
     Args:
         objects: of the loop.
-        url: as of `Checkpointer`, like `config`, `storage_options` and `parity`.
+        url: as of `Checkpointer`, like `config` and `storage_options`.
         config: see there.
         storage_options: see there.
-        parity: see there.
         tried: whether steps from a restored state can be tried.
     """
     match objects:
         case ShardedObjects():
-            return sharded_saver(url, config, objects, storage_options=storage_options, parity=parity)
+            return sharded_saver(url, config, objects, storage_options=storage_options)
         case ReplicatedObjects():
-            return replicated_saver(url, config, storage_options=storage_options, parity=parity, tried=tried)
+            return replicated_saver(url, config, storage_options=storage_options, tried=tried)
         case _:
-            return Saver(url, config, storage_options=storage_options, parity=parity)
+            return Saver(url, config, storage_options=storage_options)
 
 
 def warn_of_copies() -> None:

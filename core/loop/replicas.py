@@ -157,7 +157,6 @@ def replicated_saver(
     config: SaverConfig,
     *,
     storage_options: StorageOptions,
-    parity: int | None,
     tried: bool,
 ) -> "ReplicatedSaver":
     """The saver of a loop that several processes run on copies of a model.
@@ -166,10 +165,9 @@ def replicated_saver(
         url: as of `Checkpointer`.
         config: how to save.
         storage_options: as of `Checkpointer`.
-        parity: as of `Checkpointer`.
         tried: whether steps from a restored state could be tried, which is not done yet.
     """
-    saver = ReplicatedSaver(url, config, storage_options=storage_options, parity=parity)
+    saver = ReplicatedSaver(url, config, storage_options=storage_options)
     if tried and world().is_first:
         warn("train_loss= is not used where several processes train: evaluate= alone measures")
     return saver
@@ -185,7 +183,6 @@ class ReplicatedSaver(StateSaver):
         url: see `Saver`.
         config: how to save.
         storage_options: see `Saver`.
-        parity: see `Saver`.
     """
 
     def __init__(
@@ -194,10 +191,9 @@ class ReplicatedSaver(StateSaver):
         config: SaverConfig,
         *,
         storage_options: StorageOptions = None,
-        parity: int | None = None,
     ) -> None:
         self._group = Distributed()
-        self._saver = Saver(url, config, storage_options=storage_options, parity=parity)
+        self._saver = Saver(url, config, storage_options=storage_options)
         self._mailbox: Mailbox | None = None
         self.url = self._saver.url
         self.config = config
@@ -259,6 +255,10 @@ class ReplicatedSaver(StateSaver):
         done = self._group.on_first(lambda: self._saver.flush(timeout_s))
         self._learn()
         return done
+
+    def require_stored(self) -> None:
+        """See `Saver.require_stored`."""
+        self._group.on_first(self._saver.require_stored)
 
     def _learn(self) -> None:
         self.failed = self._group.broadcast(self._saver.failed)

@@ -9,28 +9,28 @@ from shrinkpoint.loop.replicas import ReplicatedObjects
 from shrinkpoint.steps.capture import parameters_of
 from shrinkpoint.steps.exact import ExactLog
 from shrinkpoint.steps.opening import TrainingLog, log_of_training
-from shrinkpoint.steps.options import LogRequest
+from shrinkpoint.steps.options import StepLog
 from shrinkpoint.steps.replicated import ReplicatedLog, on_host
 
 __all__ = ["log_of_loop"]
 
 
 def log_of_loop(
-    objects: LoopObjects, stateful: Mapping[str, Any], request: LogRequest, **run: Any
+    objects: LoopObjects, stateful: Mapping[str, Any], options: StepLog, **run: Any
 ) -> TrainingLog | ReplicatedLog:
     """Make the log that a loop asks for.
 
     Args:
         objects: of the loop.
         stateful: further objects with a state, by name.
-        request: the options.
+        options: of the log.
         run: the checkpoints' side, as of `log_of_training`.
 
     Raises:
         ConfigError: there can be no such log of this training; on every rank.
     """
     if not isinstance(objects, ReplicatedObjects):
-        return log_of_training(objects.model, objects.optimizers, stateful, request, **run)
+        return log_of_training(objects.model, objects.optimizers, stateful, options, **run)
 
     def capture() -> Mapping[str, Any]:
         accumulates = isinstance(log.log, ExactLog) and log.log.accumulates()
@@ -50,7 +50,7 @@ def log_of_loop(
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     log = ReplicatedLog(
-        objects.model, objects.optimizers, stateful, request, capture=capture, share=share, **run
+        objects.model, objects.optimizers, stateful, options, capture=capture, share=share, **run
     )
     return log
 

@@ -79,7 +79,6 @@ def sharded_saver(
     objects: "ShardedObjects",
     *,
     storage_options: StorageOptions,
-    parity: int | None,
 ) -> ShardedSaver:
     """The saver of a loop whose model is sharded.
 
@@ -88,7 +87,6 @@ def sharded_saver(
         config: how to save.
         objects: of the loop.
         storage_options: as of `Checkpointer`.
-        parity: as of `Checkpointer`.
     """
     return ShardedSaver(
         url,
@@ -97,7 +95,6 @@ def sharded_saver(
         own=objects.own,
         copied=objects.copied,
         storage_options=storage_options,
-        parity=parity,
     )
 
 

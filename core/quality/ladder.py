@@ -349,7 +349,7 @@ def ladder_of(config: SaverConfig, spent_s: Callable[[], float]) -> Ladder | Non
         "nothing": lambda: None,
         "scale": lambda: ScaleLadder(
             options,
-            whole=config.adopt,
+            whole=bool(config.adopt),
             threads=config.waiting_threads if config.adopt else 1,  # else it is the training that has them
         ),
         "configurations": lambda: ConfigurationLadder(options, config.search_overhead, spent_s),

@@ -16,6 +16,7 @@ from shrinkpoint.quality.ladder import ladder_of
 from shrinkpoint.quality.measurement import (
     CONFIDENCE,
     EXACT,
+    LOSS_FLOOR,
     Losses,
     Rise,
     absolute_error,
@@ -221,7 +222,7 @@ class Planner:
         """The plan by measurements; unmeasured where the evaluation does not see the weights, and exact where it fails."""
         assert save.measure is not None
         context, state = save.context, save.context.state
-        share, floor = self._budget.share, self._config.loss_floor
+        share, floor = self._budget.share, LOSS_FLOOR
         try:
             comparison = Comparison(state, save.measure, share=share, floor=floor, combine=save.combine)
             if self._baseline is not None:
@@ -329,7 +330,7 @@ class Planner:
         """The plan with the rise of the loss after some steps from what it restores, above as many steps from the true state, and
         with the cost of a restore that follows from it."""
         marks = self._recovery.marks(plan.options, plan.scale) or self._recovery.shortest
-        threads, floor = self._config.encoder_threads, self._config.loss_floor
+        threads, floor = self._config.encoder_threads, LOSS_FLOOR
         true = save.losses_after(marks, None, threads)
         tried = save.losses_after(marks, plan.scheme, threads)
         at, absolute = plan.rise or EXACT, absolute_error(self._budget.share)

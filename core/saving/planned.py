@@ -145,7 +145,6 @@ def _as_reference(value: torch.Tensor) -> ReferenceState:
 
 _OPTIONS = (
     "max_degradation",
-    "loss_floor",
     "adoptions",
     "probe_steps",
     "guards",

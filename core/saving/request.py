@@ -100,7 +100,7 @@ class StateSaver(ABC):
             or when it was to be waited for and has failed.
 
         Raises:
-            SaveFailedError: `max_failures` saves in a row have failed.
+            SaveFailedError: three saves in a row have failed.
             FencedError: another writer has taken over the run.
             CannotRepresentError: the state holds an object that cannot be stored without pickle.
             ConfigError: a field cannot work, or this was called within another call, by an evaluation, say.

@@ -61,6 +61,8 @@ class SaveUnderWay:
         return waiting_for(f"waiting for the last save{whose}, of step {self._step}, to {where}{why}")
 
 
+MAX_FAILURES = 3
+"""Saves in a row that fail before training is ended."""
 PATIENCE_S = 3 * 3600.0
 """Seconds for which a training that adopts its checkpoints goes on without a store: longer than outages last, shorter than a night."""
 
@@ -68,7 +70,7 @@ PATIENCE_S = 3 * 3600.0
 class Failures:
     """Counts failed saves in a row.
 
-    `max_failures` of them end a training. One that adopts its checkpoints has lost nothing by them: a store that is away ends it only
+    `MAX_FAILURES` of them end a training. One that adopts its checkpoints has lost nothing by them: a store that is away ends it only
     if it has been away for `PATIENCE_S`, too. Other errors have no such patience.
 
     Args:
@@ -81,10 +83,11 @@ class Failures:
         self._count = 0
         self._since = 0.0
         self._patient = True
+        self._last: Exception | None = None
 
     def over(self) -> None:
         """A save has been stored."""
-        self._count = 0
+        self._count, self._last = 0, None
 
     def note(self, step: int, error: Exception) -> SaveFailedError | None:
         """A save has failed; gives a warning, as long as training goes on.
@@ -96,34 +99,45 @@ class Failures:
         Returns:
             What is to end the training; None where the next save tries again.
         """
+        self._last = error
         if isinstance(error, CredentialsError):
             warn(
                 f"saving step {step} to {self._url} failed: {error}. Training goes on, and the next save tries again: refused credentials"
-                " do not count towards max_failures. Nothing is stored until then"
+                " do not count as failures that end the training. Nothing is stored until then"
             )
             return None
         now = monotonic()
         if self._count == 0:
-            self._since, self._patient = now, self._config.adopt
+            self._since, self._patient = now, bool(self._config.adopt)
         self._count += 1
         self._patient = self._patient and isinstance(error, StoreError)
         message = f"saving step {step} to {self._url} failed ({self._count} in a row): {error}"
         away_s = now - self._since
-        if self._count < self._config.max_failures or (self._patient and away_s < PATIENCE_S):
+        if self._count < MAX_FAILURES or (self._patient and away_s < PATIENCE_S):
             warn(f"{message}. The next save tries again{self._until(away_s)}")
             return None
         self._count = 0
-        why = f"max_failures={self._config.max_failures}"
-        if self._patient:
-            why += f", and the store has been away for {away_s / 3600:.1f} hours:"
+        since = f", and the store has been away for {away_s / 3600:.1f} hours" if self._patient else ""
         fatal = SaveFailedError(
-            f"{message}. Nothing that was saved before is harmed; {why} ends training here rather than letting it go on unprotected"
+            f"{message}. Nothing that was saved before is harmed. It is the {MAX_FAILURES}rd failure in a row{since}: training ends"
+            " here rather than going on unprotected"
         )
         fatal.__cause__ = error
         return fatal
 
+    def require_none(self) -> None:
+        """Raise at a training's end what no later save makes up for.
+
+        Raises:
+            SaveFailedError: the last save has failed.
+        """
+        if self._last is not None:
+            raise SaveFailedError(
+                f"the last save to {self._url} failed: {self._last}. Nothing that was saved before is harmed"
+            ) from self._last
+
     def _until(self, away_s: float) -> str:
-        if not self._patient or self._count < self._config.max_failures:
+        if not self._patient or self._count < MAX_FAILURES:
             return ""
         return (
             f". Nothing has been stored for {away_s / 60:.0f} minutes: a crash now would repeat the steps since. With adopt=True training"

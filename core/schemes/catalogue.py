@@ -4,7 +4,7 @@ constructor. Codecs by their id in a container.
 A new scheme needs a module of its own and an entry here, or in the entry points of another package.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,10 +44,10 @@ __all__ = [
     "SchemeEntry",
     "build",
     "check_options",
+    "chosen_scheme",
     "codec_class",
     "codec_for_reading",
     "entry_of",
-    "made_options",
     "options_of",
 ]
 
@@ -222,21 +222,42 @@ def options_of(name: str) -> Any:
     return options() if options is not None else None
 
 
-def made_options(name: str, given: object) -> Any:
-    """A scheme's options, of its own class already or as a mapping of their names, as a YAML file has them.
+def chosen_scheme(given: object, options: object = None) -> tuple[str, Any]:
+    """Give a scheme's name, and its options or None for the defaults.
+
+    Args:
+        given: the name; or the options, whose class belongs to one scheme; or, as in YAML, a mapping of the options with the scheme's
+            ``name``.
+        options: where `given` is the name, an object of its class, or a mapping of options.
 
     Raises:
-        ConfigError: the scheme has no such option, or one has a value that cannot work.
+        ConfigError: there is no such scheme, or it has no such option, or one has a value that cannot work.
     """
-    kind = entry_of(name).options
-    if not isinstance(given, Mapping) or kind is None:
-        return given
-    try:
-        return kind(**given)
-    except TypeError as error:
-        raise ConfigError(
-            f"options={dict(given)!r}: the scheme {name!r} does not take these: {error}"
-        ) from error
+    if isinstance(given, Mapping):
+        more = dict(given)
+        given, options = more.pop("name", None), more
+    elif not isinstance(given, str):
+        owner = next((name for name, entry in _known() if type(given) is entry.options), None)
+        given, options = owner if owner is not None else given, given
+    kind = entry_of(given).options
+    assert isinstance(given, str)
+    if isinstance(options, Mapping) and kind is not None:
+        try:
+            options = kind(**options)
+        except TypeError as error:
+            raise ConfigError(
+                f"{options!r}: the scheme {given!r} does not take these options: {error}"
+            ) from error
+    if options is not None:
+        check_options(given, options)
+    return given, options
+
+
+def _known() -> Iterator[tuple[str, SchemeEntry]]:
+    """Give the names and entries of all schemes, those of other packages last."""
+    yield from ENTRIES.items()
+    for point in _entry_points():
+        yield point.name, _others.get(point.name) or _loaded(point)
 
 
 def check_options(name: str, options: object) -> None:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointError
 from shrinkpoint.group.group import Distributed
+from shrinkpoint.store.urls import RunUrl, Stores
 
 __all__ = ["Agreed", "Status", "agree", "refuse_options", "require_same"]
 
@@ -121,20 +122,19 @@ def agree(group: Distributed, status: Status) -> Agreed:
     )
 
 
-def refuse_options(config: SaverConfig) -> None:
+def refuse_options(url: RunUrl, config: SaverConfig) -> None:
     """Refuse the options that are not for sharded models.
 
     Raises:
         ConfigError: one of them is given.
     """
-    for name, default in (
-        ("near", None),
-        ("keep_optimizer", None),
-        ("weights_only", False),
-        ("scratch_folder", None),
-    ):
-        value = getattr(config, name)
-        if value != default:
+    given = {
+        "near": Stores.of(url).near,
+        "keep_optimizer": config.keep_optimizer,
+        "scratch_folder": config.scratch_folder,
+    }
+    for name, value in given.items():
+        if value is not None:
             raise ConfigError(
                 f"{name}={value!r} is not supported for sharded models yet, nor for DDP wrappers: leave it out"
             )

@@ -10,7 +10,7 @@ import torch
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.job import Job
-from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.errors import ConfigError, SaveFailedError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.group.mailbox import Mailbox
@@ -43,7 +43,7 @@ from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.keys import probe_key
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.urls import RunUrl, url_text
+from shrinkpoint.store.urls import RunUrl, Stores, url_text
 from shrinkpoint.warn import warn
 
 __all__ = ["ShardedSaver"]
@@ -64,7 +64,6 @@ class ShardedSaver(StateSaver):
         own: what each rank stores for itself, values by group and name.
         copied: which plain tensors are the same on every rank, so that each stores some of them; of others the first rank's are stored.
         storage_options: passed to fsspec.
-        parity: as of `Saver`.
         group: all ranks; None takes the default process group.
         block_elements: elements from which on a tensor is stored as several blocks of rows.
     """
@@ -78,13 +77,12 @@ class ShardedSaver(StateSaver):
         own: Callable[[], Mapping[str, Mapping[str, Any]]],
         copied: Callable[[TensorSpec], bool] = lambda spec: False,
         storage_options: StorageOptions = None,
-        parity: int | None = None,
         group: Distributed | None = None,
         block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
-        self.url = url_text(url)
+        self.url, self._stores = url_text(url), Stores.of(url)
         self.config = config or SaverConfig()
-        self.store = RunStore(url, storage_options=storage_options, parity=parity)
+        self.store = RunStore(url, storage_options=storage_options)
         self.blocked_s = 0.0
         """Seconds that training has waited for snapshots so far."""
         self.moved = 0
@@ -122,7 +120,7 @@ class ShardedSaver(StateSaver):
             StoreError: the store cannot be reached or written.
         """
         group = self._group
-        group.on_every(lambda: refuse_options(self.config))
+        group.on_every(lambda: refuse_options(self._stores, self.config))
         require_same(group, self.url, self.config)
         if group.rank == 0 and self._chain is None:
             self._chain = Chain(self.store, self.config)
@@ -139,7 +137,7 @@ class ShardedSaver(StateSaver):
             )
         if self._probe is not None:
             self._probe.reopen()
-        if self.config.compile_ahead and os.environ.get("LOCAL_RANK", str(group.rank)) == "0":
+        if os.environ.get("LOCAL_RANK", str(group.rank)) == "0":
             self._warmup.start()
 
     def _open(self) -> None:
@@ -214,7 +212,7 @@ class ShardedSaver(StateSaver):
             request.step,
             error,
             new_layout=found is not None and found[1] != self._rank_tensors,
-            exact=request.exact or (self.config.adopt and adoption is None),
+            exact=request.exact or bool(self.config.adopt and adoption is None),
             measures=evaluate is not None
             and self.config.scheme != "lossless"
             and not (self._probe is not None and self._probe.leaves_trace),
@@ -350,6 +348,11 @@ class ShardedSaver(StateSaver):
             with waiting_for(f"waiting for the last save to {self.store.display}"):
                 self._join(timeout_s)
         return not self._agree(0).busy
+
+    def require_stored(self) -> None:
+        """See `Saver.require_stored`; no collective, since all ranks know whether it failed."""
+        if self.failed:
+            raise SaveFailedError(f"the last save to {self.store.display} failed, as a warning has said")
 
     def _join(self, timeout_s: float | None = None) -> None:
         """Wait for the save that is under way, and make its evaluations; a collective."""

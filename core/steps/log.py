@@ -40,9 +40,9 @@ def near_segments(location: Location, options: Options | None, run: str) -> Obje
     return RetryingObjects(open_location(below, options), _PATIENCE)
 
 
-def run_segments(url: RunUrl, options: StorageOptions, parity: int | None = None) -> ObjectStore:
+def run_segments(url: RunUrl, options: StorageOptions) -> ObjectStore:
     """The segments in the store, or the stores, of the run itself."""
-    return ObjectsBelow(RetryingObjects(open_objects(url, options, parity=parity), _PATIENCE), STEPS_PREFIX)
+    return ObjectsBelow(RetryingObjects(open_objects(url, options), _PATIENCE), STEPS_PREFIX)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Log:
             self._objects.sweep(self._objects.server_time())
         except StoreError as error:
             raise StoreError(
-                f"step_log_url={self._folder.location.display!r} cannot be used for a log: {error}"
+                f"StepLog(url={self._folder.location.display!r}) cannot be used for a log: {error}"
             ) from error
 
     def committed(self, step: int) -> None:

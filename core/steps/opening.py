@@ -10,7 +10,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.steps.exact import ExactLog
 from shrinkpoint.steps.log import LogFolder, near_segments, run_segments
-from shrinkpoint.steps.options import LogRequest, log_location
+from shrinkpoint.steps.options import StepLog, log_location
 from shrinkpoint.steps.small import ReadBase, SmallLog
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.objects import ObjectStore
@@ -25,11 +25,10 @@ def log_of_training(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     stateful: Mapping[str, Any],
-    request: LogRequest,
+    options: StepLog,
     *,
     run_url: RunUrl,
     storage_options: StorageOptions,
-    parity: int | None,
     config: SaverConfig,
     alone: bool,
     read_base: ReadBase,
@@ -40,10 +39,9 @@ def log_of_training(
         model: the module that is trained.
         optimizers: all that train it.
         stateful: further objects with a state, by name.
-        request: the options.
+        options: of the log.
         run_url: where the checkpoints are.
         storage_options: of `run_url`.
-        parity: of `run_url`.
         config: how the checkpoints are saved.
         alone: whether the processes train whole models, and this one's log is that of all.
         read_base: the weights of the checkpoint of a step, for a small log; called in a thread of its own.
@@ -51,7 +49,6 @@ def log_of_training(
     Raises:
         ConfigError: there can be no such log.
     """
-    options = request.options
     if not alone:
         raise ConfigError(
             f"step_log={options.kind!r} needs one process, or a DistributedDataParallel that every process gives to a Checkpointer as"
@@ -61,24 +58,22 @@ def log_of_training(
         raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")
     if options.kind == "exact":
         _require_exact(config)
-    if options.kind == "small" and request.url is None:
+    if options.kind == "small" and options.url is None:
         location = parse_url(split_urls(run_url)[0])  # of several stores: each has a share of a segment
 
         def segments(run: str) -> ObjectStore:
-            return run_segments(run_url, storage_options, parity)
+            return run_segments(run_url, storage_options)
     else:
-        location = log_location(request.url, split_urls(run_url), optimizers)
+        location = log_location(options.url, split_urls(run_url), optimizers)
 
         def segments(run: str) -> ObjectStore:
             return near_segments(location, options.storage_options, run)
 
     folder = LogFolder(options.kind, segments, location, options.keep)
     if options.kind == "small":
-        if request.after_step is not None:
-            raise ConfigError("after_step is of use with step_log='exact' only: leave it out")
         return SmallLog(model, options=options, folder=folder, read_base=read_base)
     return ExactLog(
-        model, optimizers, stateful, options=options, folder=folder, after_step=request.after_step
+        model, optimizers, stateful, options=options, folder=folder, after_step=options.after_step
     )
 
 
@@ -91,5 +86,5 @@ def _require_exact(config: SaverConfig) -> None:
         )
     if config.weights_only:
         raise ConfigError(
-            "step_log='exact' continues from the optimizer's state, which weights_only=True does not store: leave one of them out"
+            "step_log='exact' continues from the optimizer's state, which keep_optimizer=0 does not store: leave one of them out"
         )

@@ -13,8 +13,8 @@ from shrinkpoint.store.urls import Location, parse_url
 from shrinkpoint.warn import brief, refuses_unknown_options
 
 __all__ = [
-    "LogRequest",
     "StepLog",
+    "chosen_log",
     "log_location",
     "nbytes_of",
     "refuse_optimizers",
@@ -42,13 +42,17 @@ class StepLog:
         ...     optimizer,
         ...     every=500,
         ...     scheme="lossless",
-        ...     step_log=shrinkpoint.StepLog(segment_steps=4),
-        ...     step_log_url="steps",  # better a folder in memory or on a local disk, such as /dev/shm/steps
+        ...     step_log=shrinkpoint.StepLog(url="steps"),  # better in memory, such as /dev/shm/steps
         ... )
     """
 
     kind: Kind = "exact"
     """``exact``: the inputs of each `optimizer.step()`, bit for bit. ``small``: the weights, in under one bit per element."""
+    url: str | None = None
+    """The folder of the log, near the training, such as ``/dev/shm/steps``. None puts a ``small`` log into the run itself."""
+    after_step: Callable[[], object] | None = None
+    """``exact``, of `Checkpointer`: what the training does to large tensors after each step and before it calls `step`, such as
+    ``lambda: ema.update_parameters(model)``. Called when steps are replayed, and only then."""
     segment_steps: int | None = None
     """Steps (with ``small``, records) that are written together; at most this many are lost in a crash, or twice as many
     where writing them takes longer than a step. None takes as many as make 256 MiB before they are coded, but from 2 to 8."""
@@ -92,71 +96,56 @@ class StepLog:
         given = [f.name for f in fields(self) if f.name in _SMALL_ONLY and getattr(self, f.name) != f.default]
         if self.kind == "exact" and given:
             raise ConfigError(f"{given[0]} is of use with kind='small' only: leave it out")
+        if self.kind == "small" and self.after_step is not None:
+            raise ConfigError("after_step is of use with kind='exact' only: leave it out")
 
 
 def _is_number(value: object, least: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-@dataclass(frozen=True)
-class LogRequest:
-    """The log that a training's owner asks for."""
+def chosen_log(step_log: object) -> StepLog:
+    """Give the `StepLog` requested by ``step_log=``.
 
-    options: StepLog
-    url: str | None
-    """The log's folder."""
-    after_step: Callable[[], object] | None = None
-    """As of `ExactLog`."""
+    Args:
+        step_log: ``"exact"``, ``"small"``, a `StepLog`, or a mapping of its fields, as it stands in YAML.
 
-    @staticmethod
-    def of(step_log: object, url: str | None, after_step: Callable[[], object] | None = None) -> "LogRequest":
-        """Check what a user gave.
-
-        Args:
-            step_log: ``"exact"``, ``"small"`` or a `StepLog`.
-            url: as ``step_log_url=``.
-            after_step: as of `Checkpointer`.
-
-        Raises:
-            ConfigError: `step_log` is something else; or None, so that the other ones are of no use.
-        """
-        if step_log is None:
-            given = "after_step" if url is None else "step_log_url"
-            raise ConfigError(
-                f"{given} is of use with a step log only: give step_log='exact' too, or leave it out"
-            )
-        options = step_log if isinstance(step_log, StepLog) else StepLog(kind=step_log)  # type: ignore[arg-type]
-        return LogRequest(options, url, after_step)
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(step_log, StepLog):
+        return step_log
+    return StepLog(**step_log) if isinstance(step_log, Mapping) else StepLog(kind=step_log)  # type: ignore[arg-type]
 
 
 def log_location(
-    step_log_url: str | None,
+    url: str | None,
     run_urls: Sequence[str | os.PathLike[str]],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Location:
     """The location of the log.
 
     Args:
-        step_log_url: as the user gave it.
+        url: as the user gave it.
         run_urls: of the run's stores.
         optimizers: whose parameters say how much that is.
 
     Raises:
         ConfigError: it is missing, or within the run.
     """
-    if step_log_url is None:
+    if url is None:
         size = nbytes_of(optimizers)
         raise ConfigError(
             f"step_log='exact' writes the gradients of every step, here {size / 1e6:.3g} MB; at one step per second, that is"
-            f" {3600 * size / 1e9:.3g} GB per hour, too much for most stores of runs. Say where to with step_log_url=: a folder"
-            " near the training, such as /dev/shm/steps or one on a local disk"
+            f" {3600 * size / 1e9:.3g} GB per hour, too much for most stores of runs. Say where to with step_log=StepLog(url=...): a"
+            " folder near the training, such as /dev/shm/steps or one on a local disk"
         )
-    location = parse_url(step_log_url)
+    location = parse_url(url)
     for run in map(parse_url, run_urls):
         one, other = (os.path.realpath(at.path) if at.kind == "local" else at.path for at in (location, run))
         if location.protocol == run.protocol and f"{one.rstrip('/')}/".startswith(f"{other.rstrip('/')}/"):
             raise ConfigError(
-                f"step_log_url={step_log_url!r} is within the run {run.display}, whose files are not to be mixed with a log's:"
+                f"StepLog(url={url!r}) is within the run {run.display}, whose files are not to be mixed with a log's:"
                 " give a folder of its own, near the training"
             )
     return location

@@ -15,7 +15,7 @@ from torch import nn
 from shrinkpoint.group.group import world
 from shrinkpoint.steps.capture import CannotLogError
 from shrinkpoint.steps.opening import log_of_training
-from shrinkpoint.steps.options import LogRequest, nbytes_of, steps_of_segment
+from shrinkpoint.steps.options import StepLog, nbytes_of, steps_of_segment
 
 __all__ = ["ReplicatedLog", "on_host"]
 
@@ -34,7 +34,7 @@ class ReplicatedLog:
         model: the module that is trained.
         optimizers: all that train it.
         stateful: further objects with a state, by name.
-        request: the options.
+        options: of the log.
         capture: what is each rank's own, gathered on the first; called on every rank where a segment ends.
         share: gives the first rank's state to the others after a replay; called on every rank with the step.
         run: the checkpoints' side, as of `log_of_training`.
@@ -48,13 +48,12 @@ class ReplicatedLog:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         stateful: Mapping[str, Any],
-        request: LogRequest,
+        options: StepLog,
         *,
         capture: Callable[[], Mapping[str, Any]],
         share: Callable[[int], None],
         **run: Any,
     ) -> None:
-        options = request.options
         self.states = StatesOfRanks()
         self.capture, self._share = capture, share
         self._is_exact = options.kind == "exact"
@@ -62,9 +61,9 @@ class ReplicatedLog:
         self._since = 0
         if self._is_exact:
             options = replace(options, segment_steps=_NEVER)  # segments end here, on every rank
-        request, objects = replace(request, options=options), {**stateful, _NAME: self.states}
+        objects = {**stateful, _NAME: self.states}
         self.log = world().on_every(
-            lambda: log_of_training(model, optimizers, objects, request, **run) if world().is_first else None
+            lambda: log_of_training(model, optimizers, objects, options, **run) if world().is_first else None
         )
         """The log itself, on the first rank."""
 

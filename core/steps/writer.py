@@ -232,7 +232,7 @@ class SegmentWriter:
             self._is_full = True
             raise StoreError(
                 f"the next steps take {size / 1e9:.3g} GB, and {self._folder} has {free / 1e9:.3g} GB, besides {reserve / 1e9:.3g} GB"
-                " that are left to other programs: save more often, or choose another step_log_url"
+                " that are left to other programs: save more often, or choose another folder"
             )
 
     def _collect(self, step: int) -> None:

@@ -13,7 +13,7 @@ from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.objects import CredentialsError, MissingKeyError, ObjectStore, TransientStoreError
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.s3 import S3Objects
-from shrinkpoint.store.urls import Location, RunUrl, parse_url, split_urls
+from shrinkpoint.store.urls import Location, RunUrl, Stores, parse_url, split_urls
 
 __all__ = ["Options", "StorageOptions", "check_outside", "open_location", "open_objects", "shared_fate"]
 
@@ -31,7 +31,6 @@ def open_objects(
     url: RunUrl,
     storage_options: StorageOptions = None,
     *,
-    parity: int | None = None,
     read_anyway: bool = False,
 ) -> ObjectStore:
     """The object store below ``url``; nothing is read, written or connected yet.
@@ -39,19 +38,14 @@ def open_objects(
     Args:
         url: One URL, or those of several stores that are to hold one run together.
         storage_options: For the file systems.
-        parity: How many of several stores may be lost; None takes what the run began with, or 1.
         read_anyway: Of several stores, read from however few answer.
 
     Raises:
-        ConfigError: The URLs, the options or the parity cannot work.
+        ConfigError: The URLs or the options cannot work.
         MissingDependencyError: The package for a URL's protocol is not installed.
     """
     urls = split_urls(url)
     if len(urls) == 1:
-        if parity:
-            raise ConfigError(
-                f"parity={parity} with one URL: give as many URLs as there are stores, 2 or more"
-            )
         if isinstance(storage_options, list | tuple) and len(storage_options) == 1:
             storage_options = storage_options[0]
         return open_location(parse_url(urls[0]), storage_options)  # type: ignore[arg-type]
@@ -64,7 +58,7 @@ def open_objects(
     ]
     from shrinkpoint.store.striped import StripedObjects  # most runs have one store
 
-    return StripedObjects(stores, parity=parity, read_anyway=read_anyway)
+    return StripedObjects(stores, parity=Stores.of(url).parity, read_anyway=read_anyway)
 
 
 def _options_of_each(locations: Sequence[Location], options: StorageOptions) -> list[Options | None]:

@@ -1,6 +1,5 @@
 """Copies of the newest checkpoints in a folder on this node, for fast restarts: read where their digests are right, never needed."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import FORMAT, MAX_MANIFEST_BYTES, BlobRef, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.retry import without_retries
-from shrinkpoint.store.urls import RunUrl, parse_url
+from shrinkpoint.store.urls import RunUrl, Stores, parse_url
 from shrinkpoint.warn import warn
 
 __all__ = ["NEAR_KEY", "NearCopies", "is_near"]
@@ -46,21 +45,22 @@ class NearCopies:
         self._warned: set[str] = set()
 
     @classmethod
-    def of(cls, url: RunUrl, near: str | os.PathLike[str] | None, keep: int) -> "NearCopies | None":
-        """The folder `near` of a run at `url`; None where there is none.
+    def of(cls, url: RunUrl) -> "NearCopies | None":
+        """Open the folder `near` of a run; None where there is none.
 
         Raises:
             ConfigError: It is no folder, or the run, or a store of it, is in it or around it.
         """
-        if near is None:
+        stores = Stores.of(url)
+        if stores.near is None:
             return None
-        location = parse_url(near)
+        location = parse_url(stores.near)
         if location.kind != "local":
             raise ConfigError(
                 f"near={location.display!r} must be a folder on this node, such as /local/nvme/run-7 or /dev/shm/run-7"
             )
         check_outside(url, location)
-        return cls(location.path, keep)
+        return cls(location.path, stores.near_keep)
 
     @property
     def display(self) -> str:

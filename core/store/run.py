@@ -53,12 +53,10 @@ class RunStore:
 
     Args:
         url: ``/folder``, ``s3://bucket/prefix`` or the URL of another fsspec file system; or a list of 2 to 32, which hold the
-            run together (docs/stores.md).
+            run together (docs/stores.md); or `Stores` with options.
         storage_options: For the file system: credentials, ``endpoint_url`` and so on; or a list of as many.
-        parity: How many of several stores may be lost; None takes what the run began with, or 1.
         retry: How long to insist when the store fails for a passing reason.
         objects: Use this object store instead of opening ``url``.
-        near: Copies of the newest checkpoints on this node.
 
     Raises:
         ConfigError: The URL or the options cannot work.
@@ -87,20 +85,18 @@ class RunStore:
         url: RunUrl,
         *,
         storage_options: StorageOptions = None,
-        parity: int | None = None,
         retry: RetryPolicy | None = None,
         objects: ObjectStore | None = None,
-        near: NearCopies | None = None,
     ) -> None:
-        inner = open_objects(url, storage_options, parity=parity) if objects is None else objects
+        inner = open_objects(url, storage_options) if objects is None else objects
         below = without_retries(inner)
         # recognised by its `group`: most runs have one store, and import nothing of that package
         self.stores = cast("StripedObjects", below) if hasattr(below, "group") else None
         """The several stores of the run, if there are several."""
         self._objects: ObjectStore = RetryingObjects(inner, retry or RetryPolicy())
         self._opened = (url, storage_options) if self.stores is not None and objects is None else None
-        self._is_implied = parity is None and isinstance(url, str)
-        self._near = near
+        self._is_implied = isinstance(url, str)
+        self._near = NearCopies.of(url) if objects is None else None
         self._catalog = Catalog(self._objects)
         self._warned: set[str] = set()
         self._restored: str | None = None
@@ -408,7 +404,7 @@ class RunStore:
             self._warn(
                 "parity",
                 f"a run begins in {count} stores with parity={self.parity}, for none was given: {self.display}. It stays so."
-                f" To choose, give parity= and another place; a folder with a comma in its name is given as a list of one",
+                f" To choose, give Stores(..., parity=) and another place; a folder with a comma in its name is given as a list of one",
             )
 
     def _refuse_near(self) -> None:

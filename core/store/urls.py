@@ -11,11 +11,57 @@ from typing import TypeAlias, cast
 from fsspec.registry import known_implementations, registry
 
 from shrinkpoint.errors import ConfigError, MissingDependencyError
+from shrinkpoint.warn import refuses_unknown_options
 
-__all__ = ["COMMAS", "Location", "RunUrl", "parse_url", "split_urls", "url_text"]
+__all__ = ["COMMAS", "Location", "RunUrl", "Stores", "parse_url", "split_urls", "url_text"]
 
-RunUrl: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""Where a run lives: one URL, or several as a list, or as one string with commas between them."""
+
+@refuses_unknown_options
+@dataclass(frozen=True)
+class Stores:
+    """Where a run lives, with options of its stores.
+
+    Raises:
+        ConfigError: a field has a value that cannot work.
+
+    Examples:
+        >>> stores = shrinkpoint.Stores(["/mnt/a/run", "/mnt/b/run", "/mnt/c/run"], parity=1)
+        >>> copied = shrinkpoint.Stores("s3://bucket/run-7", near="/local/nvme/run-7")
+    """
+
+    urls: "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+    """The folder or URL of the run, or a list of several that hold it together."""
+    parity: int | None = None
+    """How many of several stores may be lost for good: 0, 1 or 2. None takes what the run began with, or 1. Set it at a run's first save."""
+    near: str | os.PathLike[str] | None = None
+    """A folder on this node, such as ``/local/nvme/run-7``, for copies of the newest checkpoints. Set it where restarts read slowly
+    from `urls`. A copy is made after the checkpoint is stored at `urls`, and read where its digest is right; no save fails of it."""
+    near_keep: int = 2
+    """How many checkpoints `near` holds at most, with the chains that they need. Set it by the space there."""
+
+    def __post_init__(self) -> None:
+        parity, several = self.parity, len(split_urls(self.urls)) > 1
+        if not (parity is None or (type(parity) is int and 0 <= parity <= 2)):
+            raise ConfigError(
+                f"parity={parity!r} must be how many of several stores may be lost: 0, 1 or 2, or None"
+            )
+        if parity and not several:
+            raise ConfigError(
+                f"parity={parity} with one URL: give as many URLs as there are stores, 2 or more"
+            )
+        if not (self.near is None or (isinstance(self.near, str | os.PathLike) and str(self.near))):
+            raise ConfigError(f"near must be a folder on this node, or None, not {self.near!r}")
+        if type(self.near_keep) is not int or self.near_keep < 1:
+            raise ConfigError(f"near_keep must be a positive integer, not {self.near_keep!r}")
+
+    @staticmethod
+    def of(url: "RunUrl") -> "Stores":
+        """Give the same, without options where there are none."""
+        return url if isinstance(url, Stores) else Stores(url)
+
+
+RunUrl: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Stores
+"""Where a run lives: one URL, or several as a list, or as one string with commas between them; or `Stores` with options."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _MISTYPED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(:|//)(.*)", re.DOTALL)
@@ -69,6 +115,8 @@ def split_urls(url: RunUrl) -> list[str | os.PathLike[str]]:
     Raises:
         ConfigError: There is none, or one of them cannot stand in a list as text.
     """
+    if isinstance(url, Stores):
+        return split_urls(url.urls)
     if isinstance(url, str):
         return list(_BETWEEN.split(url))
     if not isinstance(url, list | tuple):

@@ -88,7 +88,7 @@ def measure(task: Task) -> Cell:
         warnings.simplefilter("ignore")
         checkpointer = None
         if task.way != PLAIN:
-            adopting = {"adopt": True, "adoptions": steps // task.every} if task.way == WITH else {}
+            adopt = steps // task.every if task.way == WITH else False
             checkpointer = shrinkpoint.Checkpointer(
                 folder,
                 training.model,
@@ -97,9 +97,8 @@ def measure(task: Task) -> Cell:
                 evaluate=training.probe,
                 train_loss=training.train_loss,
                 clip_grad_norm=training.clip,
-                save_last=False,
-                busy="wait",
-                **adopting,
+                adopt=adopt,
+                advanced=shrinkpoint.Advanced(busy="wait"),
                 **training.saved,
             )
             checkpointer.resume()

@@ -124,7 +124,9 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--options", type=_object, default={}, help=f"fields of the scheme's options, as JSON; {itmo}"
     )
-    parser.add_argument("--config", type=_object, default={}, help="fields of SaverConfig, as JSON")
+    parser.add_argument(
+        "--config", type=_object, default={}, help="other options of Checkpointer and Advanced, as JSON"
+    )
     parser.add_argument("--budget", type=float, help="max_degradation, 0.01 unless given")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="small models, few steps: no real numbers")

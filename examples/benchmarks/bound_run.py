@@ -7,7 +7,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,10 +16,9 @@ from trainings import KINDS, Kind
 from trainings.base import Training
 
 from shrinkpoint.checkpointer import Checkpointer
-from shrinkpoint.config import SaverConfig
+from shrinkpoint.config import Advanced, SaverConfig
 from shrinkpoint.quality.restore_budget import NO_COST, RestoreCost, reserve_of
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.schemes.catalogue import options_of
 
 KEYS = ("training", "seed", "part", "quick", "scheme", "options", "config")
 """Columns that tell cells apart."""
@@ -39,18 +38,24 @@ class Setting:
     options: str = "{}"
     """Of the scheme, a JSON object of the fields that are not at their defaults."""
     config: str = "{}"
-    """The same of `SaverConfig`."""
+    """The same of the other options, those of `Advanced` among them."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What `Checkpointer` is given."""
+        config, changed = json.loads(self.config), json.loads(self.options)
+        known = {item.name for item in fields(Advanced)}
+        advanced = {name: config.pop(name) for name in [*config] if name in known}
+        scheme = {"name": self.scheme, **changed} if changed else self.scheme
+        return {"scheme": scheme, "advanced": Advanced(**advanced), **config}
 
     def build(self) -> SaverConfig:
         """Make the library's own form of it.
 
         Raises:
-            ConfigError, TypeError: there is no such option, or it cannot have this value.
+            ConfigError: there is no such option, or it cannot have this value.
         """
-        changed = json.loads(self.options)
-        options = replace(options_of(self.scheme), **changed) if changed else None
-        fields: dict[str, Any] = {"scheme": self.scheme, "options": options, **json.loads(self.config)}
-        return SaverConfig(**fields)
+        return SaverConfig.of(**self.given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +170,7 @@ def _begin(task: Task, url: str, step: int) -> tuple[Training, Checkpointer]:
         evaluate=training.probe,
         train_loss=training.train_loss,
         clip_grad_norm=training.clip,
-        config=task.setting.build(),
+        **task.setting.given,
         **training.saved,
     )
     resumed = checkpointer.resume()

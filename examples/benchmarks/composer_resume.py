@@ -29,6 +29,7 @@ from support.composer_cases import CASES, IMPOSSIBLE, Case
 from support.composer_data import BATCH
 from support.composer_models import Outcome, Setup, assert_continues, fit
 
+import shrinkpoint
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 
 HEAD = """# How exactly a Composer run continues
@@ -78,7 +79,9 @@ def ours(interval: Any) -> Iterator[Fit]:
     with tempfile.TemporaryDirectory() as folder:
 
         def run(*callbacks: Any, **options: Any) -> Outcome:
-            saving = CompressedCheckpoint(folder, save_interval=interval, scheme="lossless", busy="wait")
+            saving = CompressedCheckpoint(
+                folder, save_interval=interval, scheme="lossless", advanced=shrinkpoint.Advanced(busy="wait")
+            )
             return fit(saving, *callbacks, **options)
 
         yield run

@@ -31,7 +31,7 @@ def save(folder: str, saves: int = 3) -> None:
     model = nn.Sequential(*parts, nn.Linear(128, 2000))
     optimizer = torch.optim.AdamW(model.parameters())
     describe = describe_training(model, [optimizer], model_path=("model",), optimizers_path=("optimizers",))
-    saver = Saver(folder, SaverConfig(compile_ahead=False))
+    saver = Saver(folder, SaverConfig())
     for number in range(saves):
         for _ in range(10):
             tokens = torch.randint(2000, (64,))

@@ -319,7 +319,7 @@ def adopt(bench: Bench) -> None:
 def _adopt(bench: Bench, name: str, evaluates: bool, add: Callable[..., None]) -> None:
     training = Training(bench.shape)
     step_s = training.rest(bench.steps, 1)
-    options: dict[str, Any] = {"adopt": True, "adoptions": 100}
+    options: dict[str, Any] = {"adopt": 100}
     if evaluates:
         options["evaluate"] = training.held_out
     url = bench.url("adopt")

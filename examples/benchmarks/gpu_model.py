@@ -213,11 +213,15 @@ def table(*headings: str) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def checkpointing(
-    bench: Bench, url: str, training: Training, **options: Any
+    bench: Bench, url: str, training: Training, busy: Any = "skip", **options: Any
 ) -> Iterator[shrinkpoint.Checkpointer]:
     """Make one that is let go of after some seconds where something fails."""
     made = shrinkpoint.Checkpointer(
-        url, training.model, training.optimizer, save_last=False, threads=bench.threads, **options
+        url,
+        training.model,
+        training.optimizer,
+        advanced=shrinkpoint.Advanced(busy=busy, threads=bench.threads),
+        **options,
     )
     try:
         yield made

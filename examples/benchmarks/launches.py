@@ -31,6 +31,7 @@ from demo_report import markdown_table
 from gpt import GPTConfig
 
 from shrinkpoint.checkpointer import Checkpointer
+from shrinkpoint.config import Advanced
 
 _PASSES = 20  # in a row, timed together
 _BEFORE = 50
@@ -145,7 +146,7 @@ def _measure(arguments: argparse.Namespace, folder: str) -> list[list[str]]:
             training.optimizer,
             every=None,
             scheme=scheme,
-            threads=arguments.threads,
+            advanced=Advanced(threads=arguments.threads),
         )
         for save in range(1, arguments.saves + 1):
             for _ in range(2):

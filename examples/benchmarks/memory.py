@@ -6,7 +6,7 @@ the training had before: at most while a save is under way, and after it. ``bloc
 waited for the snapshot. The evaluation is on the CPU, where its copy of the live weights counts too. Compiled coders and
 libraries take the same memory whatever the size: they are loaded before, by saves of a small model, and given apart.
 
-``--scratch FOLDER`` has a save put parts of it into a folder on a local disk (`SaverConfig.scratch_folder`).
+``--scratch FOLDER`` has a save put parts of it into a folder on a local disk (`Advanced.scratch_folder`).
 
 ``--resumed`` lets steps be tried from restored states, as the callbacks do: they need the whole state twice more for that moment.
 """
@@ -68,8 +68,7 @@ def measure(
             model,
             optimizer,
             scheme=scheme,
-            compile_ahead=False,
-            scratch_folder=scratch,
+            advanced=shrinkpoint.Advanced(scratch_folder=scratch),
             evaluate=lambda: loss_on(model, evaluated),
             **({"train_loss": lambda i: model.loss(batches[i % len(batches)])} if resumed else {}),
         )
@@ -105,7 +104,6 @@ def load_coders(scheme: str) -> None:
             model,
             optimizer,
             scheme=scheme,
-            compile_ahead=False,
             evaluate=lambda: loss_on(model, [batch]),
         )
         checkpointer.resume()
@@ -131,7 +129,7 @@ def main() -> None:
     )
     parser.add_argument("--schemes", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--resumed", action="store_true", help="try steps from restored states")
-    parser.add_argument("--scratch", metavar="FOLDER", help="as of SaverConfig.scratch_folder")
+    parser.add_argument("--scratch", metavar="FOLDER", help="as of Advanced.scratch_folder")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:

@@ -71,7 +71,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def checkpointer_of(url: str, model: nn.Module, optimizer: torch.optim.Optimizer, scheme: str) -> Any:
     """As a training makes it."""
     return shrinkpoint.Checkpointer(
-        url, model, optimizer, scheme=scheme, busy="wait", threads=1, save_last=False
+        url, model, optimizer, scheme=scheme, advanced=shrinkpoint.Advanced(busy="wait", threads=1)
     )
 
 
@@ -121,7 +121,7 @@ def load_coders(scheme: str) -> None:
     model = nn.Linear(64, 256)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     with tempfile.TemporaryDirectory() as folder:
-        saver = shrinkpoint.Saver(folder, shrinkpoint.SaverConfig(scheme=scheme, compile_ahead=False))
+        saver = shrinkpoint.Saver(folder, shrinkpoint.SaverConfig(scheme=scheme))
         saver.check()
         for number in range(2):
             step(model, optimizer)

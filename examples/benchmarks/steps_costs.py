@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -262,9 +262,7 @@ def _ours(name: str, config: GPTConfig, run: str, log: str, options: StepLog) ->
         training.model,
         training.optimizer,
         scheme="lossless",
-        save_last=False,
-        step_log=options,
-        step_log_url=log,
+        step_log=replace(options, url=log),
         scheduler=training.scheduler,
     )
     assert checkpointer.resume() == 0

@@ -49,13 +49,12 @@ def _start(config: GPTConfig, run: str, log: str | None, segment: int) -> tuple[
     training = TextTraining(config)
     more: dict[str, Any] = {}
     if log is not None:
-        more = {"step_log": StepLog(segment_steps=segment, overhead=None), "step_log_url": log}
+        more = {"step_log": StepLog(segment_steps=segment, overhead=None, url=log)}
     checkpointer = Checkpointer(
         run,
         training.model,
         training.optimizer,
         scheme="lossless",
-        save_last=False,
         scheduler=training.scheduler,
         data=_Generator(training.generator),
         **more,

@@ -37,6 +37,7 @@ from trainings import KINDS
 from trainings.base import Training
 
 from shrinkpoint import Checkpointer
+from shrinkpoint.config import Advanced
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.objects import ObjectStore
@@ -177,9 +178,7 @@ class Made:
                     training.model,
                     list(training.optimizers),
                     scheme=scheme,
-                    busy="wait",
-                    threads=1,
-                    guards=False,
+                    advanced=Advanced(busy="wait", threads=1, guards=False),
                 )
                 for scheme in schemes
                 for interval in intervals

@@ -7,7 +7,7 @@ from typing import Any
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.group.group import Distributed, world
-from shrinkpoint.integrations.common.probe import KeptBatches, to_host
+from shrinkpoint.integrations.common.probe import PROBE_BATCHES, KeptBatches, to_host
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.triggers import Schedule
 from shrinkpoint.reports import SaveReport
@@ -24,14 +24,11 @@ class PathBatches(KeptBatches):
     """The last batches that were trained on since the last planned save: the same in every run that comes by the same way.
 
     Held-out batches are not: a resumed process has not seen a validation yet.
-
-    Args:
-        count: how many to keep at most.
     """
 
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self._recent: deque[Any] = deque(maxlen=count)
+    def __init__(self) -> None:
+        super().__init__(PROBE_BATCHES)
+        self._recent: deque[Any] = deque(maxlen=PROBE_BATCHES)
 
     @property
     def batches(self) -> list[Any]:
@@ -113,10 +110,10 @@ def with_adoptions(settings: RunSettings, planned: int | None) -> RunSettings:
         return settings
     if planned is None:
         raise ConfigError(
-            "adopt=True needs adoptions=, the number of planned saves of the whole run, since it does not follow from the trainer's"
-            " limits: max_degradation is divided among them"
+            "adopt=True cannot be used here: the number of planned saves of the whole run, among which max_degradation is divided,"
+            " does not follow from the trainer's limits. Give that number, as in adopt=200"
         )
-    return replace(settings, saver=replace(settings.saver, adoptions=planned))
+    return replace(settings, saver=replace(settings.saver, adopt=planned))
 
 
 def share_adopted(names: Sequence[str], live: Callable[[], object]) -> None:

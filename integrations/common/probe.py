@@ -26,6 +26,7 @@ from shrinkpoint.state.averages import without_averages
 from shrinkpoint.warn import warn
 
 __all__ = [
+    "PROBE_BATCHES",
     "KeptBatches",
     "LossProbe",
     "Measured",
@@ -39,6 +40,9 @@ __all__ = [
 ]
 
 Measured: TypeAlias = Callable[[], tuple[float, ...]]
+
+PROBE_BATCHES = 2
+"""Batches that the loss is measured on at first: training waits for each of them three times a save."""
 
 _MORE_BATCHES = 4
 """So many times as many batches are kept as are used at first."""
@@ -192,7 +196,6 @@ class LossProbe:
     A run is what the framework's own `measurement` takes: a state, a trainer, or trainer and module.
 
     Args:
-        batches: how many to use at first; some more are kept, in host memory.
     """
 
     measurement: Callable[..., Measured]
@@ -206,8 +209,8 @@ class LossProbe:
     ]
     """A run's model, what gives its own names to weights of a checkpoint, and what else a step may change, as of `preserved_state`."""
 
-    def __init__(self, *, batches: int = 2) -> None:
-        self.kept = KeptBatches(batches, _MORE_BATCHES * batches)
+    def __init__(self) -> None:
+        self.kept = KeptBatches(PROBE_BATCHES, _MORE_BATCHES * PROBE_BATCHES)
 
     def evaluation(self, *run: Any) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
         """The loss with given weights on each of the batches that are kept now, even if others are kept later: losses are compared by

@@ -16,6 +16,7 @@ from shrinkpoint.coding.selective import header_of
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.hook_states import HookStates
+from shrinkpoint.integrations.common.probe import PROBE_BATCHES
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.step_log import SessionLog
@@ -96,9 +97,7 @@ class RunSession:
         """The run's saver; made when it is first asked for, so that a callback can be copied to other processes before."""
         if self._saver is None:
             settings = self.settings
-            self._saver = Saver(
-                settings.url, settings.saver, storage_options=settings.storage_options, parity=settings.parity
-            )
+            self._saver = Saver(settings.stores, settings.saver, storage_options=settings.storage_options)
         return self._saver
 
     @property
@@ -333,7 +332,7 @@ class RunSession:
         """
         adoption = request.adoption
         if adoption is not None:
-            own = {"probe_batches": self.settings.probe_batches, "ranks": world().size}
+            own = {"probe_batches": PROBE_BATCHES, "ranks": world().size}
             adoption = replace(adoption, settings={**adoption.settings, **own})
         request = replace(request, wait=request.wait and self.saver.busy, adoption=adoption)
         return self._accepted(request)
@@ -381,7 +380,7 @@ class RunSession:
 
     def _has_room(self, last: bool) -> bool:
         saver = self.settings.saver
-        room = last or saver.adopt or saver.busy == "wait" or not self.saver.busy
+        room = last or bool(saver.adopt) or saver.busy == "wait" or not self.saver.busy
         if not room:
             self.saver.skip()
         return room
@@ -405,7 +404,7 @@ class RunSession:
         if asked and not self._monitored and not self.best.scores:
             self.warn_once(
                 f"monitor={monitor!r} had not been logged when step {step} was saved, or was NaN or infinite; until it is a number,"
-                " checkpoints take no part in the ranking, and all stay but by save_total_limit. Logged so far:"
+                " checkpoints take no part in the ranking, and all stay. Logged so far:"
                 f" {', '.join(sorted(metrics)) or 'nothing'}",
                 topic="monitor",
             )
@@ -443,10 +442,11 @@ class RunSession:
         Raises:
             SaveFailedError, FencedError: on every rank.
         """
-        world().on_first(self.saver.flush)
+        self.decide(self.saver.flush)
         if world().broadcast(world().is_first and self.saver.failed):
             save_again()
-            world().on_first(self.saver.flush)
+            self.decide(self.saver.flush)
+            self.decide(self.saver.require_stored)
         if world().is_first:
             self._take_reports()
         self.best = world().broadcast(self.best)

@@ -6,17 +6,17 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, ParamSpec
 
+from shrinkpoint.config import SaverConfig, whereabouts
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.saver import SaverConfig
 from shrinkpoint.saving.resume import ResumePolicy, check_policy
 from shrinkpoint.store.connect import StorageOptions
-from shrinkpoint.store.urls import RunUrl, split_urls, url_text
+from shrinkpoint.store.urls import RunUrl, Stores, split_urls, url_text
 from shrinkpoint.warn import brief
 
 if TYPE_CHECKING:
-    from shrinkpoint.steps.options import LogRequest
+    from shrinkpoint.steps.options import StepLog
 
 __all__ = ["RunSettings", "given", "reduced", "refusing_unknown"]
 
@@ -29,8 +29,8 @@ _URL = "give url, the run's folder or URL"
 _NO_NAMES = "not needed, because a checkpoint is addressed by its step: '<url>#step=1000', '<url>#newest'"
 _KEEP_LAST = "give keep_last, how many of the newest to keep"
 _WEIGHTS = (
-    "give weights_only=True where no run is to be continued exactly; `shrinkpoint export` takes the weights out of any"
-    " checkpoint"
+    "give advanced=Advanced(keep_optimizer=0) where no run is to be continued exactly; `shrinkpoint export` takes the weights out"
+    " of any checkpoint"
 )
 _RESUMES = (
     "give resume: 'auto' (the default) continues by itself, 'must' requires a checkpoint, 'never' starts anew"
@@ -69,15 +69,12 @@ _HABITS = {
     "every_n_train_steps": f"{_BY_INTERVAL}'1000ba'",
     "every_n_epochs": f"{_BY_INTERVAL}'1ep'",
     "train_time_interval": f"{_BY_INTERVAL}'600sec'",
-    "save_on_train_epoch_end": f"{_BY_INTERVAL}'1ep'",
     "save_interval": "give every_n_train_steps, every_n_epochs or train_time_interval",
     "save_strategy": "give it to TrainingArguments, or every_n_train_steps or every_n_epochs here",
     "save_steps": "give it to TrainingArguments, or every_n_train_steps here",
     "metric_for_best_model": "give it to TrainingArguments, or monitor here",
     "greater_is_better": "give it to TrainingArguments, or mode here",
     "step_log": _NO_STEPS,
-    "step_log_url": _NO_STEPS,
-    "after_step": "give it to Checkpointer: the callbacks' step logs have no averages of the weights (docs/steps.md)",
     "every_n_batches": "give every_n_train_steps (Lightning) or save_interval='1000ba' (Composer)",
 }
 
@@ -108,75 +105,73 @@ def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
 class RunSettings:
     """The options of a callback that concern its run; see there."""
 
-    url: str
+    stores: Stores
     saver: SaverConfig
-    save_last: bool = True
     resume: ResumePolicy = "auto"
-    probe_batches: int = 2
     storage_options: StorageOptions = None
-    parity: int | None = None
-    step_log: "LogRequest | None" = None
+    step_log: "StepLog | None" = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.url, str) or not self.url.rstrip("/"):
+        text = url_text(self.stores)
+        if not text.rstrip("/"):
+            raise ConfigError(f"url={text!r} must name a folder or a URL, for example 's3://bucket/run-7'")
+        if "#" in text:
             raise ConfigError(
-                f"url={brief(self.url)} must be a string: the folder or URL of a run, for example 's3://bucket/run-7'; or a"
-                " list of several"
+                f"url={text!r} must name a run without '#', which separates a checkpoint's step"
             )
-        if "#" in self.url:
-            raise ConfigError(
-                f"url={self.url!r} must name a run without '#', which separates a checkpoint's step"
-            )
-        if type(self.probe_batches) is not int or self.probe_batches < 1:
-            raise ConfigError(f"probe_batches={self.probe_batches!r} must be an integer of at least 1")
-        if type(self.save_last) is not bool:
-            raise ConfigError(f"save_last={self.save_last!r} must be True or False")
-        several = len(split_urls(self.url)) > 1
+        several = len(split_urls(self.stores)) > 1
         options = self.storage_options
         one = options is None or isinstance(options, Mapping) or callable(options)
         if not (one or (several and isinstance(options, list))):
             raise ConfigError(
                 f"storage_options={brief(options)} must be a dict, a function that returns one, or None{', or a list with one for each URL' if several else ''}"
             )
-        parity = self.parity
-        if not (parity is None or (type(parity) is int and 0 <= parity <= 2)):
-            raise ConfigError(
-                f"parity={parity!r} must be how many of several stores may be lost: 0, 1 or 2, or None"
-            )
-        if parity and not several:
-            raise ConfigError(
-                f"parity={parity} with one URL: give as many URLs as there are stores, 2 or more"
-            )
         check_policy(self.resume)
-        object.__setattr__(self, "url", self.url.rstrip("/"))
+
+    @property
+    def url(self) -> str:
+        """The run's URL as text, by which it is addressed."""
+        return url_text(self.stores).rstrip("/")
 
     @classmethod
     def build(
-        cls, *, url: RunUrl, step_log: Any = None, step_log_url: str | None = None, **given: Any
+        cls,
+        *,
+        url: RunUrl,
+        resume: ResumePolicy = "auto",
+        storage_options: StorageOptions = None,
+        step_log: Any = None,
+        **saver: Any,
     ) -> "RunSettings":
         """Check a callback's arguments, and divide them among this and the components' own options.
 
         Raises:
             ConfigError: one of them has a value that cannot work.
         """
-        saver = {name: given.pop(name) for name in SaverConfig.names() if name in given}
+        if not isinstance(url, str | os.PathLike | list | tuple | Stores):
+            raise ConfigError(
+                f"url={brief(url)} must be a string: the folder or URL of a run, for example 's3://bucket/run-7'; or a"
+                " list of several, or shrinkpoint.Stores(...)"
+            )
         log = None
-        if step_log is not None or step_log_url is not None:
-            from shrinkpoint.steps.options import LogRequest  # most trainings have no log
+        if step_log is not None:  # most trainings have no log
+            from shrinkpoint.steps.options import chosen_log
 
-            log = LogRequest.of(step_log, step_log_url)
-        return cls(url=_text(url), saver=SaverConfig(**saver), step_log=log, **given)
-
-
-def _text(url: RunUrl) -> str:
-    """One string for all that is said and addressed; what is no URL at all is refused by what takes it."""
-    return url_text(url) if isinstance(url, str | os.PathLike | list | tuple) else cast("str", url)
+            log = chosen_log(step_log)
+        return cls(
+            stores=Stores.of(url),
+            saver=SaverConfig.of(**saver),
+            resume=resume,
+            storage_options=storage_options,
+            step_log=log,
+        )
 
 
 def _refusal(name: str, names: Iterable[str]) -> str:
     refusal = f"{name}: CompressedCheckpoint has no such option"
-    if name in _HABITS:
-        return f"{refusal}; {_HABITS[name]}"
+    answer = _HABITS.get(name) or whereabouts(name)
+    if answer is not None:
+        return f"{refusal}; {answer}"
     near = difflib.get_close_matches(name, sorted(names), n=1)
     return f"{refusal}; did you mean {near[0]}?" if near else refusal
 

@@ -40,7 +40,7 @@ class ShardedRun(RunSession):
             raise ConfigError(
                 "step_log= is not supported for sharded models: leave it out, and save more often instead"
             )
-        refuse_options(settings.saver)
+        refuse_options(settings.stores, settings.saver)
         self._targets, self._own = targets, own
         self._shards: ShardedSaver | None = None
         self._settled = 0
@@ -51,12 +51,11 @@ class ShardedRun(RunSession):
         if self._shards is None:
             settings = self.settings
             self._shards = ShardedSaver(
-                settings.url,
+                settings.stores,
                 settings.saver,
                 targets=self._targets,
                 own=self._own,
                 storage_options=settings.storage_options,
-                parity=settings.parity,
             )
             self._saver = self._shards  # type: ignore[assignment]
         return self._shards
@@ -126,16 +125,6 @@ class ShardedRun(RunSession):
             ShrinkpointError: as `StateSaver.accept`; on every rank.
         """
         return self._accepted(request)
-
-    def finish(self, save_again: Callable[[], None]) -> None:
-        """See `RunSession.finish`."""
-        self.saver.flush()
-        if self.saver.failed:
-            save_again()
-            self.saver.flush()
-        if world().is_first:
-            self._take_reports()
-        self.best = world().broadcast(self.best)
 
     def warn_unsaved(self, step: int) -> None:
         """Say on the first rank, if training ends at a step that could not be saved, which checkpoint is the newest.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.hook_states import HookStates
 from shrinkpoint.integrations.common.settings import RunSettings
@@ -46,8 +47,8 @@ class SessionLog:
     @property
     def is_exact(self) -> bool:
         """Whether the log continues a training exactly."""
-        request = self._settings.step_log
-        return request is not None and request.options.kind == "exact"
+        options = self._settings.step_log
+        return options is not None and options.kind == "exact"
 
     def begin(self, model: nn.Module, optimizers: Sequence[Optimizer], saver: Saver) -> None:
         """Make the log when model and optimizers exist.
@@ -59,6 +60,10 @@ class SessionLog:
         settings = self._settings
         if settings.step_log is None:
             return
+        if settings.step_log.after_step is not None:
+            raise ConfigError(
+                "after_step is for Checkpointer: the callbacks' step logs have no averages of the weights (docs/steps.md)"
+            )
         from shrinkpoint.steps.replicated import ReplicatedLog  # most trainings have no log
 
         self.close()
@@ -69,9 +74,8 @@ class SessionLog:
             settings.step_log,
             capture=dict,  # each segment's own
             share=lambda step: self._share(model, optimizers),
-            run_url=settings.url,
+            run_url=settings.stores,
             storage_options=settings.storage_options,
-            parity=settings.parity,
             config=settings.saver,
             alone=True,
             read_base=lambda step: weights_of_step(settings.url, step, settings.storage_options),

@@ -104,15 +104,15 @@ class Settings:
     """Batches between two saves; None where saves are not due by batches."""
 
     @classmethod
-    def build(cls, *, save_interval: SaveInterval, save_last: bool, **more: Any) -> "Settings":
+    def build(cls, *, save_interval: SaveInterval, **more: Any) -> "Settings":
         """Check and divide the callback's arguments.
 
         Raises:
             ConfigError: one of them has a value that cannot work.
         """
         return cls(
-            run=RunSettings.build(save_last=save_last, **more),
-            due=save_scheduler(save_interval, at_end=save_last),
+            run=RunSettings.build(**more),
+            due=save_scheduler(save_interval, at_end=True),
             planned=save_scheduler(save_interval, at_end=False),
             interval=save_interval,
             every_batches=batches_between(save_interval),

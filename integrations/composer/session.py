@@ -61,7 +61,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.run = RunSession(settings.run)
-        self._probe = LossProbe(batches=settings.run.probe_batches)
+        self._probe = LossProbe()
         self._path = self._adopt() if settings.run.saver.adopt else None
         self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
         self._data = DataPlace()
@@ -76,7 +76,7 @@ class Session:
 
     def _adopt(self) -> PathBatches:
         """Measure on batches that a resumed run sees again."""
-        path = PathBatches(self.settings.run.probe_batches)
+        path = PathBatches()
         self._probe.kept = path
         return path
 
@@ -408,8 +408,7 @@ class Session:
         """
         self._data.epoch_ends(state)
         terminated, owed = world().any_of(self._termination.received, self._owes(state))
-        if self.settings.run.save_last or terminated or owed:
-            self._save(state, last=True, exact=terminated, again=owed)
+        self._save(state, last=True, exact=terminated, again=owed)
         self._finish(state, exact=terminated)
         self._attend(state, logger, wanted=False)
         if terminated:
@@ -426,7 +425,7 @@ class Session:
         self._termination.unwatch()
         self.run.fail()
         self.run.release()
-        self._probe = LossProbe(batches=self.settings.run.probe_batches)
+        self._probe = LossProbe()
         self._path = self._adopt() if self._path is not None else None
         self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
         self._gradients = GradientCollector()

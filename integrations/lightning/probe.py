@@ -30,11 +30,10 @@ class LossProbe(common.LossProbe):
 
     Args:
         metric: name under which the validation step logs the loss; by default ``val_loss`` or what it returns.
-        batches: as of the base class.
     """
 
-    def __init__(self, *, metric: str | None = None, batches: int = 2) -> None:
-        super().__init__(batches=batches)
+    def __init__(self, *, metric: str | None = None) -> None:
+        super().__init__()
         self._metric = metric
 
     def see_validation(self, batch: Any, dataloader_idx: int, batch_idx: int | None = None) -> None:

@@ -69,10 +69,10 @@ class Session:
         self.run = RunSession(settings.run)
         saver = settings.run.saver
         metric = saver.monitor if saver.mode == "min" else None
-        self.probe = LossProbe(metric=metric, batches=settings.run.probe_batches)
+        self.probe = LossProbe(metric=metric)
         self._path: PathBatches | None = None
         if settings.run.saver.adopt:
-            self._path = self.probe.kept = PathBatches(settings.run.probe_batches)
+            self._path = self.probe.kept = PathBatches()
         self._planned = False
         self._steps = StepProbe(self.probe, steps=self.run.probe_steps)
         self._trigger = Trigger(settings.schedule)
@@ -382,9 +382,9 @@ class Session:
         self._validation_pending = False
         self._request_last(trainer)
         self._measured.note(trainer)
-        if self._last_batch and self.settings.on_epoch_end is not False:
+        if self._last_batch:
             return  # after the hooks at the epoch's end, which may log and change more
-        if not self._last_batch and self.settings.on_epoch_end is not True and self._path is None:
+        if self._path is None:
             self._trigger.after_validation(trainer.current_epoch + 1)
         self._request_owed(trainer)
         # Gradients may be half accumulated: waiting for the step, no save would ever have the metric.
@@ -466,7 +466,7 @@ class Session:
 
     def _request_last(self, trainer: Trainer) -> None:
         """Save at the next moment that allows it if training ends here."""
-        self._ending = self.settings.run.save_last and ends_training(trainer, last_batch=self._last_batch)
+        self._ending = ends_training(trainer, last_batch=self._last_batch)
         if self._ending and trainer.global_step != self.run.saved_step:
             self._trigger.request()
 
@@ -564,7 +564,7 @@ class Session:
         if not self._active:
             return
         unsaved = trainer.global_step != self.run.saved_step
-        if unsaved and (self._trigger.due or self.settings.run.save_last):
+        if unsaved:
             self._stepped = True
             self._save(trainer, module, last=True)
         self.run.finish(lambda: self._save(trainer, module, last=True))

@@ -15,15 +15,13 @@ class Settings:
 
     run: RunSettings
     schedule: Schedule
-    on_epoch_end: bool | None
-    """Whether to save at epochs' ends alone, or right after validations alone; None does both."""
 
     @classmethod
-    def build(cls, *, save_on_train_epoch_end: bool | None, **more: Any) -> "Settings":
+    def build(cls, **more: Any) -> "Settings":
         """Check and divide the callback's arguments.
 
         Raises:
             ConfigError: one of them has a value that cannot work.
         """
         schedule = Schedule.taken_from(more)
-        return cls(run=RunSettings.build(**more), schedule=schedule, on_epoch_end=save_on_train_epoch_end)
+        return cls(run=RunSettings.build(**more), schedule=schedule)

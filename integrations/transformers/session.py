@@ -73,10 +73,10 @@ class Session:
         self._set_up()
 
     def _set_up(self) -> None:
-        self._probe = LossProbe(batches=self.settings.run.probe_batches)
+        self._probe = LossProbe()
         self._path: PathBatches | None = None
         if self.settings.run.saver.adopt:
-            self._path = self._probe.kept = PathBatches(self.settings.run.probe_batches)
+            self._path = self._probe.kept = PathBatches()
         self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
         self._data = DataPlace(self._sees)
         self._trigger = Trigger(Schedule())
@@ -344,7 +344,7 @@ class Session:
         ending = terminated or bool(control.should_training_stop)
         if not epoch_over and not inside_epoch(state):
             return
-        last = ending and (self.settings.run.save_last or terminated)
+        last = ending
         if self._trigger.due or self._requested or best or last:
             # what the trainer itself asks for follows from its arguments and from what it has measured
             planned = self._path is not None and (self._trigger.planned or self._requested or best)
@@ -486,7 +486,7 @@ class Session:
         if self._trainer is None:
             return
         unsaved = state.global_step not in (0, self.run.saved_step)
-        if unsaved and self.settings.run.save_last and not self._best_loaded:
+        if unsaved and not self._best_loaded:
             self._save(None, last=True)
         self._finish(None, exact=False)
         self._attend()

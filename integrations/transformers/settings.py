@@ -50,7 +50,7 @@ class Settings:
         if self.keep_trainer_saves:
             return self
         saver, limit = self.run.saver, args.save_total_limit
-        changes: dict[str, Any] = {"weights_only": saver.weights_only or args.save_only_model}
+        changes: dict[str, Any] = {"keep_optimizer": 0} if args.save_only_model else {}
         decides = saver.keep_last is None and saver.keep_every is None and saver.save_top_k == 1
         if decides and limit is not None and limit > 0:
             changes["save_total_limit"] = limit

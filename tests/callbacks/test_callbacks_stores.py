@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from support.lightning_models import Crash, Tiny, assert_continues, assert_same, fit
+from support.options import grouped
 
 import shrinkpoint
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint, load_from_checkpoint
 from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.urls import Stores, url_text
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -36,18 +38,19 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     if request.param == "one":
         return {"url": str(tmp_path / "a")}
     if request.param == "three":
-        return {"url": [str(tmp_path / name) for name in "abc"], "parity": 1}
-    return {"url": [str(tmp_path / name) for name in "ab"], "parity": 0, "near": str(tmp_path / "near")}
+        return {"url": Stores([str(tmp_path / name) for name in "abc"], parity=1)}
+    two = [str(tmp_path / name) for name in "ab"]
+    return {"url": Stores(two, parity=0, near=str(tmp_path / "near"))}
 
 
 def lose_one(place: dict[str, Any]) -> None:
-    if place.get("parity"):
-        shutil.rmtree(place["url"][1])
+    url = place["url"]
+    if isinstance(url, Stores) and url.parity:
+        shutil.rmtree(url.urls[1])
 
 
 def text(place: dict[str, Any]) -> str:
-    url = place["url"]
-    return ",".join(url) if isinstance(url, list) else str(url)
+    return url_text(place["url"])
 
 
 def stored(place: dict[str, Any]) -> list[int]:
@@ -58,17 +61,19 @@ def test_lightning(place: dict[str, Any], tmp_path: Path) -> None:
     torch.set_num_threads(1)
     saving = {**SAVING, **place, "every_n_train_steps": 5, "save_top_k": -1}
     whole = fit(seed=1)
-    first = CompressedCheckpoint(**saving)
+    first = CompressedCheckpoint(**grouped(**saving))
     fit(first, Crash(13), seed=1)
     assert stored(place) == [10, 5]
     lose_one(place)
-    again = CompressedCheckpoint(**saving)
+    again = CompressedCheckpoint(**grouped(**saving))
     part = fit(again, seed=9)
     assert part.trace[0][2] == 10
     assert_continues(whole, part)
     assert stored(place)[-2:] == [10, 5]
     # one checkpoint, wherever Lightning takes a path
-    explicit = fit(CompressedCheckpoint(**saving, resume="never"), ckpt_path=f"{text(place)}#step=5", seed=9)
+    explicit = fit(
+        CompressedCheckpoint(**grouped(resume="never", **saving)), ckpt_path=f"{text(place)}#step=5", seed=9
+    )
     assert explicit.trace[0][2] == 5
     # and for use
     address = f"{text(place)}#step=10"
@@ -76,8 +81,8 @@ def test_lightning(place: dict[str, Any], tmp_path: Path) -> None:
     weights = shrinkpoint.load_weights(address)
     assert_same(dict(module.state_dict()), weights)
     assert_same(shrinkpoint.load(address)["state_dict"], weights)
-    if isinstance(place["url"], list):
-        *others, last = place["url"]
+    if isinstance(place["url"], Stores):
+        *others, last = place["url"].urls
         assert_same(shrinkpoint.load_weights([*others, f"{last}#step=10"]), weights)
         assert shrinkpoint.load(place["url"])["global_step"] == explicit.trainer.global_step
 
@@ -92,10 +97,12 @@ def test_composer(place: dict[str, Any]) -> None:
     setup = composer_models.Setup()
     whole = composer_models.fit(setup=setup)
     saving = {**SAVING, **place, "save_interval": "5ba"}
-    first = composer_models.fit(ForComposer(**saving), composer_models.Crash(13), setup=setup, seed=1)
+    first = composer_models.fit(
+        ForComposer(**grouped(**saving)), composer_models.Crash(13), setup=setup, seed=1
+    )
     assert not first.finished
     lose_one(place)
-    rest = composer_models.fit(ForComposer(**saving), setup=setup, seed=9)
+    rest = composer_models.fit(ForComposer(**grouped(**saving)), setup=setup, seed=9)
     assert rest.trace[0][2] == 10
     composer_models.assert_continues(whole, rest)
 
@@ -109,12 +116,12 @@ def test_transformers(place: dict[str, Any], tmp_path: Path) -> None:
     setup, output = transformers_models.Setup(), str(tmp_path / "out")
     whole = transformers_models.train(setup, output)
     saving = {**SAVING, **place}
-    transformers_models.train(setup, output, ForTransformers(**saving), crash=10)
+    transformers_models.train(setup, output, ForTransformers(**grouped(**saving)), crash=10)
     lose_one(place)
-    rest = transformers_models.train(setup, output, ForTransformers(**saving), seed=9)
+    rest = transformers_models.train(setup, output, ForTransformers(**grouped(**saving)), seed=9)
     assert rest.steps[0][0] == 9
     transformers_models.assert_continues(whole, rest)
-    callback = ForTransformers(**saving, resume="never", save_top_k=-1)
+    callback = ForTransformers(**grouped(**saving), resume="never", save_top_k=-1)
     chosen = transformers_models.train(setup, output, callback, resume=f"{text(place)}#newest", seed=9)
     assert not chosen.steps or chosen.steps[0][0] > 9
 
@@ -122,17 +129,13 @@ def test_transformers(place: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "/a", "parity": 1}, "parity=1 with one URL"),
-        ({"url": ["/a"], "parity": 1}, "parity=1 with one URL"),
-        ({"url": ["/a", "/b"], "parity": 3}, "parity=3"),
-        ({"url": ["/a", "/b"], "parity": True}, "parity=True"),
+        ({"url": "/a", "parity": 1}, r"give url=shrinkpoint.Stores\(..., parity=...\)"),
         ({"url": []}, "names no store"),
         ({"url": 7}, "must be a string"),
         ({"url": ["/a", "/b#step=1"]}, "without '#'"),
         ({"url": "/a", "storage_options": [{}]}, "must be a dict"),
         ({"url": ["/a", "/b"], "storage_options": "x"}, "must be a dict"),
-        ({"url": "/a", "near": 7}, "near must be a folder"),
-        ({"url": "/a", "near": "/b", "near_keep": 0}, "near_keep"),
+        ({"url": "/a", "near": 7}, r"give url=shrinkpoint.Stores\(..., near=...\)"),
     ],
 )
 @pytest.mark.parametrize("framework", ["lightning", "composer", "transformers"])
@@ -143,14 +146,35 @@ def test_what_cannot_work(framework: str, options: dict[str, Any], message: str)
         callback(**options)
 
 
+@pytest.mark.parametrize(
+    ("urls", "more", "message"),
+    [
+        ("/a", {"parity": 1}, "parity=1 with one URL"),
+        (["/a"], {"parity": 1}, "parity=1 with one URL"),
+        (["/a", "/b"], {"parity": 3}, "parity=3"),
+        (["/a", "/b"], {"parity": True}, "parity=True"),
+        ("/a", {"near": 7}, "near must be a folder"),
+        ("/a", {"near": "/b", "near_keep": 0}, "near_keep"),
+        ("/a", {"nera": "/b"}, r"no option 'nera' \(did you mean near"),
+    ],
+)
+def test_what_stores_cannot_be(urls: Any, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Stores(urls, **more)
+
+
 def test_the_best_of_several_is_addressed(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     urls = [str(tmp_path / name) for name in "abc"]
-    callback = CompressedCheckpoint(urls, every_n_epochs=1, monitor="val_loss", save_top_k=1, **SAVING)
+    callback = CompressedCheckpoint(
+        urls, **grouped(every_n_epochs=1, monitor="val_loss", save_top_k=1, **SAVING)
+    )
     fit(callback, seed=1, max_epochs=3)
     assert callback.best_model_path.startswith(",".join(urls) + "#step=")
     shutil.rmtree(urls[0])
-    again = CompressedCheckpoint(urls, every_n_epochs=1, monitor="val_loss", save_top_k=1, **SAVING)
+    again = CompressedCheckpoint(
+        urls, **grouped(every_n_epochs=1, monitor="val_loss", save_top_k=1, **SAVING)
+    )
     fit(again, seed=1, max_epochs=4, ckpt_path="best")
     with pytest.raises(NoCheckpointError, match="no checkpoint of step 3"):
         shrinkpoint.load_weights(f"{','.join(urls)}#step=3")

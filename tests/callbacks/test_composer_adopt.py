@@ -9,6 +9,7 @@ from support.composer_cases import CASES, NEVER
 from support.composer_models import Crash, assert_continues, assert_same, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
+from shrinkpoint.config import Advanced
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.saver import Saver
 from shrinkpoint.store.manifest import Manifest
@@ -35,7 +36,7 @@ def test_adopting_training_continues_bit_by_bit(name: str) -> None:
 
     def adopting(where: str) -> CompressedCheckpoint:
         return CompressedCheckpoint(
-            f"{url}/{where}", save_interval=case.interval, adopt=True, adoptions=10, max_degradation=0.5
+            f"{url}/{where}", save_interval=case.interval, adopt=10, max_degradation=0.5
         )
 
     whole = fit(adopting("whole"), setup=case.setup)
@@ -60,7 +61,10 @@ def test_training_that_does_not_adopt_differs() -> None:
 
     def saving(where: str) -> CompressedCheckpoint:
         return CompressedCheckpoint(
-            f"{url}/{where}", save_interval="10ba", busy="wait", max_degradation=1.0, guards=False
+            f"{url}/{where}",
+            save_interval="10ba",
+            max_degradation=1.0,
+            advanced=Advanced(busy="wait", guards=False),
         )
 
     whole = fit(saving("whole"))

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from shrinkpoint.config import Advanced
+
 pytest.importorskip("composer")
 
 from support.composer_models import Setup, fit
@@ -12,7 +14,6 @@ from support.composer_models import Setup, fit
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.saver import Saver
-from shrinkpoint.schemes.auto.options import AutoOptions
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.state.training import Role
 from shrinkpoint.store.manifest import Manifest
@@ -38,10 +39,9 @@ def test_an_algorithms_average_is_found_and_coded(tmp_path: Path, algorithm: str
     saving = CompressedCheckpoint(
         str(tmp_path / "run"),
         save_interval="5ba",
-        busy="wait",
         save_top_k=-1,
-        options=AutoOptions(weight_scale=0.5),  # what a search finds depends on the machine's load
         max_degradation=1.0,
+        advanced=Advanced(busy="wait"),
     )
     fit(saving, setup=Setup(algorithms=algorithm, width=512, duration="8ep"))
     store = Saver(str(tmp_path / "run")).store

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from shrinkpoint.config import Advanced
+
 pytest.importorskip("composer")
 
 from composer import Time
@@ -33,7 +35,6 @@ def by_predicate(state: State, event: Event) -> bool:
     ("interval", "options", "expected"),
     [
         ("5ba", {}, [5, 10, 15, 20, 25, 30, 32]),
-        ("5ba", {"save_last": False}, [5, 10, 15, 20, 25, 30]),
         ("1ep", {}, [8, 16, 24, 32]),
         (2, {}, [16, 32]),
         (Time.from_batch(20), {}, [20, 32]),
@@ -41,7 +42,6 @@ def by_predicate(state: State, event: Event) -> bool:
         ("80sp", {}, [10, 20, 30, 32]),
         ("0.48k tok", {}, [20, 32]),
         (by_predicate, {}, [4, 9, 32]),
-        (by_predicate, {"save_last": False}, [4, 9]),
         (lambda *_: True, {}, list(range(1, 33))),
     ],
 )
@@ -133,7 +133,7 @@ def test_nothing_of_the_training_is_kept_after_close(saving: Make) -> None:
 def test_two_callbacks_on_two_runs(saving: Make) -> None:
     def other() -> CompressedCheckpoint:
         return CompressedCheckpoint(
-            "memory://composer/two-b", save_interval="1ep", scheme="lossless", busy="wait"
+            "memory://composer/two-b", save_interval="1ep", scheme="lossless", advanced=Advanced(busy="wait")
         )
 
     fit(saving(), other(), Crash(13))
@@ -144,7 +144,9 @@ def test_two_callbacks_on_two_runs(saving: Make) -> None:
 
 def test_the_command_line_reads_a_run(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    outcome = fit(CompressedCheckpoint(run, save_interval="1ep", scheme="lossless", busy="wait"))
+    outcome = fit(
+        CompressedCheckpoint(run, save_interval="1ep", scheme="lossless", advanced=Advanced(busy="wait"))
+    )
     cli = CliRunner()
     listed = cli.invoke(app, ["ls", run])
     assert listed.exit_code == 0

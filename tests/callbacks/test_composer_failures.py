@@ -39,7 +39,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, *, times: int = 10**6) -> At:
 
 
 def test_failed_saves_warn_and_then_stop_training(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    callback = saving(max_failures=3)
+    callback = saving()
     with (
         pytest.warns(ShrinkpointWarning, match="the disk is full"),
         pytest.raises(SaveFailedError, match="in a row"),
@@ -61,7 +61,7 @@ def test_a_last_save_that_fails_is_made_up_for(
 def test_a_last_save_that_fails_for_good_ends_in_an_error(
     saving: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    callback = saving(save_interval="1000ba", max_failures=2)
+    callback = saving(save_interval="1000ba")
     with pytest.raises(SaveFailedError, match="the disk is full"):
         fit(callback, broken(monkeypatch))
 

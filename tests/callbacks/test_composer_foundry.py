@@ -4,6 +4,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
+from support.options import grouped
 
 pytest.importorskip("composer")
 catalogue = pytest.importorskip("catalogue")
@@ -34,7 +35,7 @@ def test_the_registry_finds_it() -> None:
     ],
 )
 def test_primitives_are_enough(from_yaml: dict[str, Any]) -> None:
-    callback = CompressedCheckpoint(url="s3://bucket/run-7", **from_yaml)
+    callback = CompressedCheckpoint(**grouped(url="s3://bucket/run-7", **from_yaml))
     assert isinstance(callback, Callback)
 
 

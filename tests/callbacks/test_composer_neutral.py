@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
 
 pytest.importorskip("composer")
 
@@ -81,7 +82,7 @@ class Reports(Callback):  # type: ignore[misc]
 
 def with_callback(name: str, **options: Any) -> tuple[Outcome, list[SaveReport]]:
     url = f"memory://neutral/{list(SETUPS).index(name)}/{len(str(options))}"
-    saving = CompressedCheckpoint(url, **options)
+    saving = CompressedCheckpoint(url, **grouped(**options))
     reports = Reports(saving)
     outcome = fit(saving, reports, setup=replace(SETUPS[name], width=WIDE))
     return outcome, reports.told

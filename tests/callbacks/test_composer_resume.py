@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
 
 pytest.importorskip("composer")
 
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 def saving(url: str, interval: Any, **more: Any) -> CompressedCheckpoint:
     return CompressedCheckpoint(
-        f"memory://composer-resume/{url}", save_interval=interval, scheme="lossless", busy="wait", **more
+        f"memory://composer-resume/{url}",
+        **grouped(save_interval=interval, scheme="lossless", busy="wait", **more),
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.options import grouped
 
 pytest.importorskip("composer")
 
@@ -40,15 +41,16 @@ def whole(name: str) -> Outcome:
 def saving(folder: Path, **options: Any) -> CompressedCheckpoint:
     return CompressedCheckpoint(
         f"{folder}/run",
-        **{
-            "save_interval": "10ba",
-            "scheme": "lossless",
-            "busy": "wait",
-            "compile_ahead": False,
-            "step_log": StepLog(segment_steps=2, overhead=None),
-            "step_log_url": f"{folder}/log",
-            **options,
-        },
+        **grouped(
+            **{
+                "save_interval": "10ba",
+                "scheme": "lossless",
+                "busy": "wait",
+                "step_log": StepLog(segment_steps=2, overhead=None),
+                "log_url": f"{folder}/log",
+                **options,
+            }
+        ),
     )
 
 
@@ -77,7 +79,7 @@ def test_an_average_ends_the_log_and_not_the_training(tmp_path: Path) -> None:
 
 def test_a_small_log(tmp_path: Path) -> None:
     log = StepLog(kind="small", segment_steps=1, overhead=None)
-    callback = saving(tmp_path, step_log=log, step_log_url=None, save_last=False)
+    callback = saving(tmp_path, step_log=log, log_url=None)
 
     class Unhurried(Callback):  # type: ignore[misc]
         """What is logged does not depend on the machine's speed."""
@@ -86,7 +88,7 @@ def test_a_small_log(tmp_path: Path) -> None:
             saver_of(callback).flush()
 
     fit(callback, Unhurried(), setup=Setup(width=400))
-    found = shrinkpoint.load_weights(f"{tmp_path}/run#step=28")
-    base = shrinkpoint.load_weights(f"{tmp_path}/run#step=20")
+    found = shrinkpoint.load_weights(f"{tmp_path}/run#step=31")
+    base = shrinkpoint.load_weights(f"{tmp_path}/run#step=30")
     assert found.keys() == base.keys()
     assert not torch.equal(found["net.0.weight"], base["net.0.weight"])

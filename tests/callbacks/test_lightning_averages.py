@@ -13,6 +13,7 @@ from support.reports import saver_of
 from torch.optim.swa_utils import get_ema_avg_fn
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.config import Advanced
 from shrinkpoint.export import export
 from shrinkpoint.integrations.lightning.io import load_checkpoint
 from shrinkpoint.saver import Saver
@@ -55,7 +56,7 @@ def test_an_average_in_the_models_place_is_an_average_and_the_model_beside_it_th
     average = averaging()
     noting = Noting(average)
     url = str(tmp_path / "run")
-    saving = CompressedCheckpoint(url, every_n_train_steps=8, busy="wait", save_top_k=-1)
+    saving = CompressedCheckpoint(url, every_n_train_steps=8, save_top_k=-1, advanced=Advanced(busy="wait"))
     fit(average, noting, saving, setup=Setup(width=512))
     reports = saver_of(saving).reports()
     assert [report.measured for report in reports] == ["measured"] * len(reports)
@@ -83,7 +84,9 @@ def test_an_average_in_the_models_place_is_an_average_and_the_model_beside_it_th
 def test_a_run_with_an_average_goes_on_bit_for_bit(tmp_path: Path) -> None:
     def run(name: str, *more: Any) -> Any:
         url = str(tmp_path / name)
-        saving = CompressedCheckpoint(url, scheme="lossless", every_n_train_steps=5, busy="wait")
+        saving = CompressedCheckpoint(
+            url, scheme="lossless", every_n_train_steps=5, advanced=Advanced(busy="wait")
+        )
         return fit(averaging(), saving, *more)
 
     whole = run("whole")
@@ -97,7 +100,10 @@ def test_steps_are_tried_from_the_weights_and_not_from_their_average(tmp_path: P
     average = averaging()
     url = str(tmp_path / "run")
     saving = CompressedCheckpoint(
-        url, every_n_train_steps=8, busy="wait", probe_steps=3, search_overhead=1000.0, save_top_k=-1
+        url,
+        every_n_train_steps=8,
+        save_top_k=-1,
+        advanced=Advanced(busy="wait", probe_steps=3, search_overhead=1000.0),
     )
     plain = fit(
         averaging(), CompressedCheckpoint(str(tmp_path / "plain"), scheme="lossless", every_n_train_steps=8)
@@ -112,7 +118,7 @@ def test_steps_are_tried_from_the_weights_and_not_from_their_average(tmp_path: P
 def test_swas_copy_in_its_callbacks_state_is_an_average_once_it_moves(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     swa = callbacks.StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
-    saving = CompressedCheckpoint(url, every_n_train_steps=8, busy="wait", save_top_k=-1)
+    saving = CompressedCheckpoint(url, every_n_train_steps=8, save_top_k=-1, advanced=Advanced(busy="wait"))
     fit(swa, saving, setup=Setup(width=512), max_epochs=8)
     reports = saver_of(saving).reports()
     late = [r for r in reports if "average" in r.sections and r.step >= 40]

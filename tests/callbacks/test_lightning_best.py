@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from support.lightning_models import QUIET, Crash
+from support.options import grouped
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
@@ -62,7 +63,9 @@ class Scripted(pl.LightningModule):
 
 
 def saving(url: Path | str, **options: Any) -> CompressedCheckpoint:
-    return CompressedCheckpoint(str(url), **{"scheme": "lossless", "busy": "wait", "grace_s": 0, **options})
+    return CompressedCheckpoint(
+        str(url), **grouped(**{"scheme": "lossless", "busy": "wait", "grace_s": 0, **options})
+    )
 
 
 def fit(module: Scripted, *callbacks: Any, ckpt_path: str | None = None, **options: Any) -> pl.Trainer:
@@ -184,8 +187,6 @@ WHEN: list[dict[str, Any]] = [
     {},
     {"every_n_epochs": 2},
     {"every_n_train_steps": 2},
-    {"save_on_train_epoch_end": True},
-    {"save_on_train_epoch_end": False},
 ]
 LOSSES = {1: 7.0, 2: 0.5, 3: 2.5, 4: 1.1, 6: 0.4, 8: 3.0, 10: 0.6, 12: 0.9, 14: 5.0, 16: 0.8}
 MONITORS = {"val_loss": "min", "train_loss": "max", "end_loss": "min", "epoch": "min", "step": "max"}
@@ -292,7 +293,7 @@ def test_a_run_that_early_stopping_ended_stays_ended(tmp_path: Path) -> None:
     assert (again.steps, step_of(callback.last_model_path)) == (0, 8)
     for more, path in (([], None), ([stopping()], f"{tmp_path / 'run'}#step=8")):
         on = Scripted({})
-        fit(on, saving(tmp_path / "run", save_last=False), *more, ckpt_path=path, max_epochs=3)
+        fit(on, saving(tmp_path / "run"), *more, ckpt_path=path, max_epochs=3)
         assert on.steps == 4
 
 

@@ -16,11 +16,13 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
 from support.containers import identical
 from support.lightning_models import QUIET, Crash, Setup, Tiny, assert_same, fit
+from support.options import grouped
 from support.reports import saver_of
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.compaction import compact, rebase
+from shrinkpoint.config import Advanced
 from shrinkpoint.errors import (
     ConfigError,
     NoCheckpointError,
@@ -52,7 +54,7 @@ def _saving(request: pytest.FixtureRequest) -> Make:
 
     def make(**options: Any) -> CompressedCheckpoint:
         return CompressedCheckpoint(
-            url, **{"scheme": "lossless", "busy": "wait", "every_n_train_steps": 5, **options}
+            url, **grouped(**{"scheme": "lossless", "busy": "wait", "every_n_train_steps": 5, **options})
         )
 
     return make
@@ -206,7 +208,7 @@ def test_ordinary_checkpoints_stay_ordinary(saving: Make, tmp_path: Path) -> Non
         ({"save_top_k": 2}, "save_top_k=2 ranks by a metric"),
         ({"no_such": 1}, "no_such"),
         ({"scheme": "zip"}, "scheme"),
-        ({"save_last": None}, "save_last=None must be True or False"),
+        ({"save_last": False}, "the last steps are always saved"),
         ({"storage_options": "key"}, "storage_options='key' must be a dict"),
         ({"keep_last": None, "save_top_k": "all"}, "save_top_k='all'"),
     ],
@@ -229,7 +231,10 @@ def test_two_callbacks_on_one_run_are_refused(saving: Make) -> None:
 def test_two_callbacks_on_two_runs(saving: Make) -> None:
     def other() -> CompressedCheckpoint:
         return CompressedCheckpoint(
-            "memory://callback/two-b", every_n_train_steps=3, scheme="lossless", busy="wait"
+            "memory://callback/two-b",
+            every_n_train_steps=3,
+            scheme="lossless",
+            advanced=Advanced(busy="wait"),
         )
 
     whole = fit()
@@ -287,7 +292,7 @@ def test_unwritable_store_is_refused_before_training(tmp_path: Path) -> None:
 
 
 def test_failed_saves_warn_and_then_stop_training(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    callback = saving(max_failures=3)
+    callback = saving()
 
     def fail(*_: Any, **__: Any) -> None:
         raise StoreError("the disk is full")
@@ -333,7 +338,7 @@ def test_a_compacted_checkpoint_keeps_its_place(saving: Make) -> None:
     loaded = load_checkpoint(Address(url=callback.dirpath, step=older.step), saver)
     assert again.replaces is None
     assert identical(loaded, Saver(callback.dirpath).restore(again).state.to_object())
-    resumed = saving(every_n_train_steps=4, save_top_k=-1, save_last=False)
+    resumed = saving(every_n_train_steps=4, save_top_k=-1)
     fit(resumed, max_epochs=1)
     assert resumed.last_model_path.endswith(f"#step={store.manifests()[0].step}")
 

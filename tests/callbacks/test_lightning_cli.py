@@ -25,10 +25,15 @@ class Small(Tiny):
         self.rate = rate
 
 
-def config(folder: Path, **options: Any) -> str:
+def config(folder: Path, advanced: dict[str, Any] | None = None, **options: Any) -> str:
     callback = {
         "class_path": "shrinkpoint.callbacks.lightning.CompressedCheckpoint",
-        "init_args": {"url": str(folder / "run"), "every_n_train_steps": 5, "busy": "wait", **options},
+        "init_args": {
+            "url": str(folder / "run"),
+            "every_n_train_steps": 5,
+            "advanced": {"busy": "wait", **(advanced or {})},
+            **options,
+        },
     }
     trainer = {
         "accelerator": "cpu",
@@ -53,7 +58,11 @@ def run(*arguments: str, crash: int | None = None) -> LightningCLI:
 
 
 def test_the_same_command_continues_the_run(tmp_path: Path) -> None:
-    command = ("fit", "--config", config(tmp_path, scheme="lossless", max_degradation=0.02, keep_every=10))
+    command = (
+        "fit",
+        "--config",
+        config(tmp_path, scheme="lossless", max_degradation=0.02, advanced={"keep_every": 10}),
+    )
     with pytest.raises(RuntimeError, match="preempted"):
         run(*command, crash=7)
     again = run(*command)
@@ -66,7 +75,7 @@ def test_the_same_command_continues_the_run(tmp_path: Path) -> None:
 
 
 def test_options_of_a_scheme_stand_in_the_file(tmp_path: Path) -> None:
-    path = config(tmp_path, scheme="excp", options={"alpha": 1e-4}, train_time_interval=None)
+    path = config(tmp_path, scheme={"name": "excp", "alpha": 1e-4}, train_time_interval=None)
     made = LightningCLI(Small, args=["--config", path], run=False)
     [callback] = [c for c in made.trainer.callbacks if isinstance(c, CompressedCheckpoint)]
     assert callback._session.settings.run.saver.options.alpha == 1e-4

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.config import Advanced
 from shrinkpoint.errors import ShrinkpointWarning, StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def _fit(tmp_path: Any, *callbacks: Any, **options: Any) -> Outcome:
-    checkpoint = CompressedCheckpoint(str(tmp_path), every_n_train_steps=1, scheme="lossless", busy="wait")
+    checkpoint = CompressedCheckpoint(
+        str(tmp_path), every_n_train_steps=1, scheme="lossless", advanced=Advanced(busy="wait")
+    )
     return fit(checkpoint, *callbacks, **options)
 
 

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from support.containers import identical
+from support.options import grouped
 from torch import nn
 
 import shrinkpoint
@@ -70,7 +71,7 @@ class Data(pl.LightningDataModule):
 
 def fit(url, module, steps=2, datamodule=None, more=None, **options):
     callback = CompressedCheckpoint(
-        str(url), every_n_train_steps=1, scheme="lossless", busy="wait", **options
+        str(url), **grouped(every_n_train_steps=1, scheme="lossless", busy="wait", **options)
     )
     trainer = pl.Trainer(
         max_steps=steps,

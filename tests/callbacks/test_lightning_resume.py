@@ -17,8 +17,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from support.lightning_models import Crash, Outcome, Setup, Tiny, assert_continues, fit
 from support.mixed_optimizer import MixedSGD
+from support.options import grouped
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.config import Advanced
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.saver import Saver
 
@@ -53,9 +55,6 @@ SHORT = {"max_epochs": 2}
 CASES = {
     "mid epoch": Case(every=5, crash=23, resumes_at=20),
     "last batch of an epoch": Case(every=8, crash=26, resumes_at=24),
-    "at an epoch's very end": Case(
-        every=8, crash=26, resumes_at=24, saving={"save_on_train_epoch_end": True}
-    ),
     "validation in mid epoch": Case(every=4, crash=23, resumes_at=20, trainer={"val_check_interval": 0.5}),
     "validation across epochs": Case(
         every=3, crash=23, resumes_at=21, trainer={"val_check_interval": 3, "check_val_every_n_epoch": None}
@@ -127,10 +126,7 @@ def test_continues_bit_by_bit(name: str, stateful: bool) -> None:
     def saving() -> CompressedCheckpoint:
         return CompressedCheckpoint(
             f"memory://resume/{name}/{stateful}".replace(" ", "-").replace("'", ""),
-            every_n_train_steps=case.every,
-            scheme="lossless",
-            busy="wait",
-            **case.saving,
+            **grouped(every_n_train_steps=case.every, scheme="lossless", busy="wait", **case.saving),
         )
 
     train(case, stateful, saving(), Crash(case.crash, sigterm=case.sigterm, batch=case.in_batch))
@@ -145,7 +141,7 @@ def test_the_fp32_state_of_half_precision_weights_comes_back_unrounded() -> None
 
     def saving() -> CompressedCheckpoint:
         return CompressedCheckpoint(
-            "memory://resume/mixed", every_n_train_steps=3, scheme="lossless", busy="wait"
+            "memory://resume/mixed", every_n_train_steps=3, scheme="lossless", advanced=Advanced(busy="wait")
         )
 
     whole = fit(**run)
@@ -177,11 +173,7 @@ def test_adopting_training_continues_bit_by_bit(name: str, stateful: bool) -> No
     def saving(where: str) -> CompressedCheckpoint:
         return CompressedCheckpoint(
             f"{url}/{where}",
-            every_n_train_steps=case.every,
-            adopt=True,
-            adoptions=8,
-            max_degradation=0.5,
-            **case.saving,
+            **grouped(every_n_train_steps=case.every, adopt=8, max_degradation=0.5, **case.saving),
         )
 
     whole = train(case, stateful, saving("whole"))
@@ -194,7 +186,9 @@ def test_adopting_training_continues_bit_by_bit(name: str, stateful: bool) -> No
 
 
 def adopting(url: str, **options: Any) -> CompressedCheckpoint:
-    return CompressedCheckpoint(url, every_n_train_steps=5, adopt=True, max_degradation=0.5, **options)
+    return CompressedCheckpoint(
+        url, **grouped(every_n_train_steps=5, adopt=True, max_degradation=0.5, **options)
+    )
 
 
 @pytest.mark.parametrize("stop", [7, pytest.param(13, marks=pytest.mark.slow), 15])
@@ -230,7 +224,7 @@ def test_adoption_is_refused_where_it_is_no_replay() -> None:
     )
     with pytest.raises(ConfigError, match="a clock would decide"):
         fit(by_time)
-    with pytest.raises(ConfigError, match="needs adoptions="):
+    with pytest.raises(ConfigError, match="as in adopt=200"):
         fit(CompressedCheckpoint("memory://refused/steps", every_n_train_steps=5, adopt=True))
 
 
@@ -317,7 +311,7 @@ LONGER = {
     "steps, saved at every epoch's very end": Longer(
         short=_steps(max_steps=10),
         long=_steps(max_steps=20),
-        saving={"every_n_train_steps": None, "save_on_train_epoch_end": True},
+        saving={"every_n_train_steps": None},
         steps=10,
     ),
     "steps, accumulation": Longer(
@@ -367,7 +361,7 @@ def test_trains_longer_as_in_one_go(name: str, stateful: bool) -> None:
 
     def saving() -> CompressedCheckpoint:
         url = f"memory://resume/longer/{list(LONGER).index(name)}-{stateful}"
-        return CompressedCheckpoint(url, scheme="lossless", **options)
+        return CompressedCheckpoint(url, **grouped(scheme="lossless", **options))
 
     def train(limits: dict[str, Any], *callbacks: Any, **more: Any) -> Outcome:
         monitor = None if limits.get("limit_val_batches") == 0 else "val_loss"

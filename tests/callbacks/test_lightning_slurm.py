@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from support.lightning_models import Crash, fit
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.config import Advanced
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 
 pytestmark = pytest.mark.filterwarnings(
@@ -46,7 +47,7 @@ def _job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _fit(tmp_path: Path, *callbacks: Any, every: int | None = 100, **options: Any) -> Any:
     ours = CompressedCheckpoint(
-        str(tmp_path / "run"), every_n_train_steps=every, scheme="lossless", busy="wait"
+        str(tmp_path / "run"), every_n_train_steps=every, scheme="lossless", advanced=Advanced(busy="wait")
     )
     environment = SLURMEnvironment(auto_requeue=True)
     root = {"default_root_dir": str(tmp_path / "root"), "plugins": [environment]}
@@ -108,7 +109,10 @@ def test_a_signal_of_the_users_saves_and_then_calls_the_earlier_handler(
     before = signal.signal(signal.SIGUSR2, requeue)
     try:
         ours = CompressedCheckpoint(
-            str(tmp_path / "run"), every_n_train_steps=100, scheme="lossless", signals=("SIGUSR2",)
+            str(tmp_path / "run"),
+            every_n_train_steps=100,
+            scheme="lossless",
+            advanced=Advanced(signals=("SIGUSR2",)),
         )
         fit(ours, Signalled(12, signal.SIGUSR2))
     finally:
@@ -123,4 +127,4 @@ def test_a_signal_of_the_users_saves_and_then_calls_the_earlier_handler(
 def test_a_signal_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     for signals in ("SIGUSR2", ["SIGNONE"], ["SIGKILL"]):
         with pytest.raises(ConfigError, match="signals="):
-            CompressedCheckpoint(str(tmp_path / "run"), signals=signals)
+            CompressedCheckpoint(str(tmp_path / "run"), advanced=Advanced(signals=signals))

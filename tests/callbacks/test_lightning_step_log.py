@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from support.lightning_models import Crash, Outcome, Setup, Tiny, assert_continues, assert_same, fit
+from support.options import grouped
 from support.reports import saver_of
 
 import shrinkpoint
@@ -144,15 +145,16 @@ def whole(case: str) -> Outcome:
 def saving(folder: Path, **options: Any) -> CompressedCheckpoint:
     return CompressedCheckpoint(
         f"{folder}/run",
-        **{
-            "every_n_train_steps": 10,
-            "scheme": "lossless",
-            "busy": "wait",
-            "compile_ahead": False,
-            "step_log": StepLog(segment_steps=2, overhead=None),
-            "step_log_url": f"{folder}/log",
-            **options,
-        },
+        **grouped(
+            **{
+                "every_n_train_steps": 10,
+                "scheme": "lossless",
+                "busy": "wait",
+                "step_log": StepLog(segment_steps=2, overhead=None),
+                "log_url": f"{folder}/log",
+                **options,
+            }
+        ),
     )
 
 
@@ -285,7 +287,7 @@ def test_a_small_log(tmp_path: Path) -> None:
 
     weights = Weights()
     log = StepLog(kind="small", segment_steps=1, overhead=None)
-    callback = saving(tmp_path, step_log=log, step_log_url=None)
+    callback = saving(tmp_path, step_log=log, log_url=None)
     fit(callback, weights, setup=Setup(width=400), max_epochs=3)
     assert (tmp_path / "run" / "steps").is_dir()
     found = shrinkpoint.load_weights(f"{tmp_path}/run#step=23")
@@ -311,7 +313,7 @@ def test_a_file_system_with_too_little_room(tmp_path: Path, monkeypatch: pytest.
         lambda path: SimpleNamespace(total=total, free=total - there()),
     )
     callback = saving(tmp_path, every_n_train_steps=None, every_n_epochs=2)
-    with pytest.warns(ShrinkpointWarning, match="the step log is off: .*choose another step_log_url") as told:
+    with pytest.warns(ShrinkpointWarning, match="the step log is off: .*choose another") as told:
         done = train("plain", callback, Flush())
     assert len([one for one in told if "step log" in str(one.message)]) == 1
     assert done.trace == whole("plain").trace
@@ -322,11 +324,10 @@ def test_a_file_system_with_too_little_room(tmp_path: Path, monkeypatch: pytest.
     ("options", "message"),
     [
         ({"step_log": "exakt"}, "must be 'exact' or 'small'"),
-        ({"step_log": None}, "step_log_url is of use with a step log only"),
-        ({"step_log_url": None}, "GB per hour"),
+        ({"log_url": None}, "GB per hour"),
         ({"scheme": "auto"}, "needs scheme='lossless'"),
         (
-            {"step_log": "small", "scheme": "auto", "adopt": True, "adoptions": 4},
+            {"step_log": "small", "scheme": "auto", "adopt": 4},
             "exclude each other|adopt",
         ),
     ],

@@ -14,6 +14,7 @@ from support.lightning_models import Setup, Tiny, assert_same, fit
 from support.traces import CALLS, Lasting, Traces
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.config import Advanced
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -93,7 +94,10 @@ def test_what_steps_write_down_is_as_without_the_callback(tmp_path: Path, option
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the quality of checkpoints")
         saved = trained(
-            "saved", CompressedCheckpoint(str(tmp_path / "run"), every_n_train_steps=5, busy="wait")
+            "saved",
+            CompressedCheckpoint(
+                str(tmp_path / "run"), every_n_train_steps=5, advanced=Advanced(busy="wait")
+            ),
         )
     assert saved[3] > plain[3]  # it was measured
     assert plain[0] == saved[0]
@@ -119,7 +123,9 @@ def test_what_cannot_be_put_back_is_named_once_and_ends_measuring(tmp_path: Path
     module = Keeping(Lasting(kind, tmp_path))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        saving = CompressedCheckpoint(str(tmp_path / "run"), every_n_train_steps=5, busy="wait")
+        saving = CompressedCheckpoint(
+            str(tmp_path / "run"), every_n_train_steps=5, advanced=Advanced(busy="wait")
+        )
         fit(saving, module=module, max_epochs=3)
     told = [str(each.message) for each in caught if "cannot be put back" in str(each.message)]
     assert len(told) == 1, told
@@ -155,7 +161,9 @@ def test_rates_that_steps_change_are_as_without_the_callback(tmp_path: Path) -> 
         config = trainer.lr_scheduler_configs[0]
         return [module.rates, config.scheduler.state_dict(), trainer.optimizers[0].param_groups[0]["seen"]]
 
-    saving = CompressedCheckpoint(str(tmp_path / "run"), every_n_train_steps=5, busy="wait")
+    saving = CompressedCheckpoint(
+        str(tmp_path / "run"), every_n_train_steps=5, advanced=Advanced(busy="wait")
+    )
     assert trained(saving) == trained()
 
 
@@ -179,6 +187,8 @@ def test_a_logger_that_the_module_keeps_gets_nothing(tmp_path: Path) -> None:
             return sum(row["by_hand"] == "1.0" for row in csv.DictReader(file))
 
     plain = logged("plain")
-    saving = CompressedCheckpoint(str(tmp_path / "run"), every_n_train_steps=5, busy="wait")
+    saving = CompressedCheckpoint(
+        str(tmp_path / "run"), every_n_train_steps=5, advanced=Advanced(busy="wait")
+    )
     assert plain > 0
     assert logged("saved", saving) == plain

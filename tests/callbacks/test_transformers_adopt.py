@@ -9,6 +9,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from support.options import grouped
+
+from shrinkpoint.config import Advanced
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -80,7 +83,7 @@ def test_adopting_training_continues_bit_by_bit(name: str, tmp_path: Path) -> No
 
     def adopting(where: str) -> CompressedCheckpoint:
         return CompressedCheckpoint(
-            f"{url}/{where}", adopt=True, adoptions=8, max_degradation=0.5, **dict(case.options)
+            f"{url}/{where}", **grouped(adopt=8, max_degradation=0.5, **dict(case.options))
         )
 
     whole = train(case.setup, str(tmp_path), adopting("whole"))
@@ -100,7 +103,10 @@ def test_training_that_does_not_adopt_differs(tmp_path: Path) -> None:
 
     def saving(where: str) -> CompressedCheckpoint:
         return CompressedCheckpoint(
-            f"{url}/{where}", every_n_train_steps=6, busy="wait", max_degradation=1.0, guards=False
+            f"{url}/{where}",
+            every_n_train_steps=6,
+            max_degradation=1.0,
+            advanced=Advanced(busy="wait", guards=False),
         )
 
     whole = train(Setup(), str(tmp_path), saving("whole"))

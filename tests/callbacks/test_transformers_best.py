@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.options import grouped
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -44,7 +45,9 @@ def fitted(folder: Path, *callbacks: Any, resume: Any = None, **arguments: Any) 
 
 
 def saving(url: str, **options: Any) -> CompressedCheckpoint:
-    return CompressedCheckpoint(url, **{"scheme": "lossless", "busy": "wait", "grace_s": 0, **options})
+    return CompressedCheckpoint(
+        url, **grouped(**{"scheme": "lossless", "busy": "wait", "grace_s": 0, **options})
+    )
 
 
 def listed(url: str | Path) -> list[dict[str, Any]]:

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
+
+from shrinkpoint.config import Advanced
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -42,7 +45,7 @@ def fresh() -> str:
 
 
 def saving(url: str, **options: Any) -> CompressedCheckpoint:
-    return CompressedCheckpoint(url, **{"scheme": "lossless", "busy": "wait", **options})
+    return CompressedCheckpoint(url, **grouped(**{"scheme": "lossless", "busy": "wait", **options}))
 
 
 def steps(url: str) -> list[int]:
@@ -171,7 +174,7 @@ def test_auto_compresses_and_measures(tmp_path: Path) -> None:
     url = fresh()
     setup = Setup(arguments=(("max_steps", 12), ("save_steps", 5)))
     plain = train(setup, str(tmp_path / "plain"))
-    callback = CompressedCheckpoint(url, busy="wait", guards=False)
+    callback = CompressedCheckpoint(url, advanced=Advanced(busy="wait", guards=False))
     ours = train(setup, str(tmp_path / "ours"), callback)
     assert all(torch.equal(plain.weights[name], ours.weights[name]) for name in plain.weights)
     assert plain.history == ours.history
@@ -202,7 +205,10 @@ class Counting(Trainer):  # type: ignore[misc]
 
 def test_what_a_trainer_notes_while_it_computes_a_loss_is_of_the_training_alone(tmp_path: Path) -> None:
     counts = []
-    for callbacks in ([], [CompressedCheckpoint(fresh(), busy="wait", every_n_train_steps=3)]):
+    for callbacks in (
+        [],
+        [CompressedCheckpoint(fresh(), every_n_train_steps=3, advanced=Advanced(busy="wait"))],
+    ):
         setup = Setup(arguments=(("max_steps", 7),))
         train(setup, str(tmp_path), *callbacks, trainer_class=Counting)
         trainer = Counting.latest
@@ -243,7 +249,7 @@ def test_objects_that_accelerate_prepared_work_with_a_checkpointer(tmp_path: Pat
             every=4,
             scheduler=scheduler,
             scheme="lossless",
-            busy="wait",
+            advanced=Advanced(busy="wait"),
         )
         begins = checkpointer.resume()
         for step in range(begins, stop):
@@ -268,10 +274,9 @@ def test_objects_that_accelerate_prepared_work_with_a_checkpointer(tmp_path: Pat
     ("option", "message"),
     [
         ({"step_log": "exact"}, r"step_log: .* no such option; this callback logs no steps.*docs/steps\.md"),
-        ({"step_log_url": "/dev/shm/steps"}, "step_log_url: .* no such option; this callback logs no steps"),
         ({"step_logs": "exact"}, r"step_logs: CompressedCheckpoint has no such option$"),
     ],
 )
 def test_there_is_no_step_log(option: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        CompressedCheckpoint("memory://unused/run", **option)
+        CompressedCheckpoint("memory://unused/run", **grouped(**option))

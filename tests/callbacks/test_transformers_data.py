@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from shrinkpoint.config import Advanced
+
 pytest.importorskip("transformers")
 
 from support.transformers_models import Crash, Crashed, Texts
@@ -27,7 +29,9 @@ def _train(folder: Path, length: int, crash: int | None = None, **options: Any) 
         train_dataset=Texts(length),
         callbacks=[
             crashing,
-            CompressedCheckpoint(str(folder / "run"), every_n_train_steps=1, scheme="lossless", busy="wait"),
+            CompressedCheckpoint(
+                str(folder / "run"), every_n_train_steps=1, scheme="lossless", advanced=Advanced(busy="wait")
+            ),
         ],
     ).train()
     return [step for step, _ in crashing.steps]

@@ -7,6 +7,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from support.containers import identical
+from support.options import grouped
 from support.transformers_models import Texts
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
@@ -47,7 +48,7 @@ def train(folder, model, steps, optimizer=None, **options):
         seed=5,
         lr_scheduler_type="constant",
     )
-    callback = CompressedCheckpoint(str(folder / "run"), scheme="lossless", busy="wait", **options)
+    callback = CompressedCheckpoint(str(folder / "run"), **grouped(scheme="lossless", busy="wait", **options))
     given = {} if optimizer is None else {"optimizers": (optimizer, None)}
     Trainer(model=model, args=arguments, train_dataset=Texts(), callbacks=[callback], **given).train()
     return dict(model.state_dict())

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from shrinkpoint.config import Advanced
+
 pytest.importorskip("transformers")
 
 from support.transformers_models import VOCABULARY, Setup, assert_continues, train
@@ -79,7 +81,9 @@ class Objects(Generating):
 
 
 def _ours(folder: Path) -> CompressedCheckpoint:
-    return CompressedCheckpoint(str(folder), every_n_train_steps=1, scheme="lossless", busy="wait")
+    return CompressedCheckpoint(
+        str(folder), every_n_train_steps=1, scheme="lossless", advanced=Advanced(busy="wait")
+    )
 
 
 @pytest.mark.parametrize("crash", [6, 8, 10])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -102,7 +103,9 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saving(url: str, **options: Any) -> CompressedCheckpoint:
-    return CompressedCheckpoint(url, **{"scheme": "lossless", "busy": "wait", "keep_last": 2, **options})
+    return CompressedCheckpoint(
+        url, **grouped(**{"scheme": "lossless", "busy": "wait", "keep_last": 2, **options})
+    )
 
 
 def fresh() -> str:
@@ -193,13 +196,17 @@ def test_the_gradient_scaler_continues(tmp_path: Path) -> None:
     train(
         setup,
         str(tmp_path / "killed"),
-        CompressedCheckpoint(url, **run),
+        CompressedCheckpoint(url, **grouped(**run)),
         crash=8,
         seed=2,
         trainer_class=Scaled,
     )
     rest = train(
-        setup, str(tmp_path / "rest"), CompressedCheckpoint(url, **run), seed=3, trainer_class=Scaled
+        setup,
+        str(tmp_path / "rest"),
+        CompressedCheckpoint(url, **grouped(**run)),
+        seed=3,
+        trainer_class=Scaled,
     )
     assert rest.steps[0][0] == 9
     assert_continues(whole, rest)

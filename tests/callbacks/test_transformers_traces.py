@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from shrinkpoint.config import Advanced
+
 pytest.importorskip("transformers")
 
 from support.traces import CALLS, Lasting, Traces
@@ -89,7 +91,9 @@ def test_what_the_loss_writes_down_is_as_without_the_callback(tmp_path: Path, ev
     plain = trained(tmp_path / "plain", evaluates=evaluates)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the quality of checkpoints")
-        saving = CompressedCheckpoint(str(tmp_path / "run"), every_n_train_steps=5, busy="wait")
+        saving = CompressedCheckpoint(
+            str(tmp_path / "run"), every_n_train_steps=5, advanced=Advanced(busy="wait")
+        )
         saved = trained(tmp_path / "saved", saving, evaluates=evaluates)
     assert saved[2] > plain[2]  # it was measured
     assert plain[0] == saved[0]
@@ -102,7 +106,7 @@ def test_what_cannot_be_put_back_is_named_once_and_ends_measuring(tmp_path: Path
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         saving = CompressedCheckpoint(
-            str(tmp_path / "run"), every_n_train_steps=5, busy="wait", probe_steps=0
+            str(tmp_path / "run"), every_n_train_steps=5, advanced=Advanced(busy="wait", probe_steps=0)
         )
         *_, calls = trained(tmp_path / "saved", saving, lasting=Lasting(kind, tmp_path))
     told = [str(each.message) for each in caught if "cannot be put back" in str(each.message)]

@@ -104,7 +104,7 @@ def _at_random(folder: Path, kills: int, stores: int = 1) -> None:
             os.kill(child, signal.SIGKILL)
             trainings.reap(child)
         assert trainings.reap(trainings.start(folder, end)) == 0, trainings.said()
-    again = _check(folder, truth(folder, steps=end, adoptions=end // EVERY))
+    again = _check(folder, truth(folder, steps=end, adopt=end // EVERY))
     assert _noted(folder)[-1]["step"] == end
     assert again
     print(f"{kills} kills in {end} steps; {again} steps were made again, all of them alike")
@@ -112,7 +112,7 @@ def _at_random(folder: Path, kills: int, stores: int = 1) -> None:
 
 def _at_points(folder: Path, saves: range, stores: int = 1) -> None:
     end = EVERY * (saves[-1] + 2)
-    true = truth(folder, steps=end, adoptions=end // EVERY)
+    true = truth(folder, steps=end, adopt=end // EVERY)
     with nursery(folder, stores) as trainings:
         for point in POINTS:
             for save in saves:
@@ -133,7 +133,7 @@ def _at_points(folder: Path, saves: range, stores: int = 1) -> None:
 def test_killed_with_a_gradient_scaler(tmp_path):
     """Its scale and its count of steps are part of what is compared; some steps are skipped for an overflow."""
     end = 4 * EVERY
-    true = truth(tmp_path, "scaled", steps=end, adoptions=end // EVERY)
+    true = truth(tmp_path, "scaled", steps=end, adopt=end // EVERY)
     with nursery(tmp_path) as trainings:
         status = trainings.reap(trainings.start(tmp_path, end, "after adopting", 2, "scaled"))
         assert os.WIFSIGNALED(status), trainings.said()

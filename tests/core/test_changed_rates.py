@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from support.options import grouped
 from torch.optim import lr_scheduler
 
 from shrinkpoint import Checkpointer
@@ -33,7 +34,7 @@ def _made(kind, lr, url):
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     scheduler = _SCHEDULERS[kind](optimizer, lr)
     more = {} if scheduler is None else {"scheduler": scheduler}
-    return optimizer, scheduler, Checkpointer(url, model, optimizer, scheme="lossless", **more)
+    return optimizer, scheduler, Checkpointer(url, model, optimizer, **grouped(scheme="lossless", **more))
 
 
 def _rates(optimizer, scheduler, steps):

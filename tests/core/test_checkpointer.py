@@ -16,13 +16,14 @@ import support.baseline_schemes  # noqa: F401 - for a scheme of theirs
 import torch
 from support.containers import identical
 from support.mixed_optimizer import MixedSGD
+from support.options import grouped
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, train
 from torch import nn
 
 import shrinkpoint
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.coding.encode import encode_state
-from shrinkpoint.config import SaverConfig
+from shrinkpoint.config import Advanced, SaverConfig
 from shrinkpoint.errors import (
     ConfigError,
     NoCheckpointError,
@@ -63,10 +64,9 @@ class Run:
             "scheme": "lossless",
             "every": 2,
             "scheduler": self.scheduler,
-            "save_last": False,
             **options,
         }
-        self.checkpointer = Checkpointer(str(url), self.model, self.optimizer, **options)
+        self.checkpointer = Checkpointer(str(url), self.model, self.optimizer, **grouped(**options))
         self.losses = []
 
     def step(self, step):
@@ -98,8 +98,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, model_clas
     second = Run(tmp_path / "parts", name, model_class)
     torch.rand(5)
     random.random()
-    assert second.train(until=9) == 4
-    assert first.losses[:4] + second.losses == whole.losses
+    assert second.train(until=9) == 5
+    assert first.losses + second.losses == whole.losses
     assert identical(second.model.state_dict(), whole.model.state_dict())
     assert identical(second.optimizer.state_dict(), whole.optimizer.state_dict())
     assert identical(second.scheduler.state_dict(), whole.scheduler.state_dict())
@@ -115,9 +115,12 @@ def test_fused_optimizers_find_channels_last_as_they_left_them(tmp_path, name, s
         model = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
         more = {"momentum": 0.9} if name == "SGD" else {}
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.02, fused=True, **more)
-        config = SaverConfig(scheme=scheme, **({"adopt": True, "adoptions": 2} if scheme == "auto" else {}))
-        given = {"every": 3, "save_last": False, "config": config}
-        return model, optimizer, Checkpointer(str(tmp_path), model, optimizer, **given)
+        adopt = 2 if scheme == "auto" else False
+        return (
+            model,
+            optimizer,
+            Checkpointer(str(tmp_path), model, optimizer, every=3, scheme=scheme, adopt=adopt),
+        )
 
     def step(model, optimizer, seed):
         images = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(seed))
@@ -145,11 +148,11 @@ def test_fused_optimizers_find_channels_last_as_they_left_them(tmp_path, name, s
 
 @pytest.mark.parametrize("every", [2, 7], ids=["saved by the plan", "saved by close"])
 def test_a_run_that_is_trained_longer_is_the_one_in_one_go_bit_for_bit(tmp_path, every):
-    whole = Run(tmp_path / "whole", every=every, save_last=True)
+    whole = Run(tmp_path / "whole", every=every)
     whole.train(until=20)
-    first = Run(tmp_path / "parts", every=every, save_last=True)
+    first = Run(tmp_path / "parts", every=every)
     first.train(until=10)
-    second = Run(tmp_path / "parts", every=every, save_last=True)
+    second = Run(tmp_path / "parts", every=every)
     assert second.train(until=20) == 10
     assert first.losses + second.losses == whole.losses
     assert identical(second.model.state_dict(), whole.model.state_dict())
@@ -206,7 +209,7 @@ def test_an_evaluation_of_a_copy_is_found_to_be_blind(tmp_path):
     assert (report.degradation, report.measured) == (None, "blind")
 
 
-@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (7, [7]), (8, [])])
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (8, [7])])
 def test_every(tmp_path, every, steps):
     run = Run(tmp_path, every=every)
     run.train(until=7)
@@ -219,11 +222,11 @@ def test_every_counts_from_the_start_after_a_resume_in_between(tmp_path):
     run.checkpointer.close()
     again = Run(tmp_path, every=3)
     assert again.train(until=10) == 4
-    assert [r.step for r in again.checkpointer.reports()] == [6, 9]
+    assert [r.step for r in again.checkpointer.reports()] == [6, 9, 10]
 
 
 def test_metrics_are_those_of_the_step_though_the_loop_goes_on_with_its_tensor(tmp_path):
-    run, loss = Run(tmp_path, every=10, save_last=True), torch.tensor(0.5)
+    run, loss = Run(tmp_path, every=10), torch.tensor(0.5)
     run.step(0)
     run.checkpointer.step(1, metrics={"loss": loss})
     loss.fill_(99)
@@ -358,16 +361,21 @@ def test_states_that_are_missing_on_either_side_are_told(tmp_path):
         ({"every": 2.5}, "every must be a positive"),
         ({"every": True}, "every must be a positive"),
         ({"loader": Prepared()}, "loader=.*has no state here: leave it out"),
-        ({"loader": [1, 2]}, r"loader=\[1, 2\] is neither an option"),
-        ({"config": SaverConfig(), "keep_last": 3}, r"either config= or its fields \(keep_last\)"),
+        ({"loader": [1, 2]}, r"loader=\[1, 2\]: Checkpointer has no such option.*Other keyword arguments"),
+        ({"config": SaverConfig()}, "config=.*no such option; give its fields"),
+        ({"save_last": False}, "save_last=False: .*the last steps are always saved"),
+        ({"near": "/x"}, r"near='/x': .*give url=shrinkpoint.Stores\(..., near=...\)"),
+        ({"options": 3}, "options=3: .*give them as scheme="),
         ({"keep_last": -3}, "keep_last must be a positive integer"),
-        ({"shceme": "lossless"}, "shceme='lossless' is neither an option.*scheme"),
+        ({"shceme": "lossless"}, "shceme='lossless': .*did you mean scheme"),
     ],
 )
 def test_bad_options(tmp_path, options, message):
     model = TinyMLP()
     with pytest.raises(ConfigError, match=message):
-        Checkpointer(str(tmp_path / "run"), model, torch.optim.SGD(model.parameters(), lr=1), **options)
+        Checkpointer(
+            str(tmp_path / "run"), model, torch.optim.SGD(model.parameters(), lr=1), **grouped(**options)
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -376,16 +384,6 @@ def test_a_checkpoints_address_names_no_run(tmp_path):
     with pytest.raises(ConfigError, match="must name a run without '#'"):
         Checkpointer(str(tmp_path / "run#step=3"), model, torch.optim.SGD(model.parameters(), lr=1))
     assert not list(tmp_path.iterdir())
-
-
-def test_a_config_instead_of_its_fields(tmp_path):
-    model = TinyMLP()
-    config = SaverConfig(scheme="lossless", key_every=2)
-    checkpointer = Checkpointer(
-        str(tmp_path), model, torch.optim.SGD(model.parameters(), lr=1), config=config
-    )
-    assert checkpointer.saver.config is config
-    checkpointer.close()
 
 
 def test_as_a_context_manager(tmp_path):
@@ -414,16 +412,17 @@ def test_an_error_in_the_loop_still_finishes_the_save_without_evaluations(tmp_pa
     assert not calls
 
 
-def test_close_says_that_the_last_save_failed(tmp_path, monkeypatch):
-    run = Run(tmp_path, max_failures=1)
+def test_close_says_that_the_last_save_failed(tmp_path, monkeypatch, warned_in_background):
+    run = Run(tmp_path)
 
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shrinkpoint.engine.background.encode_state", full)
     run.checkpointer.save(1)
-    with pytest.raises(SaveFailedError, match="No space left"):
+    with pytest.raises(SaveFailedError, match=r"the last save .* failed: .*No space left"):
         run.checkpointer.close()
+    warned_in_background.clear()
     assert Run(tmp_path).checkpointer.resume() == 0
 
 
@@ -442,7 +441,10 @@ def test_steps_are_tried_from_restored_states_and_training_does_not_notice(tmp_p
         given = {"scheme": "inshrinkerator", "guards": False, "busy": "wait"}
         given |= {"max_degradation": 0.9, "restore_budget": 1}
         run.checkpointer = Checkpointer(
-            str(url), run.model, run.optimizer, every=2, scheduler=run.scheduler, **given, **options
+            str(url),
+            run.model,
+            run.optimizer,
+            **grouped(every=2, scheduler=run.scheduler, **given, **options),
         )
         run.train(until=9)
         return run
@@ -468,7 +470,9 @@ def test_why_no_steps_can_be_tried_is_told_once(tmp_path):
         parameter.register_hook(lambda gradient: gradient)
     options = {"evaluate": lambda: model.loss(0), "train_loss": model.loss, "busy": "wait"}
     options["scheme"] = "inshrinkerator"
-    checkpointer = Checkpointer(str(tmp_path), model, torch.optim.SGD(model.parameters()), **options)
+    checkpointer = Checkpointer(
+        str(tmp_path), model, torch.optim.SGD(model.parameters()), **grouped(**options)
+    )
     with pytest.warns(ShrinkpointWarning, match="hooks on their gradients"):
         checkpointer.save(1)
     checkpointer.save(2)
@@ -484,7 +488,9 @@ def test_a_training_loss_needs_an_evaluation(tmp_path):
 def test_an_evaluation_that_fails_is_told_once(tmp_path):
     model = TinyMLP()
     options = {"evaluate": lambda: 1 / 0, "busy": "wait"}
-    checkpointer = Checkpointer(str(tmp_path), model, torch.optim.SGD(model.parameters()), **options)
+    checkpointer = Checkpointer(
+        str(tmp_path), model, torch.optim.SGD(model.parameters()), **grouped(**options)
+    )
     with pytest.warns(ShrinkpointWarning, match=r"stored exactly: evaluate\(\) raised ZeroDivisionError"):
         checkpointer.save(1, wait=True)
     checkpointer.save(2, wait=True)
@@ -519,10 +525,10 @@ def saved_steps(run):
 
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 7]), (7, [7]), (8, [7])])
 def test_closing_saves_the_last_step(tmp_path, every, steps):
-    run = Run(tmp_path, every=every, save_last=True)
+    run = Run(tmp_path, every=every)
     run.train(until=7)
     assert saved_steps(run) == steps
-    again = Run(tmp_path, every=every, save_last=True)
+    again = Run(tmp_path, every=every)
     assert again.train(until=7) == 7
     assert identical(again.model.state_dict(), run.model.state_dict())
     assert saved_steps(again) == []  # it is stored already
@@ -536,7 +542,7 @@ def test_the_last_step_is_saved_after_the_evaluations_of_the_save_before_it(tmp_
         run.optimizer,
         every=2,
         evaluate=lambda: run.model.loss(0),
-        guards=False,
+        advanced=Advanced(guards=False),
     )
     run.train(until=5)
     assert saved_steps(run) == [2, 4, 5]
@@ -557,7 +563,7 @@ def reference(monkeypatch):
 
 
 def test_skipped_saves_are_told_once_and_the_last_is_made_up_for(tmp_path, reference):
-    run = Run(tmp_path, every=1, save_last=True)
+    run = Run(tmp_path, every=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ShrinkpointWarning)
         for step in range(9):
@@ -583,7 +589,7 @@ def test_skipped_saves_are_told_again_at_ten(tmp_path, reference):
 
 
 def test_weights_that_changed_after_the_last_step_are_not_saved_as_its(tmp_path):
-    run = Run(tmp_path, every=2, save_last=True)
+    run = Run(tmp_path, every=2)
     for step in range(3):
         run.step(step)
         run.checkpointer.step(step + 1)
@@ -610,7 +616,7 @@ replacing = pytest.mark.parametrize(
 @replacing
 def test_weights_that_were_replaced_after_the_last_step_are_not_saved_as_its(tmp_path, change):
     """Torch does not count that as a change of them."""
-    run = Run(tmp_path, every=2, save_last=True)
+    run = Run(tmp_path, every=2)
     for step in range(3):
         replace_one(run.model)  # before a step it is a part of that
         run.step(step)
@@ -638,7 +644,7 @@ def test_weights_that_an_evaluation_replaced_and_put_back_are_saved(tmp_path, ch
         return float(run.model.loss(5))
 
     given = {"every": 2, "scheme": "uniform", "evaluate": evaluate, "busy": "wait"}
-    checkpointer = Checkpointer(tmp_path / "other", run.model, run.optimizer, **given)
+    checkpointer = Checkpointer(tmp_path / "other", run.model, run.optimizer, **grouped(**given))
     for step in range(3):
         run.step(step)
         checkpointer.step(step + 1)
@@ -650,7 +656,7 @@ def test_weights_that_an_evaluation_replaced_and_put_back_are_saved(tmp_path, ch
 
 
 def test_nothing_is_saved_while_an_error_is_handled(tmp_path):
-    run = Run(tmp_path, every=2, save_last=True)
+    run = Run(tmp_path, every=2)
 
     def loop():
         try:
@@ -671,7 +677,7 @@ def test_nothing_is_saved_while_an_error_is_handled(tmp_path):
 
 
 def test_a_last_save_that_failed_is_made_again(tmp_path, monkeypatch):
-    run = Run(tmp_path, every=2, save_last=True)
+    run = Run(tmp_path, every=2)
     failures = [OSError(28, "No space left on device")]
 
     def full(*args, **options):
@@ -733,7 +739,7 @@ def test_a_signal_saves_the_step_under_way_and_ends_the_process(tmp_path, number
 
 def test_signals_are_watched_before_the_loop_forks_its_workers(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    run = Run(tmp_path, save_last=True)
+    run = Run(tmp_path)
     run.checkpointer.resume()
     assert signal.getsignal(signal.SIGTERM) != before
     run.checkpointer.close()
@@ -742,7 +748,7 @@ def test_signals_are_watched_before_the_loop_forks_its_workers(tmp_path):
 
 @pytest.mark.filterwarnings("default::shrinkpoint.errors.ShrinkpointWarning")
 def test_the_process_ends_as_asked_whatever_the_save_raises(tmp_path, monkeypatch):
-    run = Run(tmp_path, save_last=True)
+    run = Run(tmp_path)
     run.checkpointer.resume()
 
     def broken(*args, **options):
@@ -762,7 +768,7 @@ def test_the_process_ends_as_asked_whatever_the_save_raises(tmp_path, monkeypatc
 @pytest.mark.parametrize("early", [False, True])
 def test_a_signal_in_close_ends_the_process_after_the_last_save(tmp_path, monkeypatch, number, early):
     before = signal.getsignal(number)
-    run = Run(tmp_path, save_last=True)
+    run = Run(tmp_path)
     for step in range(3):
         run.step(step)
         run.checkpointer.step(step + 1)
@@ -785,7 +791,7 @@ def test_a_signal_in_close_ends_the_process_after_the_last_save(tmp_path, monkey
 
 
 def test_a_log_that_cannot_be_closed_leaves_no_store_open(tmp_path, monkeypatch):
-    run = Run(tmp_path / "run", every=50, step_log="exact", step_log_url=str(tmp_path / "log"))
+    run = Run(tmp_path / "run", every=50, step_log="exact", log_url=str(tmp_path / "log"))
     run.checkpointer.resume()
 
     def broken(*, whole):
@@ -802,7 +808,7 @@ def test_a_log_that_cannot_be_closed_leaves_no_store_open(tmp_path, monkeypatch)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_after_the_last_step_ends_the_process_where_a_with_block_ends(tmp_path, number):
     before = signal.getsignal(number)
-    run = Run(tmp_path, save_last=True)
+    run = Run(tmp_path)
 
     def train():
         with run.checkpointer:
@@ -817,7 +823,7 @@ def test_a_signal_after_the_last_step_ends_the_process_where_a_with_block_ends(t
 
 
 def test_a_second_signal_in_close_ends_it_at_once(tmp_path, monkeypatch):
-    run = Run(tmp_path, save_last=True)
+    run = Run(tmp_path)
     run.step(0)
     run.checkpointer.step(1)
     run.checkpointer.step(3)
@@ -860,12 +866,12 @@ def test_a_step_to_resume_must_be_a_number(tmp_path):
 
 def test_signals_are_given_back(tmp_path):
     before = signal.getsignal(signal.SIGINT)
-    run = Run(tmp_path, save_last=True)
+    run = Run(tmp_path)
     run.checkpointer.step(1)
     assert signal.getsignal(signal.SIGINT) != before
     run.checkpointer.close()
     assert signal.getsignal(signal.SIGINT) == before
-    other = Run(tmp_path, save_last=True)
+    other = Run(tmp_path)
     other.checkpointer.step(1)
     other.checkpointer.flush()
     del other
@@ -899,14 +905,15 @@ def test_what_is_no_model_or_optimizer_is_refused_at_once(tmp_path, model, optim
         ),
         ({"clip_grad_norm": "1"}, "clip_grad_norm must be a positive number, or None, not '1'"),
         ({"clip_grad_norm": 0}, "clip_grad_norm must be a positive number"),
-        ({"save_last": None}, "save_last must be True or False, not None"),
-        ({"config": {"scheme": "auto"}}, "config must be a shrinkpoint.SaverConfig, or None, not a dict"),
+        ({"advanced": 3}, "advanced=3 must be shrinkpoint.Advanced"),
+        ({"advanced": {"busy": "never"}}, "busy must be"),
+        ({"advanced": {"bsuy": "wait"}}, "Advanced has no option 'bsuy' .did you mean busy"),
         ({"every": "500"}, "every must be a positive number of steps, or None, not '500'"),
     ],
 )
 def test_options_that_cannot_work_are_refused_at_once(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
-        Checkpointer(str(tmp_path / "run"), TinyMLP(), [], **options)
+        Checkpointer(str(tmp_path / "run"), TinyMLP(), [], **grouped(**options))
     assert not (tmp_path / "run").exists()
 
 
@@ -934,7 +941,7 @@ def test_a_learning_rate_that_resuming_overrides_is_told(tmp_path):
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         more = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)} if scheduled else {}
         url = str(tmp_path / f"run-{scheduled}")
-        return optimizer, Checkpointer(url, model, optimizer, scheme="lossless", **more), more
+        return optimizer, Checkpointer(url, model, optimizer, **grouped(scheme="lossless", **more)), more
 
     for scheduled in (False, True):
         optimizer, checkpointer, more = make(0.1, scheduled=scheduled)
@@ -989,14 +996,14 @@ def test_a_schedule_of_milestones_within_another_one_is_continued(tmp_path):
         drops = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
         scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, drops], [8])
         checkpointer = Checkpointer(
-            str(tmp_path), model, optimizer, every=5, save_last=False, scheme="lossless", scheduler=scheduler
+            str(tmp_path), model, optimizer, every=5, scheme="lossless", scheduler=scheduler
         )
         rates = {}
         for step in range(checkpointer.resume(), 12):
             optimizer.step()
             scheduler.step()  # at the eighth step it asks the second one's Counter of milestones for its elements
             rates[step] = optimizer.param_groups[0]["lr"]
-            if step < 6:
+            if step < 5:
                 checkpointer.step(step + 1)
         checkpointer.close()
         return rates
@@ -1017,8 +1024,8 @@ def measured(url):
         model,
         torch.optim.AdamW(model.parameters()),
         every=2,
-        busy="wait",
         evaluate=lambda: model(x).pow(2).mean(1),
+        advanced=Advanced(busy="wait"),
     )
 
 
@@ -1102,14 +1109,14 @@ def test_the_schedule_of_stochastic_weight_averaging_is_continued(tmp_path, stra
             optimizer, swa_lr=0.01, anneal_epochs=9, anneal_strategy=strategy
         )
         checkpointer = Checkpointer(
-            tmp_path, model, optimizer, every=5, save_last=False, scheme="lossless", scheduler=scheduler
+            tmp_path, model, optimizer, every=5, scheme="lossless", scheduler=scheduler
         )
         rates = {}
         for step in range(checkpointer.resume(), 12):
             optimizer.step()
             scheduler.step()
             rates[step] = optimizer.param_groups[0]["lr"]
-            if step < 6:
+            if step < 5:
                 checkpointer.step(step + 1)
         checkpointer.close()
         return rates
@@ -1123,9 +1130,7 @@ def mixed_run(url, until, dtype=torch.bfloat16):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
     optimizer = MixedSGD(model.parameters())
-    with Checkpointer(
-        str(url), model, optimizer, every=5, save_last=False, scheme="lossless"
-    ) as checkpointer:
+    with Checkpointer(str(url), model, optimizer, every=5, scheme="lossless") as checkpointer:
         for step in range(checkpointer.resume(), until):
             optimizer.zero_grad()
             model(torch.randn(16, 8, dtype=dtype)).pow(2).mean().backward()
@@ -1204,8 +1209,8 @@ def test_a_call_by_an_evaluation_is_refused(tmp_path, call):
             raise
         return float(run.model.loss(5))
 
-    options = {"every": 1, "busy": "wait", "save_last": False, "scheme": "uniform", "evaluate": evaluate}
-    checkpointer = Checkpointer(str(tmp_path / "other"), run.model, run.optimizer, **options)
+    options = {"every": 1, "busy": "wait", "scheme": "uniform", "evaluate": evaluate}
+    checkpointer = Checkpointer(str(tmp_path / "other"), run.model, run.optimizer, **grouped(**options))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that evaluations fail
         assert checkpointer.save(1, wait=True).step == 1
@@ -1230,7 +1235,7 @@ def test_a_wrong_step_or_metric_is_refused_at_once_and_the_last_step_is_saved(
 ):
     """Where none is due as well: at the end the last step could not be saved with it."""
     more = {"monitor": "loss", "save_top_k": 2} if monitored else {}
-    run = Run(tmp_path, every=2 if due else 100, save_last=True, **more)
+    run = Run(tmp_path, every=2 if due else 100, **more)
     run.checkpointer.resume()
     run.checkpointer.step(3, metrics={"loss": 1.0})
     for call in (run.checkpointer.step, run.checkpointer.save):
@@ -1242,7 +1247,7 @@ def test_a_wrong_step_or_metric_is_refused_at_once_and_the_last_step_is_saved(
 
 @pytest.mark.parametrize("kind", [np.int64, torch.tensor])
 def test_steps_may_be_numbers_of_numpy_and_torch(tmp_path, kind):
-    run = Run(tmp_path, every=2, save_last=True)
+    run = Run(tmp_path, every=2)
     run.checkpointer.resume()
     step = kind(0)
     for _ in range(5):

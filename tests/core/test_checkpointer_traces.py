@@ -60,10 +60,10 @@ def trained(url: str | None, lasting: Lasting | None = None) -> tuple[Any, ...]:
             model,
             optimizer,
             every=4,
-            busy="wait",
             evaluate=lambda: [loss(6).item(), loss(7).item()],
             train_loss=loss if lasting is None else None,
             curriculum=curriculum,
+            advanced=shrinkpoint.Advanced(busy="wait"),
         )
     for step in range(1, 15):
         optimizer.zero_grad()

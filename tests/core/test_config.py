@@ -9,6 +9,7 @@ import shrinkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.inshrinkerator.scheme import InshrinkeratorOptions
+from shrinkpoint.schemes.published.excp_codecs import ExcpOptions
 from shrinkpoint.steps.options import StepLog
 
 NAN = float("nan")
@@ -28,8 +29,6 @@ NAN = float("nan")
         ("key_every", 513, "512 at most"),
         ("guards", 1, "True or False"),
         ("guards", None, "True or False"),
-        ("max_failures", None, "positive"),
-        ("max_failures", -1, "positive"),
         ("keep_last", 0, "positive"),
         ("keep_every", "10", "positive"),
         ("save_top_k", -2, "or -1 for all"),
@@ -47,12 +46,9 @@ NAN = float("nan")
         ("options", {"alpha": 0.01}, "AutoOptions"),
         ("options", InshrinkeratorOptions(), "'auto' takes AutoOptions"),
         ("restore_budget", 0, "positive"),
-        ("loss_floor", 0, "above 0"),
-        ("loss_floor", -1e-8, "above 0"),
-        ("loss_floor", NAN, "above 0"),
-        ("loss_floor", float("inf"), "finite"),
-        ("loss_floor", True, "above 0"),
-        ("loss_floor", "tiny", "above 0"),
+        ("keep_optimizer", -1, "0 or more"),
+        ("adopt", 0.5, "number of planned saves"),
+        ("adopt", -2, "number of planned saves"),
         ("probe_steps", -1, "0 or more"),
         ("probe_steps", 2.5, "number of steps"),
     ],
@@ -96,15 +92,22 @@ def test_several_best_need_their_metric():
 
 
 def test_the_limits_of_each_field_are_allowed():
-    SaverConfig(max_degradation=0, search_overhead=float("inf"), grace_s=0, key_every=512, max_failures=1)
+    SaverConfig(max_degradation=0, search_overhead=float("inf"), grace_s=0, key_every=512)
     SaverConfig(max_degradation=1, threads=3, keep_last=1, keep_every=1)
     InshrinkeratorOptions(
         alpha=0.5, magnitude_weight=0, second_moment_step=2, first_moment_step=4, min_elements=1
     )
 
 
-def test_names_are_the_fields():
-    assert SaverConfig.names() == {field.name for field in dataclasses.fields(SaverConfig)}
+def test_a_scheme_is_given_by_its_name_by_its_options_or_by_a_mapping():
+    wide = ExcpOptions(alpha=1e-4)
+    for scheme in (wide, {"name": "excp", "alpha": 1e-4}):
+        config = SaverConfig(scheme=scheme)
+        assert (config.scheme, config.scheme_options) == ("excp", wide)
+        assert dataclasses.replace(config, key_every=2).scheme_options == wide
+    assert SaverConfig(scheme="excp").scheme_options == ExcpOptions()
+    with pytest.raises(ConfigError, match=r"does not take these options: .*gamma"):
+        SaverConfig(scheme={"name": "excp", "gamma": 1})
 
 
 @pytest.mark.parametrize(("key_every", "period"), [(1, 1), (2, 4), (8, 16), (512, 1024)])

@@ -22,7 +22,12 @@ def trained(url: Path, model: torch.nn.Module, steps: int = 2) -> None:
     """A run of some checkpoints of a model."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     with shrinkpoint.Checkpointer(
-        url, model, optimizer, every=1, scheme="lossless", busy="wait", threads=1
+        url,
+        model,
+        optimizer,
+        every=1,
+        scheme="lossless",
+        advanced=shrinkpoint.Advanced(busy="wait", threads=1),
     ) as checkpointer:
         for step in range(steps):
             for parameter in model.parameters():

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.options import grouped
 from torch import nn
 
 import shrinkpoint
@@ -41,10 +42,12 @@ class Training:
         torch.manual_seed(3)
         self.model = module()
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
-        options = {"scheme": "lossless", "every": 2, "busy": "wait", "save_last": False, **options}
+        options = {"scheme": "lossless", "every": 2, "busy": "wait", **options}
         if options.pop("measured", False):
             options |= {"scheme": "auto", "evaluate": lambda: self.loss(99), "train_loss": self.loss}
-        self.checkpointer = shrinkpoint.Checkpointer(str(url), self.model, self.optimizer, **options)
+        self.checkpointer = shrinkpoint.Checkpointer(
+            str(url), self.model, self.optimizer, **grouped(**options)
+        )
 
     def loss(self, step):
         draw = torch.Generator().manual_seed(step)

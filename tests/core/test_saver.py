@@ -313,7 +313,7 @@ def test_what_is_restored_is_what_was_evaluated(objects):
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, "raise"])
 def test_an_evaluation_that_fails_or_diverges_costs_the_size_alone(objects, loss):
-    loop = Loop(scheme="inshrinkerator", guards=False, max_failures=1)
+    loop = Loop(scheme="inshrinkerator", guards=False)
 
     def evaluate(weights):
         if loss == "raise":
@@ -472,15 +472,18 @@ def test_a_failed_save_warns_and_the_next_one_is_a_base(loop, objects):
 
 @pytest.mark.parametrize("where", ["save", "flush"])
 def test_failures_in_a_row_end_training(objects, where):
-    loop = Loop(max_failures=2)
+    loop = Loop()
     loop.saver.check()
     objects.fail_at(0)
     loop.train()
-    with pytest.warns(ShrinkpointWarning, match="failed"):
-        loop.save(wait=True)
+    for _ in range(2):
+        with pytest.warns(ShrinkpointWarning, match="failed"):
+            loop.save(wait=True)
     loop.save()
     loop.saver._worker.join()
-    with pytest.raises(SaveFailedError, match=r"2 in a row.*max_failures=2") as caught:
+    with pytest.raises(
+        SaveFailedError, match=r"3 in a row.*the 3rd failure in a row: training ends"
+    ) as caught:
         loop.saver.flush() if where == "flush" else loop.save()
     assert "injected" in str(caught.value.__cause__)
     objects.heal()
@@ -489,12 +492,13 @@ def test_failures_in_a_row_end_training(objects, where):
 
 
 def test_a_success_in_between_starts_the_count_anew(objects):
-    loop = Loop(max_failures=2)
+    loop = Loop()
     for _ in range(3):
         objects.fail_at(0)
         loop.train()
-        with pytest.warns(ShrinkpointWarning, match="1 in a row"):
-            loop.save(wait=True)
+        for count in (1, 2):
+            with pytest.warns(ShrinkpointWarning, match=f"{count} in a row"):
+                loop.save(wait=True)
         objects.heal()
         loop.save(wait=True)
 
@@ -632,7 +636,7 @@ def test_the_best_by_a_metric_are_kept(objects):
 
 
 def test_a_store_that_forbids_deleting_does_not_fail_saves(objects):
-    loop = Loop(keep_last=1, grace_s=0, max_failures=1)
+    loop = Loop(keep_last=1, grace_s=0)
     loop.train()
     loop.save(wait=True)
 
@@ -649,7 +653,7 @@ def test_a_store_that_forbids_deleting_does_not_fail_saves(objects):
 
 
 def test_thousands_of_tensors_kept_exactly_still_fit_a_manifest(objects):
-    loop = Loop(scheme="inshrinkerator", guards=False, max_failures=1)
+    loop = Loop(scheme="inshrinkerator", guards=False)
     names = {f"layer.{i}.{'x' * 200}": torch.full((50, 40), math.nan) for i in range(3000)}
     names["sound"] = TinyMLP().inner.weight
 

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from support.options import grouped
 from torch import nn
 
 import shrinkpoint
@@ -44,7 +45,7 @@ def train(url, model, optimizer, until, **stateful):
     begin = 0
     if url is not None:
         checkpointer = shrinkpoint.Checkpointer(
-            url, model, optimizer, every=3, scheme="lossless", busy="wait", **stateful
+            url, model, optimizer, **grouped(every=3, scheme="lossless", busy="wait", **stateful)
         )
         begin = checkpointer.resume()
     for step in range(begin, until):
@@ -106,7 +107,7 @@ def test_a_step_log_that_is_given_up_draws_no_random_numbers(tmp_path):
         return Noisy(params, "torch")
 
     undisturbed = train(None, *built(make, 1), until=9)
-    log = {"step_log": "exact", "step_log_url": str(tmp_path / "log")}
+    log = {"step_log": "exact", "log_url": str(tmp_path / "log")}
     saved = train(tmp_path / "run", *built(make, 1), until=9, **log)
     assert all(map(torch.equal, saved, undisturbed))
 

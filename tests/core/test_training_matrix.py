@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from typer.testing import CliRunner
@@ -326,11 +327,7 @@ def train(training: Training, url: str, until: int) -> None:
         url,
         training.model,
         training.optimizer,
-        every=SAVED,
-        save_last=False,  # what is refused is so at the step, not at a save
-        scheme="lossless",
-        busy="wait",
-        **training.stateful,
+        **grouped(every=SAVED, scheme="lossless", busy="wait", **training.stateful),
     )
     with contextlib.ExitStack() as stack:
         stack.callback(checkpointer.close)

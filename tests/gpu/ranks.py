@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.options import grouped
 from support.sharded import Toy, batch
 from torch import nn
 from torch.distributed.checkpoint import staging
@@ -119,10 +120,14 @@ def part(
         with torch.no_grad():
             return [loss_of(model, step, how).item() for step in (-1, -2)]
 
-    given = {"every": EVERY, "save_last": False, "busy": "wait", "threads": 1, "compile_ahead": False}
+    given = {
+        "every": EVERY,
+        "busy": "wait",
+        "threads": 1,
+    }
     if options.get("scheme") == "auto":
         given["evaluate"] = evaluate
-    checkpointer = shrinkpoint.Checkpointer(url, model, optimizer, **{**given, **options})
+    checkpointer = shrinkpoint.Checkpointer(url, model, optimizer, **grouped(**{**given, **options}))
     began = checkpointer.resume()
     found = {"began": began, "restored": digests(model, optimizer), "devices_then": devices(model, optimizer)}
     for step in range(began, until):
@@ -166,7 +171,7 @@ def dcp_saves(rank: int, world: int, meeting: str, url: str, how: dict[str, Any]
     """One save in each mode; what training does once the copy is made is not stored."""
     join(rank, world, meeting, how)
     model, optimizer = build(world, how, seed=1)
-    writer, true, pinned = StorageWriter(url, threads=1, compile_ahead=False), [], stager(how)
+    writer, true, pinned = StorageWriter(url, threads=1), [], stager(how)
     for step, mode in enumerate(MODES, 1):
         train(model, optimizer, step, how)
         true.append(digests(model, optimizer))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.containers import identical
+from support.options import grouped
 from torch.nn import functional
 
 import shrinkpoint
@@ -38,8 +39,10 @@ class Compiled:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.checkpointer: Any = None
         if url is not None:
-            options = {"scheme": "lossless", "every": 2, "save_last": False, "busy": "wait", **options}
-            self.checkpointer = shrinkpoint.Checkpointer(str(url), self.compiled, self.optimizer, **options)
+            options = {"scheme": "lossless", "every": 2, "busy": "wait", **options}
+            self.checkpointer = shrinkpoint.Checkpointer(
+                str(url), self.compiled, self.optimizer, **grouped(**options)
+            )
 
     def run(self, begin: int, end: int) -> list[float]:
         losses = []
@@ -56,9 +59,7 @@ class Compiled:
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize(
-    "options", [{}, {"scheme": "auto", "adopt": True, "adoptions": 4}], ids=["lossless", "adopted"]
-)
+@pytest.mark.parametrize("options", [{}, {"scheme": "auto", "adopt": 4}], ids=["lossless", "adopted"])
 def test_a_compiled_model_is_resumed(tmp_path: Path, mode: str, options: dict[str, Any]) -> None:
     whole = Compiled(mode, tmp_path / "whole", **options)
     expected = whole.run(0, 9)
@@ -83,8 +84,10 @@ class Graphed:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=torch.tensor(1e-2, device=DEVICE), capturable=True
         )
-        options = {"scheme": "lossless", "every": 2, "save_last": False, "busy": "wait", **options}
-        self.checkpointer = shrinkpoint.Checkpointer(str(url), self.model, self.optimizer, **options)
+        options = {"scheme": "lossless", "every": 2, "busy": "wait", **options}
+        self.checkpointer = shrinkpoint.Checkpointer(
+            str(url), self.model, self.optimizer, **grouped(**options)
+        )
         self.inputs, self.targets = _batch(0)
         self.graph: Any = None
 
@@ -120,9 +123,7 @@ class Graphed:
 
 
 @needs_streams
-@pytest.mark.parametrize(
-    "options", [{}, {"scheme": "auto", "adopt": True, "adoptions": 9}], ids=["lossless", "adopted"]
-)
+@pytest.mark.parametrize("options", [{}, {"scheme": "auto", "adopt": 9}], ids=["lossless", "adopted"])
 def test_a_captured_training_goes_on_from_its_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
     """What it saves between replays is the state, and what it adopts is what the next replay begins with."""
     training = Graphed(tmp_path, **options)

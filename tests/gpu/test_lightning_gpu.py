@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
 from support.reports import saver_of
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -209,10 +210,12 @@ def undisturbed(name: str) -> Outcome:
 
 
 def saving(url: str, **options: Any) -> CompressedCheckpoint:
-    given = {"every_n_train_steps": 5, "compile_ahead": False}
+    given = {
+        "every_n_train_steps": 5,
+    }
     if not options.get("adopt"):
         given |= {"busy": "wait"}
-    return CompressedCheckpoint(url, **(given | options))
+    return CompressedCheckpoint(url, **grouped(**given | options))
 
 
 def test_the_scaler_skips_steps_and_grows() -> None:
@@ -243,7 +246,7 @@ def test_a_longer_training_continues_one_that_has_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["fp32, fused", "fp16, skipped steps", "bf16"])
 def test_adopting_continues_bit_by_bit(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    adopting = {"adopt": True, "adoptions": 8, "max_degradation": 0.5}
+    adopting = {"adopt": 8, "max_degradation": 0.5}
     whole = fit(case, saving(str(tmp_path / "whole"), **adopting))
     url = str(tmp_path / "run")
     fit(case, saving(url, **adopting), Crash(18))
@@ -267,7 +270,7 @@ def test_the_step_log_continues_bit_by_bit(name: str, tmp_path: Path) -> None:
             every_n_train_steps=10,
             scheme="lossless",
             step_log=StepLog(segment_steps=2, overhead=None),
-            step_log_url=str(tmp_path / "log"),
+            log_url=str(tmp_path / "log"),
         )
 
     interrupted = fit(case, logging(), Crash(17))

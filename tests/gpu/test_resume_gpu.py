@@ -84,7 +84,7 @@ def test_lossless_in_half_precision(tmp_path: Path, precision: str, implementati
     ],
 )
 def test_adopted(tmp_path: Path, optimizer: str, implementation: str, precision: str) -> None:
-    options = {"scheme": "auto", "adopt": True, "adoptions": 4, "every": 2}
+    options = {"scheme": "auto", "adopt": 4, "every": 2}
     whole = Training(optimizer, implementation, precision)
     whole.at(tmp_path / "whole", evaluate=whole.evaluate, **options)
     expected = whole.run(0, 9)

@@ -7,6 +7,7 @@ import torch
 
 from gpu.device import DEVICE
 from shrinkpoint.checkpointer import Checkpointer
+from shrinkpoint.config import Advanced
 from shrinkpoint.saver import Saver
 from shrinkpoint.state import scratch
 from shrinkpoint.state.scratch import DiskTensor
@@ -28,7 +29,12 @@ def saved(folder: Path, scheme: str, scratch_folder: Path | None) -> list[bytes]
             return float(loss())
 
     checkpointer = Checkpointer(
-        str(folder), model, optimizer, scheme=scheme, evaluate=evaluate, scratch_folder=scratch_folder
+        str(folder),
+        model,
+        optimizer,
+        scheme=scheme,
+        evaluate=evaluate,
+        advanced=Advanced(scratch_folder=scratch_folder),
     )
     checkpointer.resume()
     for step in (1, 2, 3):

@@ -72,7 +72,7 @@ def test_lossless_with_both_backends(made: tuple[Path, dict[str, Any]], tmp_path
         (on_device(NCCL, fused=True), LOSSLESS),
         (on_device(None), LOSSLESS),
         (on_device(BOTH, offload=True), LOSSLESS),
-        (on_device(NCCL, fused=True), {"adopt": True, "adoptions": 8}),
+        (on_device(NCCL, fused=True), {"adopt": 8}),
     ],
     ids=["fused", "default backend", "offloaded", "adopting"],
 )
@@ -142,7 +142,7 @@ def test_the_pair_without_ranks(tmp_path: Path) -> None:
         rows = torch.randn(40, 30, generator=generator).to(DEVICE)
         return {"rows": rows, "columns": rows.T, "half": rows.bfloat16(), "one": rows[0, 0], "bits": rows > 0}
 
-    writer = StorageWriter(str(tmp_path / "run"), threads=1, compile_ahead=False)
+    writer = StorageWriter(str(tmp_path / "run"), threads=1)
     for step in (1, 2):
         dcp.save({"model": tensors(step)}, storage_writer=writer, checkpoint_id=step)
     for step in (1, 2):

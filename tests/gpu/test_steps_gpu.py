@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 def _logged(training: Training, folder: Path, kind: str = "exact", **options: object) -> Training:
     log = shrinkpoint.StepLog(kind=kind, segment_steps=2, **options)
-    return training.at(folder / "run", every=5, step_log=log, step_log_url=str(folder / "log"))
+    return training.at(folder / "run", every=5, step_log=log, log_url=str(folder / "log"))
 
 
 def _crash(training: Training) -> None:

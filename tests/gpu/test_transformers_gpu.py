@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
+
+from shrinkpoint.config import Advanced
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -83,9 +86,7 @@ def ended(setup: Setup, folder: Path, *callbacks: Any, **more: Any) -> Ended:
 
 
 def saving(url: str, **options: Any) -> CompressedCheckpoint:
-    return CompressedCheckpoint(
-        url, **{"scheme": "lossless", "busy": "wait", "compile_ahead": False, **options}
-    )
+    return CompressedCheckpoint(url, **grouped(**{"scheme": "lossless", "busy": "wait", **options}))
 
 
 def assert_same_end(whole: Ended, rest: Ended, *, fused: bool = True) -> None:
@@ -137,9 +138,7 @@ def test_adopting_continues_bit_by_bit(precision: str, tmp_path: Path) -> None:
     setup = arguments(precision)
 
     def adopting(where: str) -> CompressedCheckpoint:
-        return CompressedCheckpoint(
-            str(tmp_path / where), adopt=True, adoptions=8, max_degradation=0.5, compile_ahead=False
-        )
+        return CompressedCheckpoint(str(tmp_path / where), adopt=8, max_degradation=0.5)
 
     whole = ended(setup, tmp_path, adopting("whole"))
     ended(setup, tmp_path, adopting("run"), crash=10, seed=2)
@@ -157,9 +156,9 @@ def test_the_defaults(precision: str, tmp_path: Path) -> None:
         arguments(precision, max_steps=140, num_train_epochs=20, eval_steps=20, save_steps=40),
         str(tmp_path / "run"),
     )
-    callback = CompressedCheckpoint(url, busy="wait", compile_ahead=False)
+    callback = CompressedCheckpoint(url, advanced=Advanced(busy="wait"))
     first = ended(setup, tmp_path, callback, crash=90)
-    rest = ended(setup, tmp_path, CompressedCheckpoint(url, busy="wait", compile_ahead=False), seed=999)
+    rest = ended(setup, tmp_path, CompressedCheckpoint(url, advanced=Advanced(busy="wait")), seed=999)
     assert not first.outcome.finished
     assert rest.outcome.finished
     assert rest.outcome.steps[0][0] == 81

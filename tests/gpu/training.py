@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from support.options import grouped
 from support.stepped import OPTIONS
 from torch import nn
 from torch.nn import functional
@@ -90,9 +91,13 @@ class Training:
 
     def at(self, url: object, **options: Any) -> "Training":
         """Give it a checkpointer."""
-        given = {"every": 2, "scheme": "lossless", "save_last": False, "busy": "wait", "compile_ahead": False}
+        given = {
+            "every": 2,
+            "scheme": "lossless",
+            "busy": "wait",
+        }
         self.checkpointer = shrinkpoint.Checkpointer(
-            str(url), self.model, self.optimizer, **{**given, **self.stateful, **options}
+            str(url), self.model, self.optimizer, **grouped(**{**given, **self.stateful, **options})
         )
         return self
 

@@ -35,7 +35,7 @@ def train(url: Path | None, kind: str, seed: int, until: int) -> list[torch.Tens
     checkpointer, begin = None, 0
     if url is not None:
         checkpointer = shrinkpoint.Checkpointer(
-            url, model, optimizer, every=SAVED, scheme="lossless", busy="wait", save_last=False
+            url, model, optimizer, every=SAVED, scheme="lossless", advanced=shrinkpoint.Advanced(busy="wait")
         )
         begin = checkpointer.resume()
     for step in range(begin, until):

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
+
+from shrinkpoint.config import Advanced
 
 pytest.importorskip("peft")
 
@@ -80,7 +83,7 @@ def test_what_is_unfrozen_or_changes_is_stored_from_then_on(tmp_path: Path) -> N
     model, optimizer = build()
     net = model.base_model.model
     options = {"scheme": "lossless", "busy": "wait", "key_every": 8}
-    checkpointer = shrinkpoint.Checkpointer(str(tmp_path / "run"), model, optimizer, **options)
+    checkpointer = shrinkpoint.Checkpointer(str(tmp_path / "run"), model, optimizer, **grouped(**options))
     step(model, optimizer)
     checkpointer.save(1, wait=True)
     net.head.weight.requires_grad_(True)  # trains from now on
@@ -101,7 +104,7 @@ def test_what_is_unfrozen_or_changes_is_stored_from_then_on(tmp_path: Path) -> N
         found = {name.removeprefix("base_model.model.") for name in stored}
         assert found & frozen == more
     again, optimizer = build()
-    checkpointer = shrinkpoint.Checkpointer(str(tmp_path / "run"), again, optimizer, **options)
+    checkpointer = shrinkpoint.Checkpointer(str(tmp_path / "run"), again, optimizer, **grouped(**options))
     assert checkpointer.resume() == 3
     assert_same(model, again)
     step(again, optimizer)
@@ -238,7 +241,11 @@ def test_what_changes_in_a_base_that_is_stored_once_is_stored_again(tmp_path: Pa
         net.second.requires_grad_(False)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         options = {"scheme": "lossless", "key_every": 2}
-        return net, optimizer, shrinkpoint.Checkpointer(str(tmp_path / "run"), net, optimizer, **options)
+        return (
+            net,
+            optimizer,
+            shrinkpoint.Checkpointer(str(tmp_path / "run"), net, optimizer, **grouped(**options)),
+        )
 
     net, optimizer, checkpointer = begun()
     states = {}
@@ -280,7 +287,7 @@ def test_a_lora_run_is_as_small_as_its_adapters(tmp_path: Path) -> None:
     arguments = TrainingArguments(
         str(tmp_path / "out"), max_steps=12, save_steps=4, learning_rate=1e-3, **quiet
     )
-    callback = CompressedCheckpoint(str(tmp_path / "run"), busy="wait")
+    callback = CompressedCheckpoint(str(tmp_path / "run"), advanced=Advanced(busy="wait"))
     Trainer(model, arguments, train_dataset=texts, eval_dataset=texts[:8], callbacks=[callback]).train()
     sizes = [save["bytes"] for save in reversed(saves(tmp_path / "run"))]
     assert len(sizes) == 3

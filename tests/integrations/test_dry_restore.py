@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader
@@ -89,7 +90,7 @@ def schedule_free(model: Net) -> Any:
 
 def trained(url: Path, model: Net, optimizer: Any, steps: int, every: int, **more: Any) -> Net:
     with shrinkpoint.Checkpointer(
-        str(url), model, optimizer, every=every, scheme="lossless", busy="wait", **more
+        str(url), model, optimizer, **grouped(every=every, scheme="lossless", busy="wait", **more)
     ) as checkpointer:
         if hasattr(optimizer, "train"):
             optimizer.train()
@@ -125,7 +126,7 @@ def test_optimizers_of_other_forms_are_continued(tmp_path: Path, make: Any) -> N
 def test_what_cannot_be_continued_is_refused(tmp_path: Path, kind: Any, make: Any, match: str) -> None:
     model = kind()
     with pytest.raises((CannotRepresentError, StateMismatchError), match=match):
-        trained(tmp_path / "run", model, make(model), 1, every=NEVER, save_last=False)
+        trained(tmp_path / "run", model, make(model), 1, every=NEVER)
 
 
 class Odd:
@@ -142,7 +143,7 @@ class Odd:
 
 def test_an_object_that_cannot_be_stored(tmp_path: Path) -> None:
     model, odd = Net(), Odd()
-    options: dict[str, Any] = {"every": NEVER, "save_last": False, "odd": odd}
+    options: dict[str, Any] = {"every": NEVER, "odd": odd}
     with pytest.raises(CannotRepresentError, match=r"stateful/odd/value is a builtins.object"):
         trained(tmp_path / "run", model, SGD(model.parameters(), 0.1), 1, **options)
 
@@ -153,9 +154,7 @@ def test_nothing_is_changed(tmp_path: Path) -> None:
     optimizer = Both(model)
     before = torch.get_rng_state()
     state = copy.deepcopy(optimizer.state_dict())
-    with shrinkpoint.Checkpointer(
-        str(tmp_path), model, optimizer, every=NEVER, save_last=False, odd=odd
-    ) as checkpointer:
+    with shrinkpoint.Checkpointer(str(tmp_path), model, optimizer, every=NEVER, odd=odd) as checkpointer:
         checkpointer.step(1)
     assert torch.equal(before, torch.get_rng_state())
     assert not model.training
@@ -180,7 +179,7 @@ def test_lightning(tmp_path: Path) -> None:
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["mine"] = object()
 
-    callback = CompressedCheckpoint(str(tmp_path), every_n_train_steps=NEVER, save_last=False)
+    callback = CompressedCheckpoint(str(tmp_path), every_n_train_steps=NEVER)
     trainer = Trainer(max_steps=3, limit_val_batches=0, callbacks=[callback], accelerator="cpu", **QUIET)
     with pytest.raises(CannotRepresentError, match=r"mine is a builtins\.object"):
         trainer.fit(Module(), DataLoader(INPUTS, batch_size=2))
@@ -211,7 +210,9 @@ def test_transformers(tmp_path: Path) -> None:
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    callback = CompressedCheckpoint(str(tmp_path / "run"), save_last=False)
+    callback = CompressedCheckpoint(
+        str(tmp_path / "run"),
+    )
     trainer = Trainer(
         model,
         arguments,
@@ -245,7 +246,7 @@ def test_composer(tmp_path: Path) -> None:
         optimizers=SGD(model.parameters(), 0.1),
         max_duration="3ba",
         device="cpu",
-        callbacks=[CompressedCheckpoint(str(tmp_path), save_interval="1000ba", save_last=False), Own()],
+        callbacks=[CompressedCheckpoint(str(tmp_path), save_interval="1000ba"), Own()],
         progress_bar=False,
     )
     with pytest.raises(ShrinkpointError, match=r"mine is a builtins\.object"):

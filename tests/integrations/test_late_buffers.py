@@ -52,7 +52,7 @@ class Net(nn.Module):
 def train(url: Path, model: nn.Module, until: int) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with shrinkpoint.Checkpointer(
-        url, model, optimizer, every=2, scheme="lossless", busy="wait"
+        url, model, optimizer, every=2, scheme="lossless", advanced=shrinkpoint.Advanced(busy="wait")
     ) as checkpointer:
         for step in range(checkpointer.resume(), until):
             optimizer.zero_grad()
@@ -95,7 +95,7 @@ def test_lightning(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    callback = CompressedCheckpoint(str(tmp_path), every_n_train_steps=100, save_last=False)
+    callback = CompressedCheckpoint(str(tmp_path), every_n_train_steps=100)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(max_steps=3, limit_val_batches=0, callbacks=[callback], accelerator="cpu", **quiet)
     with pytest.raises(StateMismatchError, match=MESSAGE):
@@ -122,7 +122,9 @@ def test_transformers(tmp_path: Path) -> None:
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    callback = CompressedCheckpoint(str(tmp_path / "run"), save_last=False)
+    callback = CompressedCheckpoint(
+        str(tmp_path / "run"),
+    )
     trainer = Trainer(Model(), arguments, train_dataset=[{"x": x} for x in INPUTS], callbacks=[callback])
     with pytest.raises(StateMismatchError, match=MESSAGE):
         trainer.train()
@@ -146,7 +148,7 @@ def test_composer(tmp_path: Path) -> None:
         optimizers=torch.optim.SGD(model.parameters(), 0.1),
         max_duration="3ba",
         device="cpu",
-        callbacks=[CompressedCheckpoint(str(tmp_path), save_interval="1000ba", save_last=False)],
+        callbacks=[CompressedCheckpoint(str(tmp_path), save_interval="1000ba")],
         progress_bar=False,
     )
     with pytest.raises(ShrinkpointError, match=MESSAGE):

@@ -81,7 +81,7 @@ def trained(url: Path, kind: type[Net], steps: int) -> Net:
     model = kind()
     optimizer = torch.optim.Adam(model.adapter.parameters(), lr=0.1)
     with shrinkpoint.Checkpointer(
-        str(url), model, optimizer, every=2, scheme="lossless", busy="wait"
+        str(url), model, optimizer, every=2, scheme="lossless", advanced=shrinkpoint.Advanced(busy="wait")
     ) as checkpointer:
         for step in range(checkpointer.resume(), steps):
             optimizer.zero_grad()

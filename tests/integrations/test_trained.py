@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from shrinkpoint.config import Advanced
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning, StateMismatchError
 
 pytestmark = [
@@ -91,7 +92,9 @@ def _lightning(url, *, until, callbacks=(), change_at=None, crash_at=None, **mod
             return torch.optim.AdamW([*trained, *(p for head in self.heads for p in head.parameters())], 0.01)
 
     model = Heads(**module)
-    saving = CompressedCheckpoint(url, every_n_train_steps=2, scheme="lossless", busy="wait")
+    saving = CompressedCheckpoint(
+        url, every_n_train_steps=2, scheme="lossless", advanced=Advanced(busy="wait")
+    )
     trainer = pl.Trainer(**QUIET, max_steps=until, callbacks=[saving, *callbacks])
     try:
         trainer.fit(model, DataLoader(Points(), batch_size=4, shuffle=True))
@@ -215,7 +218,7 @@ def _transformers(folder, *, until, crash_at=None, change_at=None, unfreeze_at=N
         remove_unused_columns=False,
         warmup_steps=2,
     )
-    saving = CompressedCheckpoint(str(folder), scheme="lossless", busy="wait")
+    saving = CompressedCheckpoint(str(folder), scheme="lossless", advanced=Advanced(busy="wait"))
     trainer = Training(model, arguments, train_dataset=Rows(), callbacks=[saving])
     try:
         trainer.train()
@@ -290,7 +293,9 @@ def _composer(folder, *, until, crash_at=None, change_at=None, unfreeze_at=None,
         optimizers=torch.optim.AdamW(trained, 0.01),
         max_duration=f"{until}ba",
         callbacks=[
-            CompressedCheckpoint(str(folder), save_interval="2ba", scheme="lossless", busy="wait"),
+            CompressedCheckpoint(
+                str(folder), save_interval="2ba", scheme="lossless", advanced=Advanced(busy="wait")
+            ),
             Events(),
         ],
         device="cpu",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.options import grouped
 from torch import nn
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
@@ -62,7 +63,7 @@ def trained(url: Path, wrap: Callable[[nn.Module], nn.Module], steps: int, **opt
     average = torch.optim.swa_utils.AveragedModel(wrapped)
     options = {"scheme": "lossless", "busy": "wait", **options}
     with shrinkpoint.Checkpointer(
-        str(url), wrapped, optimizer, every=2, average=average, **options
+        str(url), wrapped, optimizer, **grouped(every=2, average=average, **options)
     ) as checkpointer:
         for step in range(checkpointer.resume(), steps):
             optimizer.zero_grad()

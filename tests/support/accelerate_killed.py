@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from shrinkpoint.checkpointer import Checkpointer
+from shrinkpoint.config import Advanced
 
 STEPS, EVERY = 30, 5
 _PAUSE_S = 0.05  # after each step, or it would have finished before it is killed
@@ -34,8 +35,10 @@ def main(folder: str, name: str) -> None:
 
     checkpointer, begins = None, 0
     if name != "whole":
-        run, options = f"{folder}/run", {"scheme": "lossless", "busy": "wait"}
-        checkpointer = Checkpointer(run, model, optimizer, every=EVERY, scheduler=scheduler, **options)
+        run, advanced = f"{folder}/run", Advanced(busy="wait")
+        checkpointer = Checkpointer(
+            run, model, optimizer, every=EVERY, scheduler=scheduler, scheme="lossless", advanced=advanced
+        )
         begins = checkpointer.resume()
     for step in range(begins, STEPS):
         batch = torch.randn(

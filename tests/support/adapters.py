@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
 from torch import nn
 
 __all__ = ["TRAININGS", "Net", "adapted", "points"]
@@ -54,7 +55,7 @@ def in_own_loop(url: Path, model: Any, steps: int, **options: Any) -> None:
 
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
     given = {"every": 2, "scheme": "lossless", "busy": "wait", **options}
-    checkpointer = shrinkpoint.Checkpointer(str(url), model, optimizer, **given)
+    checkpointer = shrinkpoint.Checkpointer(str(url), model, optimizer, **grouped(**given))
     for step in range(checkpointer.resume(), steps):
         x, y = points(step)
         (model(x) - y).pow(2).mean().backward()
@@ -82,7 +83,9 @@ def with_lightning(url: Path, model: Any, steps: int, **options: Any) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(trained(self), lr=1e-2)
 
-    callback = CompressedCheckpoint(str(url), **{"every_n_train_steps": 2, "scheme": "lossless", **options})
+    callback = CompressedCheckpoint(
+        str(url), **grouped(**{"every_n_train_steps": 2, "scheme": "lossless", **options})
+    )
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(max_steps=steps, callbacks=[callback], accelerator="cpu", **quiet)
     trainer.fit(Module(), torch.utils.data.DataLoader([points(step) for step in range(20)], batch_size=None))
@@ -105,7 +108,7 @@ def with_transformers(url: Path, model: Any, steps: int, **options: Any) -> None
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "lr_scheduler_type": "constant"}
     more = {"per_device_train_batch_size": 1, "remove_unused_columns": False}
     arguments = TrainingArguments(str(url) + "-out", max_steps=steps, save_steps=2, **quiet, **more)
-    callback = CompressedCheckpoint(str(url), **{"scheme": "lossless", **options})
+    callback = CompressedCheckpoint(str(url), **grouped(**{"scheme": "lossless", **options}))
     data: Any = [points(step) for step in range(20)]
     Own(model, arguments, collate, data, callbacks=[callback]).train()
 
@@ -129,7 +132,9 @@ def with_composer(url: Path, model: Any, steps: int, **options: Any) -> None:
             return (outputs - batch[1]).pow(2).mean()
 
     module = Module()
-    callback = CompressedCheckpoint(str(url), **{"save_interval": "2ba", "scheme": "lossless", **options})
+    callback = CompressedCheckpoint(
+        str(url), **grouped(**{"save_interval": "2ba", "scheme": "lossless", **options})
+    )
     trainer = Trainer(
         model=module,
         optimizers=torch.optim.AdamW(trained(module), lr=1e-2),

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.options import grouped, leave
 from torch import nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -104,23 +105,17 @@ class Training:
         """Give it a checkpointer, and resume."""
         wanted: dict[str, Any] = {
             "every": EVERY,
-            "adopt": True,
-            "adoptions": STEPS // EVERY,
+            "adopt": STEPS // EVERY,
             "evaluate": self.evaluate,
-            "save_last": False,
-            "compile_ahead": False,
             "key_every": 2,
-            "max_failures": 100,
             "max_degradation": 0.2,
             **options,
         }
-        if not wanted["adopt"]:
-            del wanted["adoptions"]
         stateful: dict[str, Any] = {} if self.average is None else {"ema": self.average}
         if self.scaler.is_enabled():
             stateful["scaler"] = self.scaler
         self.checkpointer = shrinkpoint.Checkpointer(
-            url, self.model, self.optimizers, scheduler=self.scheduler, **stateful, **wanted
+            url, self.model, self.optimizers, **grouped(scheduler=self.scheduler, **stateful, **wanted)
         )
         self.reached = self.checkpointer.resume()
         return self
@@ -158,9 +153,9 @@ class Training:
         self.losses[step + 1] = (loss.item() + noise + self.scaler.get_scale()).hex(), self.digest
 
     def end(self) -> dict[int, tuple[str, str]]:
-        """Let go of the run; what was noted."""
+        """Let go of the run without a last save; what was noted."""
         if self.checkpointer is not None:
-            self.checkpointer.close()
+            leave(self.checkpointer)
         return self.losses
 
     def _tokens(self, seed: int) -> torch.Tensor:
@@ -239,7 +234,7 @@ def main(folder: str, point: str, save: int, end: int, stores: int, case: str = 
     """Train until killed, with checkpoints in so many stores, and note every step."""
     url = f"{folder}/run" if stores == 1 else [f"{folder}/run-{i}" for i in range(stores)]
     training = Training(case)
-    training.save_to(url, adoptions=end // EVERY, evaluate=lambda: training.evaluate())
+    training.save_to(url, adopt=end // EVERY, evaluate=lambda: training.evaluate())
     if point:
         kill_at(training, point, save)
     with (Path(folder) / "journal").open("a", buffering=1) as journal:

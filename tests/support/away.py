@@ -29,9 +29,7 @@ def main(folder: str) -> None:
     model = torch.nn.Linear(1024, 1024)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     RunWriter.commit = away  # type: ignore[assignment,method-assign]
-    checkpointer = shrinkpoint.Checkpointer(
-        f"{folder}/run", model, optimizer, every=1, adopt=True, adoptions=SAVES, save_last=False
-    )
+    checkpointer = shrinkpoint.Checkpointer(f"{folder}/run", model, optimizer, every=1, adopt=SAVES)
     resident = []
     warnings.simplefilter("ignore")
     for step in range(checkpointer.resume(), SAVES):

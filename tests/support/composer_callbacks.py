@@ -7,6 +7,7 @@ from composer import Callback
 from composer.core import Event, State
 from support.composer_data import LENGTH
 from support.composer_models import Outcome
+from support.options import grouped
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.saver import Saver
@@ -24,7 +25,7 @@ def saving_to(url: str) -> Make:
 
     def make(**options: Any) -> CompressedCheckpoint:
         return CompressedCheckpoint(
-            url, **{"scheme": "lossless", "busy": "wait", "save_interval": "5ba", **options}
+            url, **grouped(**{"scheme": "lossless", "busy": "wait", "save_interval": "5ba", **options})
         )
 
     return make

@@ -17,6 +17,7 @@ from composer.core import Callback
 from composer.utils import dist
 from support.composer_distributed import starts
 from support.composer_models import Setup, fit
+from support.options import grouped
 from support.reports import saver_of
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
@@ -49,7 +50,7 @@ class Reading(Callback):  # type: ignore[misc]
 def main(folder: str) -> None:
     starts()
     setup = Setup(data="DistributedSampler, augmentation", duration="3ep", width=512)
-    saving = CompressedCheckpoint(f"{folder}/run", **PROBED)
+    saving = CompressedCheckpoint(f"{folder}/run", **grouped(**PROBED))
     reading = Reading(saving)
     plain = fit(setup=setup)
     with warnings.catch_warnings(record=True) as caught:

@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shrinkpoint.config import Advanced
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed
 from composer.utils import dist
 from support.composer_models import Crash, Outcome, Setup, fit
+from support.options import grouped
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.integrations.composer import session as composer_session
@@ -110,22 +113,19 @@ def play(scenario: Scenario, url: str) -> dict[str, Outcome]:
 
     def saving(url: str = url) -> CompressedCheckpoint:
         if scenario.adopts:
-            return CompressedCheckpoint(
-                url, save_interval=scenario.interval, adopt=True, adoptions=8, max_degradation=0.5
-            )
+            return CompressedCheckpoint(url, save_interval=scenario.interval, adopt=8, max_degradation=0.5)
         if scenario.lossy:
             return CompressedCheckpoint(
                 url,
                 save_interval=scenario.interval,
-                busy="wait",
                 max_degradation=1.0,
-                guards=False,
+                advanced=Advanced(busy="wait", guards=False),
             )
         log = {}
         if scenario.logs:
-            log = {"step_log": StepLog(segment_steps=1, overhead=None), "step_log_url": f"{url}-log"}
+            log = {"step_log": StepLog(segment_steps=1, overhead=None), "log_url": f"{url}-log"}
         return CompressedCheckpoint(
-            url, save_interval=scenario.interval, scheme="lossless", busy="wait", **log
+            url, **grouped(save_interval=scenario.interval, scheme="lossless", busy="wait", **log)
         )
 
     signalled = scenario.signalled == dist.get_global_rank()

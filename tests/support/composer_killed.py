@@ -12,6 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from shrinkpoint.config import Advanced
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
@@ -43,7 +45,9 @@ class Progress(Callback):  # type: ignore[misc]
 def main(folder: str, seed: str, interval: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    saving = CompressedCheckpoint(f"{folder}/run", save_interval=interval, scheme="lossless", busy="wait")
+    saving = CompressedCheckpoint(
+        f"{folder}/run", save_interval=interval, scheme="lossless", advanced=Advanced(busy="wait")
+    )
     outcome = fit(Progress(Path(folder, "progress")), saving, setup=SETUP, seed=int(seed))
     torch.save(outcome, f"{folder}/outcome.pt")
     sys.exit(outcome.status)

@@ -12,7 +12,7 @@ class CopiedTraining(Replica):
     """As `Replica`, without adoption."""
 
     def __init__(self, rank: int, world: int, url: str, *, measures: bool = False, **options: Any) -> None:
-        own: dict[str, Any] = {"adopt": False, "adoptions": None, "scheme": "lossless", "busy": "wait"}
+        own: dict[str, Any] = {"adopt": False, "scheme": "lossless", "busy": "wait"}
         own["evaluate"] = self.evaluate if measures else None
         super().__init__(rank, world, url, **{**own, **options})
 

@@ -202,7 +202,12 @@ def by_checkpointer(rank: int, world: int, url: str, other: str) -> str:
     """A `Checkpointer`'s run read by the pair; and the pair's by a `Checkpointer`."""
     model, optimizer = build("fsdp", world, rank)
     checkpointer = shrinkpoint.Checkpointer(
-        url, model, optimizer, every=1, scheme="lossless", threads=1, busy="wait"
+        url,
+        model,
+        optimizer,
+        every=1,
+        scheme="lossless",
+        advanced=shrinkpoint.Advanced(threads=1, busy="wait"),
     )
     for step in range(2):
         train(model, optimizer, step)
@@ -217,7 +222,9 @@ def by_checkpointer(rank: int, world: int, url: str, other: str) -> str:
     found = full_state(fresh, more)
     assert all(torch.equal(tensor, true[name]) for name, tensor in found.items())
     dcp.save(state_of(model, optimizer, 3), storage_writer=StorageWriter(other, threads=1), checkpoint_id=3)
-    reader = shrinkpoint.Checkpointer(other, model, optimizer, scheme="lossless", threads=1)
+    reader = shrinkpoint.Checkpointer(
+        other, model, optimizer, scheme="lossless", advanced=shrinkpoint.Advanced(threads=1)
+    )
     return attempt(reader.resume)
 
 

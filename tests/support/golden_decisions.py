@@ -16,12 +16,16 @@ from typing import Any
 
 import torch
 from support.golden_trainings import DECIDED, Drawn
+from support.options import grouped
 from torch import nn
 
 from shrinkpoint import Checkpointer
 
 BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
-FIXED = {"guards": False, "threads": 1, "compile_ahead": False}
+FIXED = {
+    "guards": False,
+    "threads": 1,
+}
 PROBED, ALONE = {"search_overhead": math.inf}, {"search_overhead": 0.0}
 
 RECORDED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -52,11 +56,13 @@ def chosen(
                 url,
                 training.model,
                 list(training.optimizers),
-                evaluate=training.probe,
-                train_loss=training.train_loss,
-                **FIXED,
-                **options,
-                **training.saved,
+                **grouped(
+                    evaluate=training.probe,
+                    train_loss=training.train_loss,
+                    **FIXED,
+                    **options,
+                    **training.saved,
+                ),
             )
             assert checkpointer.resume() == done
             for index in range(done, step):

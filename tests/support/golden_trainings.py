@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.options import grouped
 from torch import nn
 
 from shrinkpoint import Checkpointer
@@ -25,10 +26,10 @@ from shrinkpoint.container.writer import write_container
 from shrinkpoint.store.run import RunStore
 
 BATCHES = 3
-FAST = {"threads": 1, "compile_ahead": False, "save_last": False, "resume": "auto"}
+FAST = {"threads": 1, "resume": "auto"}
 EVERY_PROBE = {"search_overhead": math.inf}
 NO_PROBE = {"search_overhead": 0.0}
-LEVELS = {"moments": "levels"}
+LEVELS = {"name": "lc-checkpoint", "moments": "levels"}
 
 
 class Drawn:
@@ -120,13 +121,13 @@ GOLDEN: Mapping[str, Golden] = {
     ),
     "auto-broken": Golden(options=NO_PROBE, broken=(2,), loss=lambda save: math.nan if save == 3 else 1.0),
     "auto-adopted": Golden(
-        options={"adopt": True, "adoptions": 6, "search_overhead": 4.0},  # of a clock that counts steps
+        options={"adopt": 6, "search_overhead": 4.0},  # of a clock that counts steps
         probes=True,
         resumes=(3,),
         exact=(2,),
     ),
     "auto-slimmed": Golden(options={"keep_optimizer": 2, "key_every": 2, **NO_PROBE}),
-    "auto-weights-only": Golden(options={"weights_only": True, **NO_PROBE}, saves=3),
+    "auto-weights-only": Golden(options={"keep_optimizer": 0, **NO_PROBE}, saves=3),
     "auto-two-optimizers": Golden(
         options=EVERY_PROBE, optimizers=two, model={"tied": True, "half": True}, probes=True, saves=4
     ),
@@ -142,12 +143,10 @@ GOLDEN: Mapping[str, Golden] = {
         saves=4,
         loss=lambda save: 0.1 if save < 3 else 0.5,
     ),
-    "lc-checkpoint": Golden(
-        options={"scheme": "lc-checkpoint", "options": LEVELS, **PUBLISHED}, saves=4, loss=lambda _: 0.05
-    ),
+    "lc-checkpoint": Golden(options={"scheme": LEVELS, **PUBLISHED}, saves=4, loss=lambda _: 0.05),
     "excp": Golden(options={"scheme": "excp", **PUBLISHED}, saves=4, loss=lambda save: 0.1),
     "excp-guarded": Golden(options={"scheme": "excp", **NO_PROBE}, saves=2),
-    "itmo": Golden(options={"scheme": "itmo", "options": {"width": 4}, **PUBLISHED}, saves=3),
+    "itmo": Golden(options={"scheme": {"name": "itmo", "width": 4}, **PUBLISHED}, saves=3),
 }
 
 
@@ -175,12 +174,14 @@ class Process:
             url,
             self.model,
             self.optimizers,
-            every=golden.interval if golden.options.get("adopt") else None,
-            evaluate=self.evaluate if golden.evaluates else None,
-            train_loss=self.train_loss if golden.probes else None,
-            **FAST,
-            **golden.options,
-            **({} if self.average is None else {"average": self.average}),
+            **grouped(
+                every=golden.interval if golden.options.get("adopt") else None,
+                evaluate=self.evaluate if golden.evaluates else None,
+                train_loss=self.train_loss if golden.probes else None,
+                **FAST,
+                **golden.options,
+                **{} if self.average is None else {"average": self.average},
+            ),
         )
         self.begun = self.checkpointer.resume()
 

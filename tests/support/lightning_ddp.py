@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from support.lightning_models import Crash, Outcome, Points, Setup, Tiny, fit
+from support.options import grouped
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
@@ -163,14 +164,15 @@ def saving(folder: str, how: str, run: str = "run") -> CompressedCheckpoint:
     every = 10**6 if how == "sigterm" else 3
     log = {}
     if how == "log":
-        log = {"step_log": StepLog(segment_steps=1, overhead=None), "step_log_url": f"{folder}/log"}
+        log = {"step_log": StepLog(segment_steps=1, overhead=None), "log_url": f"{folder}/log"}
     if how in ("adopt", "no-adopt"):
-        adopting = {"adopt": True, "adoptions": 8} if how == "adopt" else {}
+        adopting = {"adopt": 8} if how == "adopt" else {}
         return CompressedCheckpoint(
-            f"{folder}/{run}", every_n_train_steps=every, busy="wait", max_degradation=0.5, **adopting
+            f"{folder}/{run}",
+            **grouped(every_n_train_steps=every, max_degradation=0.5, busy="wait", **adopting),
         )
     return CompressedCheckpoint(
-        f"{folder}/{run}", every_n_train_steps=every, scheme="lossless", busy="wait", **log
+        f"{folder}/{run}", **grouped(every_n_train_steps=every, scheme="lossless", busy="wait", **log)
     )
 
 

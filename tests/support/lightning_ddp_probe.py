@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from support.lightning_ddp import Distributed
 from support.lightning_models import Outcome, Setup, fit
+from support.options import grouped
 from support.reports import saver_of
 from support.traces import Traces
 
@@ -96,7 +97,7 @@ class Leave(Callback):
 
 
 def train(folder: str, name: str, module: type[Distributed], *, saved: bool, unused: bool = False) -> None:
-    saving = CompressedCheckpoint(f"{folder}/run-{name}", **PROBED) if saved else None
+    saving = CompressedCheckpoint(f"{folder}/run-{name}", **grouped(**PROBED)) if saved else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pl.seed_everything(1, verbose=False)

@@ -5,6 +5,7 @@ import signal
 from typing import Any
 
 import torch
+from support.options import grouped, leave
 from support.sharded import warm
 from torch import nn
 from torch.nn import functional
@@ -73,16 +74,13 @@ class Replica:
         self.place = _Place(rank)
         wanted = {
             "every": EVERY,
-            "adopt": True,
-            "adoptions": STEPS // EVERY,
+            "adopt": STEPS // EVERY,
             "evaluate": self.evaluate,
-            "save_last": False,
-            "compile_ahead": False,
             "key_every": 2,
             "max_degradation": 0.5,
         }
         self.checkpointer = shrinkpoint.Checkpointer(
-            url, self.wrapped, self.optimizer, place=self.place, **(wanted | options)
+            url, self.wrapped, self.optimizer, **grouped(place=self.place, **wanted | options)
         )
         self.began = self.reached = self.checkpointer.resume()
         self.noted: dict[int, tuple[str, str]] = {}
@@ -136,13 +134,12 @@ def journey(rank: int, world: int, url: str, stop: int | None = None, adopts: bo
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         replica.run(STEPS)
-    replica.checkpointer.close()
+    leave(replica.checkpointer)
     return replica.began, replica.noted
 
 
 LOGGED = {
     "adopt": False,
-    "adoptions": None,
     "evaluate": None,
     "scheme": "lossless",
     "max_degradation": 0.03,
@@ -170,7 +167,7 @@ def logged(
     """As `journey`, of a training that logs its steps; `wrong` is one that is replayed wrongly."""
     if wrong is not None:
         replay.decode_record = spoiled(wrong)
-    log = {"step_log": shrinkpoint.StepLog(segment_steps=2, overhead=None), "step_log_url": f"{folder}/log"}
+    log = {"step_log": shrinkpoint.StepLog(segment_steps=2, overhead=None), "log_url": f"{folder}/log"}
     replica = Replica(rank, world, f"{folder}/run", every=every, **LOGGED, **log).run(stop or STEPS)
     replica.checkpointer.step_log.flush()
     replica.checkpointer.flush()
@@ -179,13 +176,13 @@ def logged(
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         replica.run(STEPS)
-    replica.checkpointer.close()
+    leave(replica.checkpointer)
     return replica.began, replica.noted, off
 
 
 def asked_to_end(rank: int, world: int, url: str) -> str:
     """What ends a training of which one process alone gets a SIGTERM in step 7."""
-    replica = Replica(rank, world, url, save_last=True).run(6)
+    replica = Replica(rank, world, url).run(6)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     try:
@@ -218,7 +215,7 @@ def corrupted(rank: int, world: int, url: str) -> str:
 def differing(rank: int, world: int, url: str) -> str:
     """What is raised where the processes are given different options."""
     try:
-        Replica(rank, world, url, adoptions=5 + rank)
+        Replica(rank, world, url, adopt=5 + rank)
     except Exception as error:  # noqa: BLE001 - compared
         return f"{type(error).__name__}: {error}"
     return "nothing"

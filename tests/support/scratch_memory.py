@@ -50,7 +50,11 @@ def loop(folder: str, width: int, scratch: str | None) -> tuple[int, list[str], 
     train()
     before = resident()
     checkpointer = shrinkpoint.Checkpointer(
-        folder, model, optimizer, evaluate=evaluate, compile_ahead=False, threads=1, scratch_folder=scratch
+        folder,
+        model,
+        optimizer,
+        evaluate=evaluate,
+        advanced=shrinkpoint.Advanced(threads=1, scratch_folder=scratch),
     )
     checkpointer.resume()
     state = 3 * sum(p.nbytes for p in model.parameters())

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from support.options import grouped, leave
 from support.sharded import batch, build, full_state, train, warm
 from support.sharded_programs import POINTS, _at
 from torch.nn import functional
@@ -41,19 +42,17 @@ class Ranked:
     ) -> None:
         self.rank = rank
         self.model, self.optimizer = build(kind, world, rank, d=64)
-        adopts = options.get("adopt", True)
         wanted = {
             "every": EVERY,
-            "adopt": True,
+            "adopt": STEPS // EVERY,
             "threads": 1,
             "busy": "wait",
-            "save_last": False,
             "key_every": 2,
             "evaluate": self.loss if measures else None,
         }
-        if adopts:
-            wanted |= {"adoptions": STEPS // EVERY, "max_failures": 100}
-        self.checkpointer = shrinkpoint.Checkpointer(url, self.model, self.optimizer, **(wanted | options))
+        self.checkpointer = shrinkpoint.Checkpointer(
+            url, self.model, self.optimizer, **grouped(**wanted | options)
+        )
         self.reached = self.checkpointer.resume()
         self.digests: dict[int, str] = {}
         """Of weights and moments, by step."""
@@ -81,7 +80,7 @@ class Ranked:
 
     def end(self) -> dict[int, str]:
         """Let go of the run; what was noted."""
-        self.checkpointer.close()
+        leave(self.checkpointer)
         return self.digests
 
 
@@ -89,11 +88,11 @@ def continued(
     rank: int, world: int, folder: str, kind: str, stops: Collection[int], adopt: bool = True
 ) -> Any:
     """The digests of an undisturbed training, and of one that is stopped and made afresh several times."""
-    whole = Ranked(rank, world, f"{folder}/whole", kind, adopt=adopt).run(STEPS)
+    whole = Ranked(rank, world, f"{folder}/whole", kind, adopt=adopt and STEPS // EVERY).run(STEPS)
     digests, reports = whole.end(), whole.checkpointer.reports()
     parts = []
     for stop in (*stops, STEPS):
-        part = Ranked(rank, world, f"{folder}/run", kind, adopt=adopt)
+        part = Ranked(rank, world, f"{folder}/run", kind, adopt=adopt and STEPS // EVERY)
         began = part.reached
         parts.append((began, part.run(stop).end()))
     return digests, parts, [(r.step, r.kind, r.measured, r.adopt_s, r.ratio) for r in reports]
@@ -193,7 +192,7 @@ def corrupted(rank: int, world: int, folder: str) -> str:
 def refused(rank: int, world: int, folder: str) -> str:
     """What is raised where a rank is given other options of adoption."""
     try:
-        Ranked(rank, world, f"{folder}/run", adoptions=5 + rank)
+        Ranked(rank, world, f"{folder}/run", adopt=5 + rank)
     except Exception as error:  # noqa: BLE001 - compared
         return f"{type(error).__name__}: {error}"
     return "nothing"

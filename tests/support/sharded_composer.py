@@ -16,6 +16,7 @@ import torch
 from composer import Callback
 from composer.utils import dist
 from support.composer_models import Outcome, Setup, Trace, assert_same, final_state, fit
+from support.options import grouped
 from support.reports import saver_of
 from support.sharded import die, warm
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,7 @@ from shrinkpoint.errors import StoreError
 from shrinkpoint.sharded import restoring
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.urls import Stores
 
 warm()
 
@@ -51,9 +53,9 @@ class At(Callback):  # type: ignore[misc]
             self.action([row[2:5] for row in trace.rows])
 
 
-def saving(url: str | list[str], every: int = 3, **options: Any) -> CompressedCheckpoint:
+def saving(url: str | list[str] | Stores, every: int = 3, **options: Any) -> CompressedCheckpoint:
     given = {"scheme": "lossless", "busy": "wait", "threads": 1, "save_top_k": -1} | options
-    return CompressedCheckpoint(url, save_interval=f"{every}ba", **given)
+    return CompressedCheckpoint(url, **grouped(save_interval=f"{every}ba", **given))
 
 
 def rows(outcome: Outcome) -> list[tuple[Any, ...]]:
@@ -160,8 +162,8 @@ def adopting(rank: int, world: int, url: str, batch: int | None = None, adopt: b
             time.sleep(0.01)
         die()
 
-    adopts = {"adopt": True, "adoptions": 5} if adopt else {}
-    callback = saving(url, scheme="auto", save_last=False, guards=False, **adopts)
+    adopts = {"adopt": 5} if adopt else {}
+    callback = saving(url, scheme="auto", guards=False, **adopts)
     kill = [At(batch, end)] if batch else []
     seeded = [] if batch is None else [Seeded(rank, 1)]
     own = {"seed": 999} if batch is None else {}
@@ -172,7 +174,7 @@ def measured(rank: int, world: int, url: str, scheme: str) -> Any:
     """A training whose checkpoints are measured, also after steps from them, or exact: what it was, and what reports say."""
     prepare(rank, world)
     seen: dict[str, Any] = {}
-    callback = saving(url, scheme=scheme, save_last=False, search_overhead=math.inf, probe_steps=3)
+    callback = saving(url, scheme=scheme, search_overhead=math.inf, probe_steps=3)
     outcome = fit(Seeded(rank, 1), callback, Tried(seen, callback), setup=setup_of("none"), **SHARDED)
     return outcome, seen["reports"]
 
@@ -228,12 +230,12 @@ def uses(rank: int, world: int, url: str) -> dict[str, Any]:
     fit(anew, Keep(seen, anew, "never"), setup=replace(PLAIN, duration="2ba"), **SHARDED)
 
     for name, options in {
-        "step_log": {"step_log": "exact", "step_log_url": "/dev/shm/none"},
-        "near": {"near": "/tmp/near"},
+        "step_log": {"step_log": "exact", "log_url": "/dev/shm/none"},
+        "near": {},
         "keep_optimizer": {"keep_optimizer": 2},
-        "weights_only": {"weights_only": True},
     }.items():
-        other = saving(f"{url}-{name}", **options)
+        there = Stores(f"{url}-{name}", near="/tmp/near" if name == "near" else None)
+        other = saving(there, **options)
         seen[name] = told(lambda other=other: fit(other, setup=PLAIN, **SHARDED))
     seen["model"] = told(lambda: fit(saving(url), setup=replace(PLAIN, width=20), **SHARDED))
     seen["optimizer"] = told(lambda: fit(saving(url), setup=replace(PLAIN, optimizer="SGD"), **SHARDED))

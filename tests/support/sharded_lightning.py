@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from support.lightning_models import QUIET, Points
+from support.options import grouped
 from support.reports import saver_of
 from support.sharded import Toy, batch, die, full_state, warm
 from torch import nn
@@ -26,6 +27,7 @@ from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.errors import StoreError
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.urls import Stores
 
 warm()
 for name in [name for name in os.environ if name.startswith(("PL_", "SLURM_", "NODE_", "MASTER_"))]:
@@ -139,9 +141,9 @@ def trained(
     return trainer, full_state(module, trainer.optimizers[0])
 
 
-def saving(url: str | list[str], every: int = 3, **options: Any) -> CompressedCheckpoint:
+def saving(url: str | list[str] | Stores, every: int = 3, **options: Any) -> CompressedCheckpoint:
     given = {"scheme": "lossless", "busy": "wait", "threads": 1, "save_top_k": -1} | options
-    return CompressedCheckpoint(url, every_n_train_steps=every, **given)
+    return CompressedCheckpoint(url, **grouped(every_n_train_steps=every, **given))
 
 
 def native(rank: int, world: int, path: str, steps: int) -> Any:
@@ -190,7 +192,7 @@ def adopting(rank: int, world: int, url: str, stop: int | None = None, adopt: bo
         die()
 
     options = {"adopt": True, "guards": False} if adopt else {"guards": False, "probe_steps": 0}
-    callback = saving(url, scheme="auto", save_last=False, **options)
+    callback = saving(url, scheme="auto", **options)
     kill = [At(stop, end)] if stop else []
     trainer, state = trained(
         world, module, *kill, callback, max_steps=20, limit_val_batches=2, val_check_interval=5
@@ -202,7 +204,7 @@ def measured(rank: int, world: int, url: str, scheme: str) -> Any:
     """A training whose checkpoints are measured on validation batches, also after steps from them, or exact."""
     seed(rank, 1)
     module = Sharded()
-    callback = saving(url, scheme=scheme, save_last=False, search_overhead=math.inf, probe_steps=3)
+    callback = saving(url, scheme=scheme, search_overhead=math.inf, probe_steps=3)
     trainer, state = trained(world, module, callback, max_steps=9, limit_val_batches=2, val_check_interval=2)
     reports = saver_of(callback).reports()
     said = [
@@ -327,11 +329,12 @@ def uses(rank: int, world: int, url: str) -> dict[str, Any]:
     seen["never"] = reports_of(anew)
 
     for name, options in {
-        "step_log": {"step_log": "exact", "step_log_url": "/dev/shm/none"},
-        "near": {"near": "/tmp/near"},
-        "weights_only": {"weights_only": True},
+        "step_log": {"step_log": "exact", "log_url": "/dev/shm/none"},
+        "near": {},
+        "keep_optimizer": {"keep_optimizer": 0},
     }.items():
-        other = saving(f"{url}-{name}", **options)
+        there = Stores(f"{url}-{name}", near="/tmp/near" if name == "near" else None)
+        other = saving(there, **options)
         seen[name] = told(lambda other=other: trained(world, Sharded(by_step=True), other, max_steps=1))
     stranger = Sharded(by_step=True)
     stranger.net = Toy(rows=5)

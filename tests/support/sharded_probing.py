@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import support.baseline_schemes  # noqa: F401 - for a scheme of theirs
 import torch
+from support.options import grouped
 from support.sharded import OPTIMIZERS, Toy, batch, build, full_state, train, warm
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -62,7 +63,12 @@ def shards_and_whole(rank: int, world: int, url: str, kind: str, limit: int | No
         return own
 
     checkpointer = shrinkpoint.Checkpointer(
-        url, model, optimizer, every=2, busy="wait", threads=1, evaluate=evaluate, save_last=False
+        url,
+        model,
+        optimizer,
+        every=2,
+        evaluate=evaluate,
+        advanced=shrinkpoint.Advanced(busy="wait", threads=1),
     )
     if limit is not None:
         checkpointer.saver._limit = limit
@@ -121,7 +127,7 @@ def traces(rank: int, world: int, url: str, kind: str, measured: bool) -> Any:
     if measured:
         given = {"evaluate": evaluate, "train_loss": lambda index: loss(800 + index), **TRIAL}
     checkpointer = shrinkpoint.Checkpointer(
-        url, model, optimizer, every=2, busy="wait", threads=1, save_last=False, **given
+        url, model, optimizer, **grouped(every=2, busy="wait", threads=1, **given)
     )
     checkpointer.resume()
     torch.manual_seed(5 + rank)
@@ -195,15 +201,16 @@ def stepped(rank: int, world: int, url: str, kind: str, limit: int | None = None
         url,
         model,
         optimizer,
-        every=2,
-        busy="wait",
-        threads=1,
-        evaluate=evaluate,
-        train_loss=train_loss,
-        clip_grad_norm=_clip(kind),
-        save_last=False,
-        max_degradation=0.5,  # else what the trial tells of the loss's fall makes the moments finer than those tried
-        **TRIAL,
+        **grouped(
+            every=2,
+            evaluate=evaluate,
+            train_loss=train_loss,
+            clip_grad_norm=_clip(kind),
+            max_degradation=0.5,
+            busy="wait",
+            threads=1,
+            **TRIAL,
+        ),
     )
     if limit is not None:
         checkpointer.saver._limit = limit
@@ -224,7 +231,9 @@ def trained(rank: int, world: int, url: str, kind: str, restored: bool) -> list[
     """
     model, optimizer = build(kind, world, rank, **SIZE)
     if restored:
-        checkpointer = shrinkpoint.Checkpointer(url, model, optimizer, threads=1, save_last=False)
+        checkpointer = shrinkpoint.Checkpointer(
+            url, model, optimizer, advanced=shrinkpoint.Advanced(threads=1)
+        )
         assert checkpointer.resume() == 2
         checkpointer.close()
     else:
@@ -292,13 +301,14 @@ def steps_failing(rank: int, world: int, url: str, how: str) -> Any:
             url,
             model,
             optimizer,
-            every=1,
-            busy="wait",
-            threads=1,
-            save_last=False,
-            evaluate=lambda: losses_on(model, [0, 1]),
-            train_loss=train_loss,
-            **TRIAL,
+            **grouped(
+                every=1,
+                evaluate=lambda: losses_on(model, [0, 1]),
+                train_loss=train_loss,
+                busy="wait",
+                threads=1,
+                **TRIAL,
+            ),
         )
         checkpointer.saver._probe._patience_s = 2.0  # type: ignore[union-attr]  # instead of 300
         checkpointer.resume()
@@ -321,12 +331,9 @@ def bounded(rank: int, world: int, url: str, options: dict[str, Any], steps: int
             url,
             model,
             optimizer,
-            every=1,
-            busy="wait",
-            threads=1,
-            save_last=False,
-            evaluate=lambda: losses_on(model, [0, 1, 2, 3]),
-            **options,
+            **grouped(
+                every=1, evaluate=lambda: losses_on(model, [0, 1, 2, 3]), busy="wait", threads=1, **options
+            ),
         )
         start = checkpointer.resume()
         for step in range(start, start + steps):
@@ -357,10 +364,8 @@ def failing(rank: int, world: int, url: str, how: str) -> Any:
             model,
             optimizer,
             every=1,
-            busy="wait",
-            threads=1,
-            save_last=False,
             evaluate=evaluate,
+            advanced=shrinkpoint.Advanced(busy="wait", threads=1),
         )
         checkpointer.saver._probe._patience_s = 2.0  # type: ignore[union-attr]  # instead of 300
         checkpointer.resume()
@@ -380,7 +385,11 @@ def leaves(rank: int, world: int, url: str, action: Callable[[], None] | None = 
     model, optimizer = build("fsdp", world, rank, **SIZE)
     train(model, optimizer, 0)
     checkpointer = shrinkpoint.Checkpointer(
-        url, model, optimizer, busy="wait", threads=1, evaluate=lambda: losses_on(model, [0])
+        url,
+        model,
+        optimizer,
+        evaluate=lambda: losses_on(model, [0]),
+        advanced=shrinkpoint.Advanced(busy="wait", threads=1),
     )
     checkpointer.resume()
     checkpointer.save(1)

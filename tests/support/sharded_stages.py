@@ -36,7 +36,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
 
 def _checkpointer(url: str, model: Any, optimizer: Any) -> Any:
     return shrinkpoint.Checkpointer(
-        url, model, optimizer, scheme="lossless", busy="wait", threads=1, save_last=False
+        url, model, optimizer, scheme="lossless", advanced=shrinkpoint.Advanced(busy="wait", threads=1)
     )
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.options import leave
 from torch import nn
 
 import shrinkpoint
@@ -21,20 +22,16 @@ class SmallLogTraining:
         self.truth: dict[int, dict[str, torch.Tensor]] = {}
         more = {
             name: fields.pop(name)
-            for name in ("every", "keep_last", "options", "storage_options")
+            for name in ("every", "keep_last", "scheme", "storage_options")
             if name in fields
         }
         self.checkpointer = shrinkpoint.Checkpointer(
             str(url),
             self.model,
             self.optimizer,
-            scheme=scheme,
-            save_last=False,
-            compile_ahead=False,
-            step_log=StepLog(kind="small", **{"segment_steps": 2, "overhead": None, **fields}),
-            step_log_url=log,
+            step_log=StepLog(kind="small", **{"segment_steps": 2, "overhead": None, "url": log, **fields}),
             scheduler=self.scheduler,
-            **{"every": 10, **more},
+            **{"scheme": scheme, "every": 10, **more},
         )
 
     @property
@@ -61,6 +58,10 @@ class SmallLogTraining:
             self.log.flush()
             self.truth[step + 1] = {name: t.clone() for name, t in self.model.state_dict().items()}
         return self
+
+    def leave(self) -> None:
+        """Close the log and the run, without a last save."""
+        leave(self.checkpointer)
 
     def crash(self) -> None:
         """What remains after a kill -9: all whole segments."""

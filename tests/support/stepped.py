@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.options import grouped, leave
 from torch import nn
 from torch.nn import functional
 
@@ -127,24 +128,22 @@ class Training:
 
     def log(self, url: str, log: str | None, *, every: int = 5, steps: int = 2, **options: Any) -> "Training":
         """Give it a checkpointer; with a log of its steps if there is a place for it."""
-        logged = (
-            {} if log is None else {"step_log": shrinkpoint.StepLog(segment_steps=steps), "step_log_url": log}
-        )
+        logged = {} if log is None else {"step_log": shrinkpoint.StepLog(segment_steps=steps), "log_url": log}
         self.checkpointer = shrinkpoint.Checkpointer(
             url,
             self.model,
             self.optimizer,
-            **{
-                "every": every,
-                "scheme": "lossless",
-                "save_last": False,
-                "compile_ahead": False,
-                "scheduler": self.scheduler,
-                "batches": self.batches,
-                **self.stateful,
-                **logged,
-                **options,
-            },
+            **grouped(
+                **{
+                    "every": every,
+                    "scheme": "lossless",
+                    "scheduler": self.scheduler,
+                    "batches": self.batches,
+                    **self.stateful,
+                    **logged,
+                    **options,
+                }
+            ),
         )
         return self
 
@@ -183,6 +182,10 @@ class Training:
                 self.checkpointer.step(step + 1)
                 self.checkpointer.flush()
         return losses
+
+    def leave(self) -> None:
+        """Close the log and the run, without a last save."""
+        leave(self.checkpointer)
 
     def crash(self) -> None:
         """What remains after a kill -9: all that was written, and no hooks."""

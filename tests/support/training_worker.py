@@ -21,7 +21,7 @@ import torch
 from support.journal import Journal
 from torch import nn
 
-from shrinkpoint import Checkpointer, SaverConfig
+from shrinkpoint import Advanced, Checkpointer
 
 __all__ = ["Scheme", "TrainingConfig", "state_digest", "train"]
 
@@ -74,10 +74,8 @@ def train(config: TrainingConfig) -> None:
         return nn.functional.mse_loss(model(batch), batch.flip(1))
 
     lossy = config.scheme == "inshrinkerator"
-    saver = SaverConfig(
-        scheme=config.scheme,
+    advanced = Advanced(
         busy="wait",
-        keep_last=config.keep_last,
         grace_s=config.grace_s,
         threads=1,
         key_every=4,
@@ -88,7 +86,9 @@ def train(config: TrainingConfig) -> None:
         model,
         optimizer,
         evaluate=(lambda: float(loss(held_out))) if lossy else None,
-        config=saver,
+        scheme=config.scheme,
+        keep_last=config.keep_last,
+        advanced=advanced,
     )
     start = checkpointer.resume()
     journal.write("resumed", step=start, digest=state_digest(model.state_dict(), [optimizer.state_dict()]))

@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from support.options import grouped
 from support.transformers_models import Setup, train
 from transformers import TrainerCallback
 
@@ -55,10 +56,10 @@ def main(folder: str, name: str) -> None:
         run = "undisturbed" if name == "adopting whole" else "run"
         options: dict[str, Any] = {"scheme": "lossless", "busy": "wait"}
         if name.startswith("adopting"):
-            options = {"adopt": True, "adoptions": 8, "max_degradation": 0.5}
+            options = {"adopt": 8, "max_degradation": 0.5}
         elif name.startswith("lossy"):
             options = {"busy": "wait", "max_degradation": 0.5}
-        saving = CompressedCheckpoint(f"{folder}/{run}", every_n_train_steps=5, **options)
+        saving = CompressedCheckpoint(f"{folder}/{run}", **grouped(every_n_train_steps=5, **options))
         callbacks = [Progress(Path(folder, "progress")), saving]
     outcome = train(SETUP, f"{folder}/output", *callbacks, seed=3 if name.endswith("whole") else os.getpid())
     torch.save(outcome, f"{folder}/{name}-{os.environ.get('RANK', '0')}.pt")

@@ -22,7 +22,7 @@ class AutoOptions:
 
     Examples:
         >>> from shrinkpoint.schemes.catalogue import AutoOptions
-        >>> config = shrinkpoint.SaverConfig(scheme="auto", options=AutoOptions(min_elements=1024))
+        >>> config = shrinkpoint.SaverConfig(scheme=AutoOptions(min_elements=1024))
     """
 
     weight_scale: float | None = None

@@ -39,7 +39,7 @@ class InshrinkeratorOptions:
 
     Examples:
         >>> from shrinkpoint.schemes.catalogue import InshrinkeratorOptions
-        >>> config = shrinkpoint.SaverConfig(scheme="inshrinkerator", options=InshrinkeratorOptions(min_elements=500))
+        >>> config = shrinkpoint.SaverConfig(scheme=InshrinkeratorOptions(min_elements=500))
     """
 
     alpha: float = 0.01

@@ -208,7 +208,7 @@ class ExcpOptions(ExcpSettings):
 
     Examples:
         >>> from shrinkpoint.schemes.catalogue import ExcpOptions
-        >>> config = shrinkpoint.SaverConfig(scheme="excp", options=ExcpOptions(alpha=1e-4, coder="rans"))
+        >>> config = shrinkpoint.SaverConfig(scheme=ExcpOptions(alpha=1e-4, coder="rans"))
     """
 
     coder: SymbolCoder = "lzma"

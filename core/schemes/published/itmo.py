@@ -41,7 +41,7 @@ class ItmoOptions(ExcpSettings):
 
     Examples:
         >>> from shrinkpoint.schemes.catalogue import ItmoOptions
-        >>> config = shrinkpoint.SaverConfig(scheme="itmo", options=ItmoOptions(width=64))
+        >>> config = shrinkpoint.SaverConfig(scheme=ItmoOptions(width=64))
     """
 
     width: int = 32

@@ -54,7 +54,7 @@ class LCCheckpointOptions(WeightOptions):
 
     Examples:
         >>> from shrinkpoint.schemes.catalogue import LCCheckpointOptions
-        >>> config = shrinkpoint.SaverConfig(scheme="lc-checkpoint", options=LCCheckpointOptions(bits=4, moments="levels"))
+        >>> config = shrinkpoint.SaverConfig(scheme=LCCheckpointOptions(bits=4, moments="levels"))
     """
 
     bits: int = 3

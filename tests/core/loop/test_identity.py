@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.options import grouped
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -36,7 +37,7 @@ def stored(url, make, **stateful):
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    checkpointer = shrinkpoint.Checkpointer(url, net, optimizer, scheme="lossless", save_last=False)
+    checkpointer = shrinkpoint.Checkpointer(url, net, optimizer, scheme="lossless")
     checkpointer.save(10, wait=True)
     checkpointer.close()
 
@@ -45,7 +46,7 @@ def resumed(url, make, net=None):
     net = net or model()
     before = [parameter.clone() for parameter in net.parameters()]
     optimizer = make(net)
-    checkpointer = shrinkpoint.Checkpointer(url, net, optimizer, scheme="lossless", save_last=False)
+    checkpointer = shrinkpoint.Checkpointer(url, net, optimizer, scheme="lossless")
     try:
         return checkpointer.resume(), net
     except StateMismatchError:
@@ -192,9 +193,7 @@ def test_names_are_looked_up_once_for_all_saves(tmp_path, monkeypatch):
     )
     net = model()
     optimizer = torch.optim.SGD(net[0].parameters(), 1e-3)
-    checkpointer = shrinkpoint.Checkpointer(
-        tmp_path / "run", net, optimizer, scheme="lossless", save_last=False
-    )
+    checkpointer = shrinkpoint.Checkpointer(tmp_path / "run", net, optimizer, scheme="lossless")
     for step in (1, 2):
         checkpointer.save(step, wait=True)
     optimizer.add_param_group({"params": net[2].parameters()})
@@ -247,9 +246,7 @@ def test_schedulers_are_known_by_their_class_and_the_names_of_their_functions():
 def schedules(url, make):
     net = model()
     optimizer = adamw(net)
-    return shrinkpoint.Checkpointer(
-        url, net, optimizer, scheme="lossless", save_last=False, scheduler=make(optimizer)
-    )
+    return shrinkpoint.Checkpointer(url, net, optimizer, scheme="lossless", scheduler=make(optimizer))
 
 
 @pytest.mark.parametrize(
@@ -287,8 +284,8 @@ def scaled(url, *, enabled, seed):
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0 * seed, enabled=enabled)
-    given = {"scheme": "lossless", "save_last": False, "scaler": scaler}
-    return net, scaler, shrinkpoint.Checkpointer(url, net, optimizer, **given)
+    given = {"scheme": "lossless", "scaler": scaler}
+    return net, scaler, shrinkpoint.Checkpointer(url, net, optimizer, **grouped(**given))
 
 
 def test_a_disabled_scaler_and_an_enabled_one_are_told_apart_before_anything_is_restored(tmp_path):
@@ -342,7 +339,7 @@ def one_optimizer(net):
 
 
 def save_model(url, net):
-    checkpointer = shrinkpoint.Checkpointer(url, net, one_optimizer(net), scheme="lossless", save_last=False)
+    checkpointer = shrinkpoint.Checkpointer(url, net, one_optimizer(net), scheme="lossless")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         checkpointer.save(10, wait=True)

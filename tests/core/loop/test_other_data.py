@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
 from torch import nn
 
 import shrinkpoint
@@ -36,7 +37,7 @@ def _checkpointer(url: Path, loader: Any, **options: Any) -> tuple[Any, Any]:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = shrinkpoint.Checkpointer(
-        url, model, optimizer, scheme="lossless", compile_ahead=False, loader=loader, **options
+        url, model, optimizer, **grouped(scheme="lossless", loader=loader, **options)
     )
     return made, model
 

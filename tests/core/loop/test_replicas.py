@@ -52,4 +52,4 @@ def test_a_signal_to_one_process_ends_all_after_an_exact_save(tmp_path: Path) ->
 
 def test_processes_that_were_given_different_options(tmp_path: Path) -> None:
     answers = launch(differing, 2, tmp_path, str(tmp_path / "run"))
-    assert all("rank 1 adoptions=6: every rank must give the same" in answer for answer in answers)
+    assert all("rank 1 adopt=6: every rank must give the same" in answer for answer in answers)

@@ -26,7 +26,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def replica(folder: Path, name: str = "run", **options: Any) -> Replica:
-    log = {"step_log": shrinkpoint.StepLog(segment_steps=2, overhead=None), "step_log_url": f"{folder}/log"}
+    log = {"step_log": shrinkpoint.StepLog(segment_steps=2, overhead=None), "log_url": f"{folder}/log"}
     return Replica(0, 1, f"{folder}/{name}", **{**LOGGED, "every": 6, **log, **options})
 
 
@@ -91,7 +91,7 @@ def test_the_state_before_the_replay_is_restored(
 
 @pytest.mark.parametrize("every", [6, 50])
 def test_the_log_is_replayed(every: int, alone: Path) -> None:
-    true = replica(alone, "whole", every=every, step_log=None, step_log_url=None, adopt=False)
+    true = replica(alone, "whole", every=every, step_log=None, log_url=None, adopt=False)
     whole = true.run(STEPS).noted
     true.checkpointer.close()
     killed = replica(alone, every=every).run(11)
@@ -139,7 +139,7 @@ def kept(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
 
 def test_a_small_log_of_several_processes(alone: Path) -> None:
     log = shrinkpoint.StepLog(kind="small", segment_steps=2, overhead=None)
-    made = replica(alone, every=2, step_log=log, step_log_url=None)
+    made = replica(alone, every=2, step_log=log, log_url=None)
     for step in range(9):
         made.run(step + 1)
         made.checkpointer.flush()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
 
 import shrinkpoint
 from shrinkpoint.errors import ConfigError
@@ -24,9 +25,7 @@ def _handlers_of_before() -> Iterator[None]:
 def _checkpointer(url: Any, **options: Any) -> Any:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return shrinkpoint.Checkpointer(
-        url, model, optimizer, every=100, scheme="lossless", compile_ahead=False, **options
-    )
+    return shrinkpoint.Checkpointer(url, model, optimizer, **grouped(every=100, scheme="lossless", **options))
 
 
 @pytest.mark.parametrize("then", [None, signal.SIGTERM])

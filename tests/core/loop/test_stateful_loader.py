@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.options import grouped
 from torch import nn
 
 import shrinkpoint
@@ -31,7 +32,7 @@ def losses(url: Path, until: int, *, workers: int, log: dict[str, str]) -> dict[
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = StatefulDataLoader(_Data(), batch_size=4, shuffle=True, num_workers=workers)
     checkpointer = shrinkpoint.Checkpointer(
-        url, model, optimizer, every=None, scheme="lossless", compile_ahead=False, loader=loader, **log
+        url, model, optimizer, **grouped(every=None, scheme="lossless", loader=loader, **log)
     )
     step, found = checkpointer.resume(), {}
     while step < until:
@@ -62,7 +63,7 @@ def test_continues_bit_by_bit(tmp_path, killed, workers):
 
 
 def test_continues_bit_by_bit_after_replayed_steps(tmp_path):
-    log = {"step_log": "exact", "step_log_url": str(tmp_path / "log")}
+    log = {"step_log": "exact", "log_url": str(tmp_path / "log")}
     whole = losses(tmp_path / "whole", _STEPS, workers=0, log={})
     first = losses(tmp_path / "run", 2, workers=0, log={})
     logged = losses(tmp_path / "run", 8, workers=0, log=log)

@@ -5,11 +5,13 @@ import warnings
 
 import pytest
 import torch
+from support.options import grouped
 from torch import nn
 from torch.nn.utils import prune
 
 import shrinkpoint
 from shrinkpoint import Checkpointer
+from shrinkpoint.config import Advanced
 from shrinkpoint.errors import ShrinkpointWarning, StateMismatchError
 
 beside = pytest.mark.filterwarnings("ignore:the optimizer trains .* are saved by their places")
@@ -47,7 +49,9 @@ class Training:
             self.optimizers = [torch.optim.AdamW([{"params": beside, "lr": 0.02}, {"params": trained}], 0.01)]
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 2, 0.9)
         given = {"scheme": "lossless", "every": 2, "busy": "wait", **options}
-        self.checkpointer = Checkpointer(url, self.model, self.optimizers, scheduler=self.scheduler, **given)
+        self.checkpointer = Checkpointer(
+            url, self.model, self.optimizers, **grouped(scheduler=self.scheduler, **given)
+        )
 
     def run(self, until):
         first = self.checkpointer.resume()
@@ -112,7 +116,9 @@ def test_their_moments_are_coded_and_they_themselves_exact(tmp_path):
         return model, head, optimizer, data, evaluate
 
     model, head, optimizer, data, evaluate = made()
-    checkpointer = Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, busy="wait", every=20)
+    checkpointer = Checkpointer(
+        tmp_path, model, optimizer, evaluate=evaluate, every=20, advanced=Advanced(busy="wait")
+    )
     for step in range(40):
         head(model(data)).square().mean().backward()
         optimizer.step()

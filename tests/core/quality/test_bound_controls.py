@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.containers import identical
 from support.optimizers import Lion
+from support.options import grouped
 from support.training import TinyGPT
 from torch import nn
 from torch.nn import functional
@@ -35,7 +36,7 @@ class Training:
         self.optimizer = optimizer(self.model)
         measured = evaluate if evaluate is not None else self.held_out
         given = {"evaluate": lambda: measured(self.model), "busy": "wait", **options}
-        self.checkpointer = Checkpointer(str(url), self.model, self.optimizer, **given)
+        self.checkpointer = Checkpointer(str(url), self.model, self.optimizer, **grouped(**given))
         self.steps = self.checkpointer.resume()
 
     @staticmethod
@@ -106,7 +107,7 @@ def lion(model):
 @pytest.mark.parametrize("step", [4, 8, 64])
 def test_forced_wide_moments_are_stored_exactly(tmp_path, step, optimizer):
     options = AutoOptions(first_moment_step=step)
-    training = Training(tmp_path, optimizer=optimizer, options=options).train()
+    training = Training(tmp_path, optimizer=optimizer, scheme=options).train()
     report, saved = training.save()
     assert (report.scheme, report.measured) == ("lossless", "exact")
     assert report.reason.endswith("stored exactly")
@@ -117,7 +118,7 @@ def test_forced_wide_moments_are_stored_exactly(tmp_path, step, optimizer):
 @pytest.mark.parametrize("step", [4, 8, 64])
 def test_without_guards_forced_wide_moments_are_no_farther_from_the_truth_than_zeros(tmp_path, step):
     options = AutoOptions(first_moment_step=step)
-    training = Training(tmp_path, options=options, guards=False).train()
+    training = Training(tmp_path, scheme=options, guards=False).train()
     report, saved = training.save()
     assert report.scheme == "auto"
     restored = training.restored(tmp_path)
@@ -199,15 +200,15 @@ def constant(model):
 @pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
 def test_forced_wide_weights_are_refused_for_what_training_has_moved(tmp_path, evaluate):
     options = AutoOptions(weight_scale=64)
-    training = Training(tmp_path, evaluate=evaluate, options=options).train()
+    training = Training(tmp_path, evaluate=evaluate, scheme=options).train()
     report, saved = training.save()
     assert report.scheme == "lossless"
     assert "what training has moved it by since the last checkpoint: stored exactly" in report.reason
-    assert identical(training.restored(tmp_path, options=options).to_object(), saved.to_object())
+    assert identical(training.restored(tmp_path, scheme=options).to_object(), saved.to_object())
 
 
 def test_forced_wide_weights_are_refused_by_an_evaluation_that_sees_them(tmp_path):
-    report, _ = Training(tmp_path, options=AutoOptions(weight_scale=64)).train().save()
+    report, _ = Training(tmp_path, scheme=AutoOptions(weight_scale=64)).train().save()
     assert (report.scheme, report.measured) == ("lossless", "exact")
 
 

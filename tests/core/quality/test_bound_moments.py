@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.options import grouped
 from torch import nn
 
 import shrinkpoint
@@ -41,7 +42,7 @@ class Process:
         self.optimizer = optimizer(self.model.parameters())
         evaluate = {"evaluate": lambda: self.model.losses(10_000)} if measured else {}
         self.checkpointer = shrinkpoint.Checkpointer(
-            str(url), self.model, self.optimizer, busy="wait", **evaluate, **options
+            str(url), self.model, self.optimizer, **grouped(busy="wait", **evaluate, **options)
         )
         self.steps = self.checkpointer.resume()
 

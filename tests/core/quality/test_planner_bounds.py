@@ -428,14 +428,15 @@ def test_one_batch_that_sees_is_enough(states):
 
 
 def test_a_loss_near_zero_is_bounded_relative_to_the_floor(states):
+    """Of a loss of 0 a rise of 1e-8 is one of 100 %, and one of 1e-16 is nothing."""
     measured = {}
-    for floor in (1e-8, 1.0):
-        run = Run(states, loss_floor=floor)
-        run.measure = lambda weights, run=run: 1e-8 * run.distance(weights)
+    for unit in (1e-8, 1e-16):
+        run = Run(states)
+        run.measure = lambda weights, run=run, unit=unit: unit * run.distance(weights)
         plan = run.save(resume=False)
         assert (plan.baseline, plan.measured) == (0.0, "measured")
-        measured[floor] = plan.scale
-    assert measured[1e-8] < measured[1.0] / 10
+        measured[unit] = plan.scale
+    assert measured[1e-8] < measured[1e-16] / 10
 
 
 # ---- the reported cost of a restore

@@ -276,7 +276,7 @@ def test_after_forgetting_nothing_is_known_without_a_beginning(monkeypatch, obje
 def test_a_save_that_fails_leaves_the_movement_counted_from_the_last_one_that_was_stored(
     monkeypatch, objects
 ):
-    loop = Loop(monkeypatch, objects, max_failures=9)
+    loop = Loop(monkeypatch, objects)
     loop.begin()
     loop.train()
     first = loop.save()

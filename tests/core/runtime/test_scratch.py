@@ -188,14 +188,14 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
 
 
 def test_adoption_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"adopt=True with scratch_folder="):
-        SaverConfig(adopt=True, adoptions=3, scratch_folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"adopt with scratch_folder="):
+        SaverConfig(adopt=3, scratch_folder=tmp_path)
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs a file system in memory")
 def test_a_folder_in_memory_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(match=r"scratch_folder='/dev/shm' is in memory itself \(tmpfs\)"):
-        Saver(str(tmp_path / "run"), SaverConfig(scratch_folder="/dev/shm", compile_ahead=False)).check()
+        Saver(str(tmp_path / "run"), SaverConfig(scratch_folder="/dev/shm")).check()
     Scratch(tmp_path).look()
 
 

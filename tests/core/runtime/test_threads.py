@@ -35,7 +35,7 @@ def loss():
     return (model(data) - data).square().mean()
 
 
-config = {"threads": 4, "scheme": sys.argv[2], "evaluate": lambda: loss().item()}
+config = {"scheme": sys.argv[2], "evaluate": lambda: loss().item(), "advanced": shrinkpoint.Advanced(threads=4)}
 checkpointer = shrinkpoint.Checkpointer(sys.argv[1], model, optimizer, every=5, **config)
 atexit.register(checkpointer.close)
 for step in range(checkpointer.resume() + 1, 9):

@@ -14,7 +14,7 @@ import shrinkpoint
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
 optimizer = torch.optim.AdamW(model.parameters())
 evaluate = (lambda: 1.0) if sys.argv[2] == "raised" else None
-checkpointer = shrinkpoint.Checkpointer(sys.argv[1], model, optimizer, evaluate=evaluate, threads=2, keep_last=2)
+checkpointer = shrinkpoint.Checkpointer(sys.argv[1], model, optimizer, evaluate=evaluate, keep_last=2, advanced=shrinkpoint.Advanced(threads=2))
 checkpointer.save(1)
 if sys.argv[2] == "raised":
     raise ValueError("the training's own")

@@ -108,8 +108,8 @@ def test_unplanned_save_is_exact_and_changes_nothing(tmp_path, undisturbed):
 
 def test_last_save_is_exact(tmp_path, undisturbed):
     true, _ = undisturbed
-    first = Training().save_to(tmp_path / "run", save_last=True).run(2 * EVERY + 1)
-    first.end()
+    first = Training().save_to(tmp_path / "run").run(2 * EVERY + 1)
+    first.checkpointer.close()
     again = Training().save_to(tmp_path / "run")
     assert again.reached == 2 * EVERY + 1
     assert_same(again.run(STEPS).end(), true)
@@ -262,22 +262,17 @@ def test_nan_is_not_adopted(tmp_path):
         ({"scheme": "excp"}, "only 'auto' is quantized such that a replay gets the same values"),
         ({"scheme": "inshrinkerator"}, "search by time"),
         ({"scheme": "lossless"}, "exact already"),
-        ({"weights_only": True}, "weights_only=True"),
+        ({"keep_optimizer": 0}, "keep_optimizer=0"),
         ({"every": None}, "needs every="),
-        ({"adoptions": None}, "needs adoptions="),
-        ({"adoptions": 0}, "adoptions must be a positive integer"),
-        ({"adopt": "yes"}, "adopt must be True or False"),
+        ({"adopt": True}, "give their number, as in adopt=200"),
+        ({"adopt": 0.5}, "adopt must be True, False, or the number"),
+        ({"adopt": "yes"}, "adopt must be True, False, or the number"),
         ({"step_log": "exact"}, "exclude each other"),
     ],
 )
 def test_refused(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         Training().save_to(tmp_path / "run", **options)
-
-
-def test_adoptions_without_adopt_are_refused():
-    with pytest.raises(ConfigError, match="with adopt=True only"):
-        shrinkpoint.SaverConfig(adoptions=3)
 
 
 def test_unsuitable_tensors():
@@ -359,9 +354,9 @@ def test_copies_are_stored_exactly_with_the_reason(tmp_path):
 
 
 def test_an_outage_does_not_end_training(tmp_path, monkeypatch, undisturbed):
-    """Of the default of max_failures=3, five saves fail; what is stored afterwards, and before, is the undisturbed run's."""
+    """Five saves fail, and two would do; what is stored afterwards, and before, is the undisturbed run's."""
     true, _ = undisturbed
-    training = Training().save_to(tmp_path / "run", max_failures=3).run(EVERY)
+    training = Training().save_to(tmp_path / "run").run(EVERY)
     training.checkpointer.flush()
     assert [m.step for m in shrinkpoint.Saver(tmp_path / "run").store.manifests()] == [EVERY]
     monkeypatch.setattr(RunWriter, "commit", away_program.away)
@@ -381,9 +376,11 @@ def test_an_outage_does_not_end_training(tmp_path, monkeypatch, undisturbed):
 def test_a_store_that_is_gone_ends_training_after_hours(tmp_path, monkeypatch):
     hours = iter(range(100))
     monkeypatch.setattr("shrinkpoint.saving.under_way.monotonic", lambda: 3600.0 * next(hours))
-    training = Training(average=False).save_to(tmp_path / "run", max_failures=2)
+    training = Training(average=False).save_to(tmp_path / "run")
     monkeypatch.setattr(RunWriter, "commit", away_program.away)
-    with pytest.raises(SaveFailedError, match=r"max_failures=2, and the store has been away for 3\.0 hours"):
+    with pytest.raises(
+        SaveFailedError, match=r"3rd failure in a row, and the store has been away for 3\.0 hours"
+    ):
         training.run(STEPS)
     assert 4 * EVERY <= training.reached <= 5 * EVERY
     training.checkpointer.saver.close()
@@ -452,10 +449,7 @@ def _tables(folder, url):
         net,
         optimizer,
         every=EVERY,
-        adopt=True,
-        adoptions=4,
-        save_last=False,
-        compile_ahead=False,
+        adopt=4,
         evaluate=lambda: [float((net.mapped @ net.noise).square().mean()) + 1 for _ in range(2)],
         max_degradation=0.5,
         wide=_Wide(net),
@@ -492,7 +486,7 @@ def test_mapped_expanded_and_other_tensors_that_stay(tmp_path):
 
 
 def test_saves_at_every_step_are_said_at_the_second(tmp_path):
-    training = Training(average=False).save_to(tmp_path / "run", every=1, adoptions=STEPS)
+    training = Training(average=False).save_to(tmp_path / "run", every=1, adopt=STEPS)
     training.run(1)
     with pytest.warns(
         ShrinkpointWarning, match=r"training waits for \d+% of its time: .* s at this save, of .* s since"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
 from typer.testing import CliRunner
 
 import shrinkpoint
@@ -20,7 +21,7 @@ def trained(
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"scheme": "lossless", "busy": "wait", "grace_s": 0, "monitor": "val_loss", **options}
-    checkpointer = shrinkpoint.Checkpointer(str(url), model, optimizer, **given)
+    checkpointer = shrinkpoint.Checkpointer(str(url), model, optimizer, **grouped(**given))
     for step in range(checkpointer.resume() if resume else 0, total):
         optimizer.zero_grad()
         model(torch.ones(1, 2)).square().sum().backward()

@@ -9,6 +9,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from support.options import grouped
 
 import shrinkpoint
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
@@ -47,8 +48,8 @@ def _checkpointer(**options: Any) -> Any:
         optimizer.zero_grad()
 
     train()
-    given = {"every": 1, "compile_ahead": False, "evaluate": lambda: float(model(inputs).square().mean())}
-    made = shrinkpoint.Checkpointer("slow://bucket/run", model, optimizer, **{**given, **options})
+    given = {"every": 1, "evaluate": lambda: float(model(inputs).square().mean())}
+    made = shrinkpoint.Checkpointer("slow://bucket/run", model, optimizer, **grouped(**{**given, **options}))
     made.train = train
     return made
 

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from support.options import grouped
 from support.training import OPTIMIZERS, TinyMLP, train
 from torch import nn
 from typer.testing import CliRunner
@@ -27,7 +28,7 @@ def make(url, **options):
     model = TinyMLP()
     optimizer = OPTIMIZERS["AdamW"](model)
     options = {"scheme": "lossless", "keep_last": 3, "every": 1, **options}
-    return model, optimizer, Checkpointer(str(url), model, optimizer, **options)
+    return model, optimizer, Checkpointer(str(url), model, optimizer, **grouped(**options))
 
 
 def diverging(url, *, healthy, diverged, **options):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_objects import FakeObjects
+from support.options import grouped
 from support.training import OPTIMIZERS, TinyMLP, train
 from typer.testing import CliRunner
 
@@ -27,7 +28,7 @@ def training(url: Path, until: int, *, size: int = 64, forget: bool = False, **o
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         checkpointer = Checkpointer(
-            str(url), model, optimizer, scheme="lossless", compile_ahead=False, **{"keep_last": 2, **options}
+            str(url), model, optimizer, **grouped(scheme="lossless", **{"keep_last": 2, **options})
         )
         start = 0 if forget else checkpointer.resume()
         for step in range(start, until):

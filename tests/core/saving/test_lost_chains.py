@@ -24,9 +24,7 @@ class Run:
         torch.manual_seed(0)
         self.url, self.model, self.step = url, TinyMLP(), 0
         self.optimizer = OPTIMIZERS["AdamW"](self.model)
-        self.checkpointer = Checkpointer(
-            str(url), self.model, self.optimizer, scheme="lossless", compile_ahead=False
-        )
+        self.checkpointer = Checkpointer(str(url), self.model, self.optimizer, scheme="lossless")
 
     def save(self, times: int = 1) -> None:
         for _ in range(times):
@@ -88,7 +86,14 @@ def test_resume_of_a_run_whose_commits_are_gone_does_not_start_at_step_0(run: Ru
         with pytest.raises(StoreError, match="lists no checkpoint"):
             Checkpointer(str(run.url), run.model, run.optimizer, resume=policy).resume()  # type: ignore[arg-type]
     (run.url.parent / "away").rename(commits)
-    assert Checkpointer(str(run.url), run.model, run.optimizer, compile_ahead=False).resume() == 2
+    assert (
+        Checkpointer(
+            str(run.url),
+            run.model,
+            run.optimizer,
+        ).resume()
+        == 2
+    )
 
 
 def test_resume_where_all_listings_are_empty_does_not_start_at_step_0(
@@ -101,13 +106,24 @@ def test_resume_where_all_listings_are_empty_does_not_start_at_step_0(
         patch.setattr(LocalObjects, "list", lambda objects, prefix, limit=None: [])
         with pytest.raises(StoreError, match="listings are not to be believed"):
             Checkpointer(str(run.url), run.model, run.optimizer, resume="auto").resume()
-    assert Checkpointer(str(run.url), run.model, run.optimizer, compile_ahead=False).resume() == 2
+    assert (
+        Checkpointer(
+            str(run.url),
+            run.model,
+            run.optimizer,
+        ).resume()
+        == 2
+    )
 
 
 def test_resume_of_a_run_that_was_never_saved_is_told_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.checkpointer.close()
     monkeypatch.setattr(identity, "_begun_here", set())  # as in another process
-    again = Checkpointer(str(run.url), run.model, run.optimizer, compile_ahead=False)
+    again = Checkpointer(
+        str(run.url),
+        run.model,
+        run.optimizer,
+    )
     with pytest.warns(ShrinkpointWarning, match="was begun before .*starts afresh"):
         assert again.resume() == 0
     again.close()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.cli_runs import STEPS, make_run
 from support.containers import identical
+from support.options import grouped
 from support.training import OPTIMIZERS, TinyMLP, train
 from typer.testing import CliRunner
 
@@ -17,7 +18,7 @@ import shrinkpoint.saving.slimming as slimming
 from shrinkpoint.cli.app import app
 from shrinkpoint.coding.selective import sources_of_run
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.meta import is_weights_only
 from shrinkpoint.saving.slimming import Slimmer, make_weights, without_optimizer
@@ -273,7 +274,7 @@ def loop(
     optimizer = OPTIMIZERS["AdamW"](model)
     model.inner.weight.requires_grad_(not frozen)
     options = {"scheme": "lossless", "threads": 1, "every": 1, "key_every": 2} | options
-    with shrinkpoint.Checkpointer(str(url), model, optimizer, **options) as checkpointer:
+    with shrinkpoint.Checkpointer(str(url), model, optimizer, **grouped(**options)) as checkpointer:
         first = checkpointer.resume()
         for step in range(first, steps.stop):
             train(model, optimizer, range(1))
@@ -318,12 +319,12 @@ def test_a_base_that_is_stored_once_does_not_hold_them_up_for_ever(tmp_path: Pat
 
 
 def test_a_checkpointer_of_weights_alone(tmp_path: Path) -> None:
-    model, _, _ = loop(tmp_path / "run", range(3), weights_only=True)
+    model, _, _ = loop(tmp_path / "run", range(3), keep_optimizer=0)
     for manifest in RunStore(tmp_path / "run").manifests():
         assert is_weights_only(manifest.meta)
         assert "exp_avg" not in manifest.meta["save"]["sections"]
     with pytest.warns(ShrinkpointWarning, match="resumed weights of step 3"):
-        again, optimizer, first = loop(tmp_path / "run", range(3), weights_only=True)
+        again, optimizer, first = loop(tmp_path / "run", range(3), keep_optimizer=0)
     assert first == 3
     assert identical(dict(again.state_dict()), dict(model.state_dict()))
     assert optimizer.state_dict()["state"] == {}
@@ -339,9 +340,8 @@ def test_weights_alone_are_measured_against_the_bound_too(tmp_path: Path) -> Non
         model,
         optimizer,
         every=1,
-        weights_only=True,
-        threads=1,
         evaluate=lambda: [float(model.loss(seed)) for seed in range(100, 104)],
+        advanced=shrinkpoint.Advanced(keep_optimizer=0, threads=1),
     ) as checkpointer:
         for step in range(2):
             train(model, optimizer, range(1))
@@ -364,8 +364,3 @@ def test_the_state_of_optimizers_is_known_by_its_form() -> None:
     assert kept["n"] == (1, 2)
     plain = TrainingState.capture({"model": model.state_dict()})
     assert without_optimizer(plain) is plain
-
-
-def test_both_together_are_refused() -> None:
-    with pytest.raises(ConfigError, match="give one of them"):
-        SaverConfig(weights_only=True, keep_optimizer=2)

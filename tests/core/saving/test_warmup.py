@@ -15,7 +15,6 @@ from support.training import TinyMLP
 
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError
 from shrinkpoint.saver import Saver, decode_checkpoint
 from shrinkpoint.saving import warmup
 from shrinkpoint.saving.warmup import Warmup
@@ -182,15 +181,6 @@ def test_close_ends_it_without_a_word(child, tmp_path: Path) -> None:
     assert child.end() == ""
 
 
-def test_can_be_declined(child, tmp_path: Path) -> None:
-    child(WAITS)
-    saver = Saver(str(tmp_path / "run"), SaverConfig(compile_ahead=False))
-    saver.check()
-    assert saver._warmup._child is None
-    with pytest.raises(ConfigError, match="compile_ahead"):
-        SaverConfig(compile_ahead=1)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("how", ["ends", "killed"])
 def test_it_does_not_outlive_the_training(tmp_path: Path, how: str) -> None:
     parent = subprocess.Popen(
@@ -242,7 +232,7 @@ def test_modules_are_those_of_the_training(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_restore_has_the_cache_for_itself(child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, config = str(tmp_path / "run"), SaverConfig(scheme="lossless", compile_ahead=False)
+    url, config = str(tmp_path / "run"), SaverConfig(scheme="lossless")
     first = Saver(url, config)
     first.save({"weight": torch.zeros(8)}, step=1, wait=True)
     first.close()

@@ -16,6 +16,7 @@ from support.baseline_schemes import TopN, Uniform
 from support.chains import decode_chain, save_chain, state_of
 from support.containers import take_apart
 from support.format_codecs import read_chain
+from support.options import grouped
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, capture, train
 from torch import nn
 from typer.testing import CliRunner
@@ -259,7 +260,7 @@ def save_run(url: str, optimizer: Any, saves: int = 2, **config: Any) -> list[Sa
     torch.manual_seed(0)
     model = Wide()
     optimizers = optimizer(model.parameters(), lr=1e-3)
-    with shrinkpoint.Checkpointer(url, model, optimizers, **config) as checkpointer:
+    with shrinkpoint.Checkpointer(url, model, optimizers, **grouped(**config)) as checkpointer:
         checkpointer.resume()
         for step in range(1, saves + 1):
             model(torch.randn(8, 160)).square().mean().backward()

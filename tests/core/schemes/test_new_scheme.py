@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tomllib
 import torch
+from support.options import grouped
 from typer.testing import CliRunner
 
 import shrinkpoint
@@ -39,8 +40,8 @@ def loss():
 
 
 def trained():
-    options = {"scheme": "half", "compile_ahead": False}
-    with shrinkpoint.Checkpointer(url, model, optimizer, evaluate=loss, every=2, busy="wait", **options) as checkpointer:
+    options = {"scheme": "half"}
+    with shrinkpoint.Checkpointer(url, model, optimizer, evaluate=loss, every=2, advanced=shrinkpoint.Advanced(busy="wait"), **options) as checkpointer:
         start = checkpointer.resume()
         for step in range(start or 0, 6):
             optimizer.zero_grad()
@@ -175,6 +176,8 @@ def test_a_scheme_of_this_library_looks_for_no_other_packages(
     optimizer = torch.optim.AdamW(model.parameters())
     for scheme in ("auto", "lossless"):
         options = {"scheme": scheme, "evaluate": lambda: 1.0, "every": 1}
-        with shrinkpoint.Checkpointer(f"{tmp_path}/{scheme}", model, optimizer, **options) as checkpointer:
+        with shrinkpoint.Checkpointer(
+            f"{tmp_path}/{scheme}", model, optimizer, **grouped(**options)
+        ) as checkpointer:
             checkpointer.save(1, wait=True)
         assert shrinkpoint.load_weights(f"{tmp_path}/{scheme}")

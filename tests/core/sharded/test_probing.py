@@ -203,8 +203,11 @@ def test_moments_take_as_many_bytes_on_any_number_of_ranks(tmp_path: Path) -> No
 
 
 def test_inshrinkerator_searches_on_shards(tmp_path: Path) -> None:
-    url, options = str(tmp_path / "run"), {"scheme": "inshrinkerator", "max_degradation": 0.5}
-    options |= {"search_overhead": 0.9, "options": {"min_elements": 100}, "guards": False}
+    url, options = (
+        str(tmp_path / "run"),
+        {"scheme": {"name": "inshrinkerator", "min_elements": 100}, "max_degradation": 0.5},
+    )
+    options |= {"search_overhead": 0.9, "guards": False}
     [(reports, state, _), (others, *_)] = launch(bounded, 2, tmp_path, url, options)
     assert {report.measured for report in reports} == {"measured"}
     assert sum(report.evaluations for report in reports) > 7, "three for each save without a search"
@@ -217,7 +220,7 @@ def test_inshrinkerator_searches_on_shards(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_settings_that_are_too_coarse_are_refused(tmp_path: Path) -> None:
-    coarse = {"scheme": "uniform", "options": {"bits": 2}}
+    coarse = {"scheme": {"name": "uniform", "bits": 2}}
     [(reports, *_), _] = launch(bounded, 2, tmp_path, str(tmp_path / "run"), coarse)
     assert {report.measured for report in reports} == {"exact"}
     assert "the settings given raise the loss by" in reports[0].reason

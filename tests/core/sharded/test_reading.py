@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shrinkpoint
-from shrinkpoint.coding.selective import Source, decode_batches, decode_rows, sources_of_run
+from shrinkpoint.coding.selective import Source, decode_batches, decode_checkpoint, sources_of_run
 from shrinkpoint.sharded import exchange, restoring
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS
 from shrinkpoint.state.specs import Role, TensorSpec
@@ -29,10 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         optimizer,
         every=1,
         scheme="lossless",
-        busy="wait",
-        threads=1,
-        key_every=9,
-        save_last=False,
+        advanced=shrinkpoint.Advanced(busy="wait", threads=1, key_every=9),
     )
     for step in range(2):
         for parameter in model.parameters():
@@ -99,14 +96,14 @@ def test_batches_are_the_same_rows_and_forget_what_they_have_read(
     store = RunStore(run)
     manifest = store.manifests()[0]
     chain = sources_of_run(store, manifest)
-    _, wanted, rows = decode_rows(chain, lambda header: header.tensors.keys())
+    wanted = decode_checkpoint(store, manifest).state
     opened: list[Source] = []
     original = Source.__init__
     monkeypatch.setattr(
         Source, "__init__", lambda self, *rest: (opened.append(self), original(self, *rest))[1]
     )
-    _, again, batches = decode_batches(chain, lambda header: header.tensors.keys(), batch=2**18)
-    assert again == wanted
+    _, named, batches = decode_batches(chain, lambda header: header.tensors.keys(), batch=2**18)
+    assert set(named) == wanted.tensors.keys()
     found: dict[str, torch.Tensor] = {}
     count = 0
     for batch in map(list, batches):
@@ -115,8 +112,8 @@ def test_batches_are_the_same_rows_and_forget_what_they_have_read(
         found |= {entry.spec.name: value for entry, _, value in batch}
         assert all(source._whole is None and not source._spans for source in opened)
     assert count > 5
-    assert found.keys() == {entry.spec.name for entry, _, _ in rows}
-    assert all(torch.equal(found[entry.spec.name], value) for entry, _, value in rows)
+    assert found.keys() == wanted.tensors.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.tensors.items())
 
 
 def test_a_range_that_was_damaged_on_its_way_is_read_again(
@@ -135,9 +132,9 @@ def test_a_range_that_was_damaged_on_its_way_is_read_again(
 
     monkeypatch.setattr(RunStore, "fetch_range", damaged)
     names = [f"model/{number}.weight" for number in range(3)]
-    _, _, rows = decode_rows(sources_of_run(store, manifest), lambda header: names)
+    _, _, batches = decode_batches(sources_of_run(store, manifest), lambda header: names)
     wanted = shrinkpoint.load(run)["model"]
-    for entry, _, value in rows:
+    for entry, _, value in (row for batch in batches for row in batch):
         if entry.spec.name in names:
             assert torch.equal(value, wanted[entry.spec.name.removeprefix("model/")])
     assert len(calls) > 3

@@ -13,12 +13,14 @@ from support.baseline_schemes import Uniform, UniformOptions
 from support.chains import decode_chain
 from support.containers import identical
 from support.format_codecs import read_chain
+from support.options import grouped
 from support.training import OPTIMIZERS, TinyGPT, TinyMLP, capture, train
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.coding.encode import encode_state, restored_values
+from shrinkpoint.config import Advanced
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.quality.guards import Guard
@@ -350,7 +352,10 @@ class Run:
 
         self.evaluate = evaluate
         self.checkpointer = Checkpointer(
-            str(url), self.model, self.optimizer, every=10, evaluate=evaluate, average=self.average, **options
+            str(url),
+            self.model,
+            self.optimizer,
+            **grouped(every=10, evaluate=evaluate, average=self.average, **options),
         )
 
     def train(self, until):
@@ -399,15 +404,14 @@ def test_an_average_that_can_be_iterated_over_is_coded_like_any_other(tmp_path, 
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
     optimizer, average = torch.optim.AdamW(model.parameters(), 1e-3), copy.deepcopy(model)
     held_out = torch.randn(64, 64)
-    options = {"adopt": True, "adoptions": 2} if adopt else {}
+    options = {"adopt": 2} if adopt else {}
     checkpointer = Checkpointer(
         str(tmp_path),
         model,
         optimizer,
-        every=20,
-        evaluate=lambda: (model(held_out) - held_out).pow(2).mean(),
-        average=average,
-        **options,
+        **grouped(
+            every=20, evaluate=lambda: (model(held_out) - held_out).pow(2).mean(), average=average, **options
+        ),
     )
     for step in range(checkpointer.resume(), 40):
         optimizer.zero_grad()
@@ -433,8 +437,7 @@ def test_steps_are_tried_with_the_average_that_would_be_restored(tmp_path):
         evaluate=run.evaluate,
         train_loss=run.model.loss,
         average=run.average,
-        search_overhead=math.inf,
-        probe_steps=3,
+        advanced=Advanced(search_overhead=math.inf, probe_steps=3),
     )
     run.checkpointer = checkpointer
     plain = Run(tmp_path / "plain", scheme="lossless")

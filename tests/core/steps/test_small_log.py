@@ -22,6 +22,7 @@ from shrinkpoint.errors import (
     ShrinkpointError,
     ShrinkpointWarning,
 )
+from shrinkpoint.schemes.auto.options import AutoOptions
 from shrinkpoint.steps.segment import Key, Place, Reference
 from shrinkpoint.steps.writer import chain_ends
 
@@ -33,7 +34,7 @@ WEIGHTS = ("0.weight", "2.weight")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SmallLogTraining]:
     folder = tmp_path_factory.mktemp("trained")
     training = SmallLogTraining(folder / "run").run(0, 27)
-    training.checkpointer.close()
+    training.leave()
     return folder / "run", training
 
 
@@ -70,7 +71,7 @@ def test_errors_do_not_accumulate(tmp_path):
     training = SmallLogTraining(tmp_path / "run", every=10).run(0, 11)
     training.checkpointer._every = None
     training.run(11, 61)
-    training.checkpointer.close()
+    training.leave()
     errors = [
         training.miss(step, shrinkpoint.load_weights(f"{tmp_path}/run#step={step}"), 10)
         for step in (15, 30, 60)
@@ -80,9 +81,9 @@ def test_errors_do_not_accumulate(tmp_path):
 
 
 def test_a_lossy_base_is_healed(tmp_path):
-    coarse = {"weight_scale": 0.25}
-    training = SmallLogTraining(tmp_path / "run", scheme="auto", options=coarse).run(0, 19)
-    training.checkpointer.close()
+    coarse = AutoOptions(weight_scale=0.25)
+    training = SmallLogTraining(tmp_path / "run", scheme=coarse).run(0, 19)
+    training.leave()
     assert training.log.off is None
     base = shrinkpoint.load_weights(f"{tmp_path}/run#step=10")
     lost = sum(float((base[name] - training.truth[10][name]).square().sum()) for name in WEIGHTS) ** 0.5
@@ -114,7 +115,7 @@ def test_a_run_without_a_log(tmp_path):
 
 
 def scheme_config():
-    return shrinkpoint.SaverConfig(scheme="lossless", compile_ahead=False)
+    return shrinkpoint.SaverConfig(scheme="lossless")
 
 
 def test_the_command_line(trained, tmp_path):
@@ -138,7 +139,7 @@ def test_the_command_line(trained, tmp_path):
 
 def test_a_log_in_a_folder_of_its_own(tmp_path):
     training = SmallLogTraining(tmp_path / "run", log=str(tmp_path / "log")).run(0, 15)
-    training.checkpointer.close()
+    training.leave()
     assert not (tmp_path / "run" / "steps").exists()
     with pytest.raises(NoCheckpointError, match="has no checkpoint of step 15"):
         shrinkpoint.load_weights(f"{tmp_path}/run#step=15")
@@ -150,7 +151,7 @@ def test_a_remote_run_and_several_stores():
     name = uuid4().hex
     for url in (f"memory://{name}/run", f"memory://{name}/a,memory://{name}/b,memory://{name}/c"):
         training = SmallLogTraining(url).run(0, 15)
-        training.checkpointer.close()
+        training.leave()
         assert training.log.off is None
         found = shrinkpoint.load_weights(f"{url}#step=15")
         assert torch.equal(found["1.running_mean"], training.truth[15]["1.running_mean"])
@@ -160,7 +161,7 @@ def test_every_third_step_only(tmp_path):
     training = SmallLogTraining(tmp_path / "run", every=10).run(0, 1)
     training.log.every = 3
     training.run(1, 30)
-    training.checkpointer.close()
+    training.leave()
     for step in range(24, 30):
         if step % 3 == 0:
             shrinkpoint.load_weights(f"{tmp_path}/run#step={step}")
@@ -201,19 +202,19 @@ def test_an_overhead_that_is_exceeded_is_reported(tmp_path):
         training.run(12, 40)
     assert training.log.every > 1
     assert training.log.share > 1e-6
-    training.checkpointer.close()
+    training.leave()
 
 
 def test_only_the_last_intervals_are_kept(tmp_path):
     training = SmallLogTraining(tmp_path / "run").run(0, 45)
-    training.checkpointer.close()
+    training.leave()
     with pytest.raises(NoCheckpointError):
         shrinkpoint.load_weights(f"{tmp_path}/run#step=19")
     for step in (35, 45):
         shrinkpoint.load_weights(f"{tmp_path}/run#step={step}")
     one, two = len(segments(tmp_path / "run")), 0
     training = SmallLogTraining(tmp_path / "more", keep=5).run(0, 45)
-    training.checkpointer.close()
+    training.leave()
     two = len(segments(tmp_path / "more"))
     assert one < two
     shrinkpoint.load_weights(f"{tmp_path}/more#step=19")
@@ -230,7 +231,7 @@ def test_a_checkpoint_that_is_committed_late_leaves_no_hole(tmp_path, monkeypatc
         committed(step)
     training.log.flush()
     training.run(25, 35)
-    training.checkpointer.close()
+    training.leave()
     for step in range(21, 35):
         if step not in (25, 26, 30, 31, 32):  # a new chain begins with a step that is not logged
             shrinkpoint.load_weights(f"{tmp_path}/run#step={step}")
@@ -263,7 +264,7 @@ def test_a_resume_continues_from_the_checkpoint_and_keeps_the_log(tmp_path):
     found = shrinkpoint.load_weights(f"{tmp_path}/run#step={logged}")
     assert first.miss(logged, found, 10) < 0.9
     second.run(10, 16)
-    second.checkpointer.close()
+    second.leave()
     assert second.miss(16, shrinkpoint.load_weights(f"{tmp_path}/run#step=16"), 11) < 1.5
 
 
@@ -274,7 +275,7 @@ def test_a_log_of_another_training_is_removed(tmp_path):
     assert fresh.checkpointer.resume() == 0
     fresh.log.flush()
     assert [path.name[:8] for path in segments(tmp_path / "run")] == ["00000002"]
-    fresh.checkpointer.close()
+    fresh.leave()
 
 
 def test_kill_9_leaves_every_whole_segment(tmp_path):
@@ -293,7 +294,7 @@ def test_kill_9_leaves_every_whole_segment(tmp_path):
         found = shrinkpoint.load_weights(f"{tmp_path}/run#step={step}")
         assert truth.miss(step, found, 10) < 0.9
         assert torch.equal(found["1.running_var"], truth.truth[step]["1.running_var"])
-    truth.checkpointer.close()
+    truth.leave()
 
 
 # ---- damage
@@ -360,7 +361,7 @@ def test_a_base_with_other_weights(copy):
     other = SmallLogTraining(run.parent / "other")
     with torch.no_grad():
         other.model[0].weight.add_(1)
-    other.run(0, 27).checkpointer.close()
+    other.run(0, 27).leave()
     for path in (run / "commits").glob("*.json"):
         path.unlink()
     for folder in ("commits", "data"):
@@ -375,7 +376,7 @@ def test_weights_that_are_not_finite(tmp_path):
     with torch.no_grad():
         training.model[0].weight[0, 0] = float("nan")
     training.run(16, 18)
-    training.checkpointer.close()
+    training.leave()
     with pytest.raises(NoCheckpointError, match=r"of '0\.weight' were not finite"):
         shrinkpoint.load_weights(f"{tmp_path}/run#step=17")
     shrinkpoint.load_weights(f"{tmp_path}/run#step=16")
@@ -389,7 +390,7 @@ def test_a_parameter_that_is_added_ends_the_log_and_not_the_training(tmp_path):
     ) as told:
         training.run(14, 16)
     assert len([one for one in told if "step log" in str(one.message)]) == 1
-    training.checkpointer.close()
+    training.leave()
 
 
 def test_a_tied_weight_that_is_untied_ends_the_log_and_is_never_read_as_tied(tmp_path):
@@ -399,7 +400,7 @@ def test_a_tied_weight_that_is_untied_ends_the_log_and_is_never_read_as_tied(tmp
     training.model[2].weight = torch.nn.Parameter(torch.zeros(64, 48))
     with pytest.warns(ShrinkpointWarning, match=r"the step log is off: the model's tensor '2\.weight' is"):
         training.run(14, 20)
-    training.checkpointer.close()
+    training.leave()
     assert training.log.written == 14
 
 
@@ -416,7 +417,7 @@ def test_a_store_that_fails_ends_the_log_and_not_the_training(tmp_path, monkeypa
     with pytest.warns(ShrinkpointWarning, match="the step log is off: the disk is full") as told:
         training.run(14, 25)
     assert len([one for one in told if "step log" in str(one.message)]) == 1
-    training.checkpointer.close()
+    training.leave()
     assert shrinkpoint.load_weights(f"{tmp_path}/run#step=20")
 
 

@@ -5,6 +5,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+from support.options import grouped
 from torch import nn
 
 import shrinkpoint
@@ -23,18 +24,12 @@ class Training:
         if own:
             self.optimizer.step = compiled  # type: ignore[method-assign]
         self.step, self.closure = compiled, closure
-        logged = (
-            {} if log is None else {"step_log": shrinkpoint.StepLog(segment_steps=2), "step_log_url": log}
-        )
+        logged = {} if log is None else {"step_log": shrinkpoint.StepLog(segment_steps=2), "log_url": log}
         self.checkpointer = shrinkpoint.Checkpointer(
             url,
             self.model,
             self.optimizer,
-            every=4,
-            scheme="lossless",
-            save_last=False,
-            busy="wait",
-            **logged,
+            **grouped(every=4, scheme="lossless", busy="wait", **logged),
         )
 
     def run(self, begin: int, end: int) -> list[float]:
@@ -107,8 +102,7 @@ def test_a_training_goes_on_under_a_log_as_without(kind: str):
             logged.optimizer,
             every=4,
             scheme="lossless",
-            step_log=kind,
-            step_log_url=f"memory://{name}/log",
+            step_log=shrinkpoint.StepLog(kind=kind, url=f"memory://{name}/log" if kind == "exact" else None),
         )
         assert logged.run(logged.checkpointer.resume(), 6) == losses
         logged.checkpointer.close()

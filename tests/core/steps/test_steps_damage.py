@@ -199,7 +199,7 @@ def test_a_checkpoint_that_the_log_does_not_know_is_not_continued(truth, tmp_pat
     without = Training().log(places[0], None, every=5)
     without.checkpointer.resume()
     without.run(0, 6)
-    without.checkpointer.close()
+    without.leave()
     again = Training().log(*places, every=50, steps=1)
     with pytest.warns(ShrinkpointWarning, match="does not continue step 5"):
         assert again.checkpointer.resume() == 5

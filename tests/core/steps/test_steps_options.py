@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+from support.options import grouped
 from support.stepped import Training
 
 import shrinkpoint
@@ -22,7 +23,7 @@ def refused(match: str, **options) -> None:
             options.pop("url", "memory://refused/run"),
             training.model,
             options.pop("optimizer", training.optimizer),
-            **{"scheme": "lossless", "step_log_url": "memory://refused/log", **options},
+            **grouped(**{"scheme": "lossless", "log_url": "memory://refused/log", **options}),
         )
 
 
@@ -32,20 +33,18 @@ def test_the_word():
 
 
 def test_a_folder_is_asked_for_with_the_bytes_per_hour():
-    refused(
-        r"GB per hour.*step_log_url=.*/dev/shm", step_log="exact", step_log_url=None, url="memory://far/run"
-    )
+    refused(r"GB per hour.*StepLog\(url=.*/dev/shm", step_log="exact", log_url=None, url="memory://far/run")
 
 
 @pytest.mark.parametrize("log", ["memory://refused/run", "memory://refused/run/log"])
 def test_a_log_within_the_run(log):
-    refused("is within the run", step_log="exact", step_log_url=log)
+    refused("is within the run", step_log="exact", log_url=log)
 
 
 def test_a_log_within_the_run_by_a_link(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    refused("is within the run", step_log="exact", url=f"{tmp_path}/run", step_log_url=f"{tmp_path}/link/log")
+    refused("is within the run", step_log="exact", url=f"{tmp_path}/run", log_url=f"{tmp_path}/link/log")
 
 
 def test_no_optimizer():
@@ -57,12 +56,10 @@ def test_a_scheme_that_is_not_exact():
 
 
 def test_weights_without_the_optimizer_s_state():
-    refused("weights_only=True does not store", step_log="exact", weights_only=True)
+    refused("keep_optimizer=0 does not store", step_log="exact", keep_optimizer=0)
 
 
-def test_options_of_a_log_without_one():
-    refused("give step_log='exact' too")
-    refused("after_step is of use with a step log only", step_log_url=None, after_step=lambda: None)
+def test_after_step_is_a_function():
     refused("after_step must be a function", step_log="exact", after_step=3)
 
 
@@ -100,7 +97,8 @@ def test_fields_of_the_other_kind(fields):
 
 
 def test_after_step_with_a_log_that_replays_nothing():
-    refused("step_log='exact' only", step_log="small", after_step=lambda: None, step_log_url=None)
+    with pytest.raises(ConfigError, match="kind='exact' only"):
+        StepLog(kind="small", after_step=lambda: None)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -124,7 +122,7 @@ def test_a_full_disk_ends_the_log_and_not_the_training(tmp_path, monkeypatch):
     with pytest.warns(ShrinkpointWarning, match="the step log is off: .*disk is full") as told:
         training.run(4, 8)
     assert len(told) == 1
-    training.checkpointer.close()
+    training.leave()
     assert training.checkpointer.saver.reports()[-1].step == 5
 
 
@@ -191,7 +189,7 @@ def test_segments_that_no_checkpoint_needs_are_removed(tmp_path):
     training = Training().log(f"memory://{uuid4().hex}/run", str(tmp_path))
     training.checkpointer.resume()
     training.run(0, 22)
-    training.checkpointer.close()
+    training.leave()
     (folder,) = tmp_path.iterdir()
     names = sorted(os.listdir(folder))
     assert names[0].endswith("-0000000000.steps")

@@ -290,11 +290,11 @@ def test_a_checkpoint_that_is_asked_for_is_what_one_gets(places):
 
 
 def test_what_was_replayed_is_saved_when_training_ends(places):
-    training = Training().log(*places, save_last=True)
+    training = Training().log(*places)
     training.checkpointer.resume()
     training.run(0, 9)
     training.crash()
-    with Training().log(*places, save_last=True).checkpointer as checkpointer:
+    with Training().log(*places).checkpointer as checkpointer:
         assert checkpointer.resume() == 9
     assert checkpointer.saver.store.manifests()[0].step == 9
     assert Training().log(*places).checkpointer.resume() == 9

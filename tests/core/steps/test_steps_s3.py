@@ -33,7 +33,7 @@ def objects(run: dict[str, Any], prefix: str) -> list[str]:
 def test_an_exact_log_without_a_folder_is_refused_with_its_bytes_per_hour(run: dict[str, Any]) -> None:
     training = Training()
     size = sum(p.nbytes for p in training.model.parameters())
-    with pytest.raises(ConfigError, match=r"GB per hour.*step_log_url=.*/dev/shm/steps") as refused:
+    with pytest.raises(ConfigError, match=r"GB per hour.*StepLog\(url=.*/dev/shm/steps") as refused:
         training.log(run["url"], None, step_log="exact", storage_options=run["storage_options"])
     assert f"{size / 1e6:.3g} MB; at one step per second, that is {3600 * size / 1e9:.3g} GB per hour" in str(
         refused.value
@@ -65,7 +65,7 @@ def test_an_exact_log_beside_the_run(run: dict[str, Any], server: S3Server) -> N
 @pytest.mark.slow
 def test_a_small_log_in_the_run(run: dict[str, Any]) -> None:
     training = SmallLogTraining(**run).run(0, 15)
-    training.checkpointer.close()
+    training.leave()
     assert training.log.off is None
     assert len(objects(run, "steps/")) > 2
     found = shrinkpoint.load_weights(f"{run['url']}#step=15", storage_options=run["storage_options"])

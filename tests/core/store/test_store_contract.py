@@ -17,6 +17,7 @@ from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.striped import StripedObjects
+from shrinkpoint.store.urls import Stores
 
 KEY = "data/000000000001-0123456789abcdef-0123456789abcdef.shrink"
 OTHER = "data/000000000002-0123456789abcdef-0123456789abcdef.shrink"
@@ -173,7 +174,7 @@ class TestStripedBuckets(ObjectStoreContract):
     @pytest.fixture
     def objects(self, server: S3Server, tmp_path: Path) -> ObjectStore:
         urls = [f"s3://{new_bucket(server)}/run", f"s3://{new_bucket(server)}/run", str(tmp_path / "run")]
-        return open_objects(urls, storage_options(server), parity=1)
+        return open_objects(Stores(urls, parity=1), storage_options(server))
 
 
 @pytest.mark.parametrize("kind", ["local", "s3", "several"])

@@ -6,6 +6,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from support.options import grouped
 
 import shrinkpoint
 from shrinkpoint.errors import SaveFailedError, ShrinkpointWarning, StoreError
@@ -60,10 +61,7 @@ def _checkpointer(storage_options: Any, **options: Any) -> Any:
         "guarded://bucket/run",
         model,
         optimizer,
-        scheme="lossless",
-        compile_ahead=False,
-        storage_options=storage_options,
-        **options,
+        **grouped(scheme="lossless", storage_options=storage_options, **options),
     )
 
 
@@ -89,11 +87,11 @@ def test_a_function_is_asked_again_when_the_token_has_ended(
 
 
 def test_an_ended_token_ends_no_training() -> None:
-    checkpointer = _checkpointer({"token": "morning"}, max_failures=2)
+    checkpointer = _checkpointer({"token": "morning"})
     checkpointer.save(1, wait=True)
     Guarded.valid = "evening"
     for step in range(2, 6):
-        with pytest.warns(ShrinkpointWarning, match=f"step {step} .*do not count towards max_failures"):
+        with pytest.warns(ShrinkpointWarning, match=f"step {step} .*do not count as failures"):
             checkpointer.save(step, wait=True)
     Guarded.valid = "morning"
     checkpointer.save(6, wait=True)
@@ -107,7 +105,7 @@ def test_a_login_that_fails_ends_no_training_either() -> None:
             raise OSError("the metadata service does not answer")
         return {"token": Guarded.valid}
 
-    checkpointer = _checkpointer(login, max_failures=1)
+    checkpointer = _checkpointer(login)
     checkpointer.save(1, wait=True)
     Guarded.valid = "evening"
     with pytest.warns(ShrinkpointWarning, match="metadata service"):
@@ -121,11 +119,14 @@ def test_other_failures_count(monkeypatch: pytest.MonkeyPatch) -> None:
     class DiskError(Exception):
         pass
 
-    checkpointer = _checkpointer({"token": "morning"}, max_failures=1)
+    checkpointer = _checkpointer({"token": "morning"})
     checkpointer.save(1, wait=True)
     monkeypatch.setattr(Guarded, "refusal", DiskError)
     Guarded.valid = "evening"
-    with pytest.raises(SaveFailedError, match="max_failures=1"):
+    for _ in range(2):
+        with pytest.warns(ShrinkpointWarning, match="in a row"):
+            checkpointer.save(2, wait=True)
+    with pytest.raises(SaveFailedError, match="the 3rd failure in a row"):
         checkpointer.save(2, wait=True)
 
 

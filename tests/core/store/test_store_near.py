@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
 from torch import nn
 from typer.testing import CliRunner
 
@@ -19,15 +20,19 @@ from shrinkpoint.errors import ConfigError, RunMismatchError, ShrinkpointWarning
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.near import NEAR_KEY
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.urls import Stores
 
 
 class Loop:
-    def __init__(self, url: Any, near: Path | None, **how: Any) -> None:
+    def __init__(self, url: Any, near: Path | None, near_keep: int = 2, **how: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(60, 60)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
         self.checkpointer = Checkpointer(
-            url, self.model, self.optimizer, scheme="lossless", every=1, busy="wait", near=near, **how
+            Stores(url, near=near, near_keep=near_keep),
+            self.model,
+            self.optimizer,
+            **grouped(scheme="lossless", every=1, busy="wait", **how),
         )
 
     def train(self, begin: int, end: int) -> "Loop":

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.options import grouped
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
@@ -24,7 +25,7 @@ from shrinkpoint.state.training import TrainingState
 
 
 def session(scheme: str, **given: Any) -> RunSession:
-    return RunSession(RunSettings.build(url="memory://hooks/run", scheme=scheme, **given))
+    return RunSession(RunSettings.build(url="memory://hooks/run", scheme=scheme, **grouped(**given)))
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_a_hook_that_hides_its_state(model: Any, tmp_path: Path) -> None:
     model.register_comm_hook(None, feeding_back)
     [message] = told_of(session("lossless"), model)
     assert re.search(r"feeding_back keeps a state of its own \('errors', a dict\)", message)
-    logs = session("lossless", step_log="exact", step_log_url=f"{tmp_path}/log")
+    logs = session("lossless", step_log="exact", log_url=f"{tmp_path}/log")
     with pytest.raises(ConfigError, match=r"step_log='exact' cannot continue .*feeding_back keeps a state"):
         logs.check_hooks(model)
 
@@ -105,7 +106,7 @@ def test_what_a_hook_keeps(given: Any, found: str | None, model: Any) -> None:
 
 def test_a_state_that_cannot_be_stored(model: Any, tmp_path: Path) -> None:
     model.register_comm_hook({"errors": [torch.ones(2), iter([])]}, hook)
-    logs = session("lossless", step_log="exact", step_log_url=f"{tmp_path}/log")
+    logs = session("lossless", step_log="exact", log_url=f"{tmp_path}/log")
     with pytest.raises(ConfigError, match=r"a dict, contains errors\[1\], a list_iterator, which cannot"):
         logs.check_hooks(model)
 

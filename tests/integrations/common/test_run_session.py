@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import grouped
 
 from shrinkpoint.errors import NoCheckpointError, SaveFailedError, ShrinkpointWarning, StoreError
 from shrinkpoint.integrations.common.run_session import RunSession
@@ -27,7 +28,9 @@ def _session(request: pytest.FixtureRequest) -> Make:
 
     def make(*, options: dict[str, Any] | None = None, **given: Any) -> RunSession:
         return RunSession(
-            RunSettings.build(url=url, **{"scheme": "lossless", "busy": "wait"} | (options or {}), **given)
+            RunSettings.build(
+                url=url, **grouped(**{"scheme": "lossless", "busy": "wait"} | (options or {})), **given
+            )
         )
 
     return make
@@ -206,7 +209,7 @@ def test_a_last_save_that_fails_is_made_up_for(session: Make, monkeypatch: pytes
 
 
 def test_an_end_that_cannot_be_saved_is_an_error(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = session(options={"max_failures": 1})
+    run = session()
     break_store(monkeypatch, times=9)
     save(run, 1)
     with pytest.raises(SaveFailedError, match="the disk is full"):

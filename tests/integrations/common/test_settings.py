@@ -63,7 +63,6 @@ def test_a_trailing_slash_makes_no_difference() -> None:
         ({"save_top_k": "3"}, "save_top_k='3'"),
         ({"save_top_k": "3", "monitor": "loss"}, "save_top_k='3'"),
         ({"save_top_k": 2}, "name it with monitor="),
-        ({"probe_batches": 0}, "probe_batches=0"),
         ({"resume": "yes"}, "resume='yes'"),
         ({"keep_last": 0}, "keep_last"),
         ({"mode": "least"}, "mode"),
@@ -95,8 +94,10 @@ def test_values_that_cannot_work(given: dict[str, Any], message: str) -> None:
         ("keep_lasts", "did you mean keep_last?"),
         ("storage_option", "did you mean storage_options?"),
         ("step_log", "the callbacks of Lightning and Composer, and Checkpointer"),
-        ("step_log_url", "the callbacks of Lightning and Composer, and Checkpointer"),
-        ("after_step", "give it to Checkpointer"),
+        ("step_log_url", "give step_log=shrinkpoint.StepLog(url=...)"),
+        ("save_last", "the last steps are always saved"),
+        ("threads", "give advanced=shrinkpoint.Advanced(threads=...)"),
+        ("parity", "give url=shrinkpoint.Stores(..., parity=...)"),
     ],
 )
 def test_an_unknown_option_is_told_what_to_use_instead(name: str, instead: str) -> None:

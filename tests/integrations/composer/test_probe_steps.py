@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.options import grouped
 
 pytest.importorskip("composer")
 
@@ -43,7 +44,7 @@ class Stepping(Callback):  # type: ignore[misc]
     """Goes on from a checkpoint of some batches before, again and again."""
 
     def __init__(self, *, steps: int = 4) -> None:
-        self.probe = LossProbe(batches=2)
+        self.probe = LossProbe()
         self.steps = StepProbe(self.probe, steps=steps)
         self.losses: list[list[float]] = []
         self.offered: list[bool] = []
@@ -130,7 +131,7 @@ def test_offers_nothing_without_batches() -> None:
 @pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
 def test_a_real_run_is_measured_after_resumed_steps_and_does_not_notice() -> None:
     setup = Setup(width=512, duration="2ep")
-    callback = CompressedCheckpoint("memory://composer-steps/on", **PROBED)
+    callback = CompressedCheckpoint("memory://composer-steps/on", **grouped(**PROBED))
     reports: list[Any] = []
 
     class Reading(Callback):  # type: ignore[misc]
@@ -151,7 +152,10 @@ def test_a_step_that_fails_is_told_once_and_harms_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr("shrinkpoint.integrations.composer.probe._total", fail)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        same(plain, fit(CompressedCheckpoint("memory://composer-steps/failing", **PROBED), setup=setup))
+        same(
+            plain,
+            fit(CompressedCheckpoint("memory://composer-steps/failing", **grouped(**PROBED)), setup=setup),
+        )
     told = [str(w.message) for w in caught if w.category is ShrinkpointWarning]
     assert len(told) == 1, told
     assert "MemoryError: too little" in told[0]

@@ -12,6 +12,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from support.lightning_models import Setup, Tiny, assert_same, fit
+from support.options import grouped
 from support.reports import saver_of
 from torch.amp.grad_scaler import GradScaler
 
@@ -172,7 +173,7 @@ def test_a_real_run_is_measured_after_resumed_steps_and_does_not_notice() -> Non
     setup = Setup(width=512)
 
     def saving(url: str, **options: Any) -> CompressedCheckpoint:
-        return CompressedCheckpoint(f"memory://lightning-steps/{url}", **{**PROBED, **options})
+        return CompressedCheckpoint(f"memory://lightning-steps/{url}", **grouped(**{**PROBED, **options}))
 
     plain = fit(setup=setup, max_epochs=2)
     callback = saving("on")
@@ -196,7 +197,7 @@ class Failing(Tiny):
 
 
 def test_a_step_that_fails_is_told_once_and_harms_nothing() -> None:
-    callback = CompressedCheckpoint("memory://lightning-steps/failing", **PROBED)
+    callback = CompressedCheckpoint("memory://lightning-steps/failing", **grouped(**PROBED))
     setup = Setup(width=512)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

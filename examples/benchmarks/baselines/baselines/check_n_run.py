@@ -51,7 +51,7 @@ class AdaptiveOptions(WeightOptions):
 
     Examples:
         >>> from baselines import AdaptiveOptions
-        >>> config = shrinkpoint.SaverConfig(scheme="adaptive", options=AdaptiveOptions(bits=8))
+        >>> config = shrinkpoint.SaverConfig(scheme=AdaptiveOptions(bits=8))
     """
 
     bits: int = 4

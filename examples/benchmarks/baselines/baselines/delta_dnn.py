@@ -38,7 +38,7 @@ class DeltaDnnOptions(WeightOptions):
 
     Examples:
         >>> from baselines import DeltaDnnOptions
-        >>> config = shrinkpoint.SaverConfig(scheme="delta-dnn", options=DeltaDnnOptions(error_bound=1e-4))
+        >>> config = shrinkpoint.SaverConfig(scheme=DeltaDnnOptions(error_bound=1e-4))
     """
 
     error_bound: float = 1e-3

@@ -51,7 +51,7 @@ class GoboOptions(WeightOptions):
 
     Examples:
         >>> from baselines import GoboOptions
-        >>> config = shrinkpoint.SaverConfig(scheme="gobo", options=GoboOptions(bits=5))
+        >>> config = shrinkpoint.SaverConfig(scheme=GoboOptions(bits=5))
     """
 
     bits: int = 3

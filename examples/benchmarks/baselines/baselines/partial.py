@@ -54,7 +54,7 @@ class PartialOptions(WeightOptions):
 
     Examples:
         >>> from baselines import PartialOptions
-        >>> config = shrinkpoint.SaverConfig(scheme="topn", options=PartialOptions(fraction=0.5))
+        >>> config = shrinkpoint.SaverConfig(scheme=PartialOptions(fraction=0.5))
     """
 
     fraction: float = 0.1
@@ -75,7 +75,7 @@ class ScarOptions(PartialOptions):
 
     Examples:
         >>> from baselines import ScarOptions
-        >>> config = shrinkpoint.SaverConfig(scheme="scar", options=ScarOptions(fraction=0.25))
+        >>> config = shrinkpoint.SaverConfig(scheme=ScarOptions(fraction=0.25))
     """
 
     fraction: float = 0.125

@@ -47,7 +47,7 @@ class UniformOptions(WeightOptions):
 
     Examples:
         >>> from baselines import UniformOptions
-        >>> config = shrinkpoint.SaverConfig(scheme="uniform", options=UniformOptions(bits=8))
+        >>> config = shrinkpoint.SaverConfig(scheme=UniformOptions(bits=8))
     """
 
     bits: int | None = None

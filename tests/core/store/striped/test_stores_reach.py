@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.cli_runs import STEPS, make_run
+from support.options import grouped
 from torch import nn
 from typer.testing import CliRunner
 
@@ -21,7 +22,7 @@ from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.store.connect import open_objects, shared_fate
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.urls import parse_url, split_urls, url_text
+from shrinkpoint.store.urls import Stores, parse_url, split_urls, url_text
 
 runner = CliRunner()
 
@@ -76,11 +77,11 @@ def test_a_list_as_text_names_the_same_places(urls: list[Any]) -> None:
 def test_a_comma_never_silently_means_parity(tmp_path: Path, how: str) -> None:
     urls = [str(tmp_path / name) for name in "abc"]
     url: Any = urls if how == "list" else ",".join(urls)
-    parity = 1 if how == "text and parity" else None
+    url = Stores(url, parity=1) if how == "text and parity" else url
     for _ in range(2):  # it is told where the run begins, and not again
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", ShrinkpointWarning)
-            saver = Saver(url, parity=parity)
+            saver = Saver(url)
             saver.check()
             saver.close()
         assert any("parity=1, for none was given" in str(w.message) for w in told) == (how == "text")
@@ -88,7 +89,7 @@ def test_a_comma_never_silently_means_parity(tmp_path: Path, how: str) -> None:
 
 
 def test_reports_hold_the_parity(tmp_path: Path) -> None:
-    saver = Saver([str(tmp_path / name) for name in "abcde"], parity=2)
+    saver = Saver(Stores([str(tmp_path / name) for name in "abcde"], parity=2))
     saver.save({"x": torch.ones(3)}, step=1, wait=True)
     saver.close()
     assert [(report.parity, report.redundancy) for report in saver.reports()] == [(2, 2)]
@@ -150,7 +151,7 @@ def test_an_address_of_several() -> None:
 )
 def test_what_cannot_work(urls: Any, how: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_objects(urls, **how)
+        open_objects(Stores(urls, how.pop("parity", None)), **how)
 
 
 def test_one_bucket_name_on_two_servers() -> None:
@@ -189,7 +190,7 @@ class Loop:
         self.model = nn.Linear(200, 200)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
         how = {"scheme": "lossless", "every": 1, "busy": "wait", **how}
-        self.checkpointer = Checkpointer(urls, self.model, self.optimizer, **how)
+        self.checkpointer = Checkpointer(urls, self.model, self.optimizer, **grouped(**how))
 
     def train(self, begin: int, end: int) -> None:
         for step in range(begin, end):
@@ -201,7 +202,7 @@ class Loop:
 
 def test_a_training_that_loses_a_store(tmp_path: Path) -> None:
     urls = [str(tmp_path / name) for name in "abc"]
-    loop = Loop(urls, parity=1)
+    loop = Loop(Stores(urls, parity=1))
     assert loop.checkpointer.resume() == 0
     loop.train(0, 2)
     loop.checkpointer.flush()
@@ -225,7 +226,7 @@ def test_a_log_of_steps_beside_one_and_several(tmp_path: Path, several: bool) ->
     urls = [str(tmp_path / name) for name in "abc"]
     log = {
         "step_log": StepLog(segment_steps=1, overhead=None),
-        "step_log_url": str(tmp_path / "steps"),
+        "log_url": str(tmp_path / "steps"),
         "every": 3,
     }
     loop = Loop(urls if several else urls[0], **log)

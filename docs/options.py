@@ -1,0 +1,90 @@
+"""Writes docs/options.md from the docstrings of the options. `python docs/options.py`; a test compares."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "docs" / "options.md"
+
+_HEAD = """# Options
+
+<!-- written by docs/options.py from the docstrings -->
+
+Most trainings need `url` and a schedule. The names and defaults are the same for all callbacks and for `Checkpointer`. Further options stand
+in four objects: `Advanced`, `Stores`, `StepLog`, and the options of a scheme ([configuration](reference/config.md)).
+In YAML each is a mapping of its fields; a scheme's has its `name` too.
+"""
+_WAYS = {
+    "Lightning": ("callbacks/lightning.py", "CompressedCheckpoint"),
+    "Composer": ("callbacks/composer.py", "CompressedCheckpoint"),
+    "Hugging Face": ("callbacks/transformers.py", "CompressedCheckpoint"),
+    "own loop": ("core/checkpointer.py", "Checkpointer"),
+}
+_GROUPS = {
+    "Advanced": ("core/config.py", "Passed as `advanced=`."),
+    "Stores": ("core/store/urls.py", "Passed as `url`."),
+    "StepLog": ("core/steps/options.py", "Passed as `step_log=`."),
+}
+_OBJECTS = {"model", "optimizer", "stateful"}  # of a loop: what is saved, and no options
+
+
+def _class(path: str, name: str) -> ast.ClassDef:
+    body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+    return next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def _arguments(node: ast.ClassDef) -> dict[str, str]:
+    """The constructor's arguments with their documentation."""
+    text = inspect.cleandoc(ast.get_docstring(node) or "")
+    part = re.split(r"^(?:Raises|Returns|Examples):$", text.split("\nArgs:\n")[1], flags=re.M)[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n(?!    \w+: ).*)*)", part, flags=re.M)
+    return {name: _line(words) for name, words in found if name not in _OBJECTS}
+
+
+def _defaults(node: ast.ClassDef) -> dict[str, str]:
+    init = next(each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
+    pairs = zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True)
+    return {name.arg: ast.unparse(value) for name, value in pairs if value is not None}
+
+
+def _fields(node: ast.ClassDef) -> list[tuple[str, str, str]]:
+    """Each field's name, default and documentation."""
+    rows = []
+    for item, after in zip(node.body, node.body[1:], strict=False):
+        if isinstance(item, ast.AnnAssign) and isinstance(after, ast.Expr):
+            assert isinstance(item.target, ast.Name)
+            assert isinstance(after.value, ast.Constant)
+            default = "" if item.value is None else f"`{ast.unparse(item.value)}`"
+            rows.append((item.target.id, default, _line(str(after.value.value))))
+    return rows
+
+
+def _line(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip().replace("``", "`").replace("|", "\\|")
+
+
+def page() -> str:
+    """The text of docs/options.md."""
+    lines = [_HEAD, "## Every way in\n", "| option | default | where | meaning |", "|---|---|---|---|"]
+    ways = {way: _class(*place) for way, place in _WAYS.items()}
+    documented = {way: _arguments(node) for way, node in ways.items()}
+    defaults = {name: value for node in ways.values() for name, value in _defaults(node).items()}
+    for name in dict.fromkeys(name for options in documented.values() for name in options):
+        where = [way for way, options in documented.items() if name in options]
+        shown = "all" if len(where) == len(ways) else ", ".join(where)
+        default = f"`{defaults[name]}`" if name in defaults else ""
+        lines.append(f"| `{name}` | {default} | {shown} | {documented[where[0]][name]} |")
+    for name, (path, how) in _GROUPS.items():
+        lines += [f"\n## `{name}`\n", f"{how}\n", "| field | default | meaning |", "|---|---|---|"]
+        lines += [
+            f"| `{field}` | {default} | {text} |" for field, default, text in _fields(_class(path, name))
+        ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    OUT.write_text(page(), encoding="utf-8")
