@@ -15,8 +15,15 @@ from support.payloads import check_survives, check_truncations, damaged, damages
 from support.teams import in_team
 
 from shrinkpoint.entropy.lstm import coder as lstm
-from shrinkpoint.entropy.lstm.coder import LstmOptions, decode_plane, encode_plane, uses_previous
-from shrinkpoint.entropy.lstm.initial import curves, new_learner, rarities
+from shrinkpoint.entropy.lstm.coder import (
+    LstmOptions,
+    curves,
+    decode_plane,
+    encode_plane,
+    new_learner,
+    rarities,
+    uses_previous,
+)
 from shrinkpoint.entropy.static.rans import encode_symbols
 from shrinkpoint.errors import ConfigError, CorruptionError, FormatError
 
