@@ -53,15 +53,7 @@ if TYPE_CHECKING:
     from shrinkpoint.entropy.lstm.chunk_kernels import Learner
     from shrinkpoint.entropy.lstm.network_kernels import Curves
 
-__all__ = [
-    "LstmOptions",
-    "curves",
-    "decode_plane",
-    "encode_plane",
-    "new_learner",
-    "rarities",
-    "uses_previous",
-]
+__all__ = ["LstmOptions", "decode_plane", "encode_plane", "uses_previous"]
 
 Span = tuple[int, int]
 
