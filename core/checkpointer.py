@@ -15,7 +15,7 @@ from torch import nn
 from shrinkpoint.config import Advanced, SaverConfig
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.ending import Ending
-from shrinkpoint.group.group import world
+from shrinkpoint.group.group import await_all, world
 from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
@@ -45,7 +45,7 @@ from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.urls import RunUrl
+from shrinkpoint.store.urls import RunUrl, Stores
 from shrinkpoint.warn import warn
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Checkpointer:
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
         resume: continue from the newest sound checkpoint if there is one (``auto``), never (a new training starts in
             the same run, whose checkpoints are kept), or refuse to start without one (``must``).
-        monitor: the metric by which `save_top_k` ranks; give it as ``metrics=`` of `step` or `save`.
+        monitor: the metric by which `save_top_k` ranks; give its value as ``metrics=`` of `step` or `save`.
         mode: whether the best metric is the least or the greatest.
         save_top_k: how many of the best to keep, in addition to the newest. 0 ranks none, -1 keeps every checkpoint.
         keep_last: how many of the newest to keep. None: all, or 3 where `monitor` says what else is kept.
@@ -150,6 +150,7 @@ class Checkpointer:
         **stateful: Any,
     ) -> None:
         check_policy(resume)
+        url = Stores.of(url) if isinstance(url, Mapping) else url
         check_options(
             url,
             every=every,
@@ -169,6 +170,9 @@ class Checkpointer:
         )
         require_states(stateful, _OPTIONS)
         refuse_deepspeed(model, optimizer if isinstance(optimizer, list) else [optimizer])
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(inner, nn.parallel.DistributedDataParallel):  # torch.compile around it has no state
+            model = inner
         sharded, several = has_shards(model), world().size > 1
         if config.adopt:
             check_adoption(config, every, step_log)
@@ -184,6 +188,8 @@ class Checkpointer:
             if sharded
             else LoopObjects
         )
+        if wrapped or replicated:
+            await_all("of a DDP training every process makes a Checkpointer, and gives it the DDP wrapper")
         self._objects = kind(model, optimizer, stateful)
         self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
         self._every = every
@@ -497,12 +503,14 @@ class Checkpointer:
         step = self._last_step
         if self._every is None or step is None:
             return
-        unchanged = self._versions == self._objects.changes
+        changed = self._versions != self._objects.changes
+        if not isinstance(self.saver, Saver):  # all ranks save, or none does
+            (changed,) = world().any_of(changed)
         self.saver.flush()
         if step == self._saved_step and not self.saver.failed:
             return
         error = sys.exc_info()[0]
-        if error is None and unchanged:
+        if error is None and not changed:
             self._save(step, self._last_metrics, wait=True)
             return
         why = (

@@ -39,7 +39,19 @@ _GONE = {
     "options": "give them as scheme=, as in scheme=ExcpOptions(alpha=1e-4)",
     "config": "give its fields, and advanced=shrinkpoint.Advanced(...)",
     "step_log_url": "give step_log=shrinkpoint.StepLog(url=...)",
-    "after_step": "give step_log=shrinkpoint.StepLog(after_step=...)",
+    "keep_best": "give save_top_k",
+    # of a framework in a loop, and of a loop in a framework, whose own words come before these
+    "every_n_train_steps": "give every, a number of steps",
+    "save_interval": "give every, a number of steps",
+    "every": "give every_n_train_steps (Lightning, Hugging Face) or save_interval (Composer)",
+    "evaluate": "leave it out: the trainer's own validation batches are taken",
+    "train_loss": "leave it out: the trainer's own training batches are taken",
+    "clip_grad_norm": "leave it out: the trainer's own is taken",
+    "urls": "give them as url, as in url=['/mnt/a/run', '/mnt/b/run']",
+    **{
+        name: f"give step_log=shrinkpoint.StepLog({name}=...)"
+        for name in ("after_step", "keep", "kind", "overhead", "quantization_step", "segment_steps")
+    },
 }
 
 
@@ -279,7 +291,12 @@ class SaverConfig(Advanced):
         Raises:
             ConfigError: a field has a value that cannot work.
         """
-        given = Advanced(**advanced) if isinstance(advanced, Mapping) else advanced or Advanced()
-        if not isinstance(given, Advanced):
-            raise ConfigError(f"advanced={brief(advanced)} must be shrinkpoint.Advanced(...), or None")
+        given = Advanced() if advanced is None else advanced
+        if isinstance(given, Mapping):
+            given = Advanced(**{str(name): value for name, value in given.items()})
+        # A SaverConfig has options that stand beside it, and would be dropped.
+        if type(given) is not Advanced:
+            raise ConfigError(
+                f"advanced={brief(advanced)} must be shrinkpoint.Advanced(...), a mapping of its fields, or None"
+            )
         return cls(**{item.name: getattr(given, item.name) for item in fields(Advanced)}, **options)

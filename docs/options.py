@@ -15,8 +15,25 @@ _HEAD = """# Options
 <!-- written by docs/options.py from the docstrings -->
 
 Most trainings need `url` and a schedule. The names and defaults are the same for all callbacks and for `Checkpointer`. Further options stand
-in four objects: `Advanced`, `Stores`, `StepLog`, and the options of a scheme ([configuration](reference/config.md)).
-In YAML each is a mapping of its fields; a scheme's has its `name` too.
+in four objects: `Advanced`, `Stores` and `StepLog`, of `shrinkpoint`, and the options of a scheme, of `shrinkpoint.schemes.catalogue`
+([configuration](reference/config.md)). In YAML each is a mapping of its fields; a scheme's has its `name` too.
+
+```python
+from shrinkpoint import Advanced, Stores
+from shrinkpoint.schemes.catalogue import ExcpOptions
+
+CompressedCheckpoint(
+    Stores(["/mnt/a/run-7", "/mnt/b/run-7", "/mnt/c/run-7"], parity=1),
+    scheme=ExcpOptions(alpha=1e-4),
+    advanced=Advanced(busy="wait", guards=False),
+)
+```
+
+```yaml
+url: {urls: [/mnt/a/run-7, /mnt/b/run-7, /mnt/c/run-7], parity: 1}
+scheme: {name: excp, alpha: 1.0e-4}
+advanced: {busy: wait, guards: false}
+```
 """
 _WAYS = {
     "Lightning": ("callbacks/lightning.py", "CompressedCheckpoint"),

@@ -149,6 +149,8 @@ class Background:
             state: its tensors, or those of them that this rank owns.
             lasting: as of `MovementTracker.note`.
         """
+        self.failed = False
+        self._failures.passed()  # what was not stored is left behind
         if self.adopting is not None:
             self._adopt_planned(parent, reference, state)
             return
@@ -293,9 +295,9 @@ class Background:
         Whatever is raised, nothing that was stored before is harmed, and the caller must `forget` the chain: the
         commit may have happened without our learning of it.
         """
-        self._ready()
-        started, spent = time.perf_counter(), self._spent_s()
         try:
+            self._ready()
+            started, spent = time.perf_counter(), self._spent_s()
             state, movement = self._state(job)
             choice: Choice | None = None
             report: SaveReport | None = None

@@ -6,17 +6,23 @@ that two threads use at once aborts the process, so background threads have a `s
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import cached_property
+from itertools import count
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 import shrinkpoint.errors as errors
+from shrinkpoint.runtime.progress import waiting_for
 
-__all__ = ["Alone", "Distributed", "Group", "world"]
+__all__ = ["Alone", "Distributed", "Group", "await_all", "world"]
 
 T = TypeVar("T")
+
+_AWAITS_S = 600.0
+_meetings = count()
 
 
 class Group(ABC):
@@ -189,3 +195,25 @@ def rebuilt(kind: str, message: str, *, rank: int) -> Exception:
     own = isinstance(found, type) and issubclass(found, errors.ShrinkpointError)
     text = f"on rank {rank}: {message}" if own else f"on rank {rank}: {kind}: {message}"
     return found(text) if own and found is not None else errors.ShrinkpointError(text)
+
+
+def await_all(rule: str) -> None:
+    """Wait until every process has come here as often as this one, without a collective, which training's own might meet.
+
+    Args:
+        rule: who comes here, for messages.
+
+    Raises:
+        ConfigError: not all have come in ten minutes.
+    """
+    group, number = world(), next(_meetings)
+    if group.size == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"shrinkpoint/{number}/{group.rank}", "here")
+    keys = [f"shrinkpoint/{number}/{rank}" for rank in range(group.size)]
+    try:
+        with waiting_for(f"waiting for the other processes: {rule}"):
+            store.wait(keys, timedelta(seconds=_AWAITS_S))
+    except RuntimeError as error:
+        raise errors.ConfigError(f"{rule}: in {_AWAITS_S:.0f} s not all of the {group.size} did") from error

@@ -119,10 +119,13 @@ class CopiedObjects(ShardedObjects):
         self._wrapper = model
         if world().is_first:
             _warn_of_sums(model, world().size)
+        if world().is_first and not model.broadcast_buffers and any(True for _ in model.module.buffers()):
+            warn("DDP(broadcast_buffers=False): a resume gives every process the buffers of the first one")
 
     def state(self, step: int) -> dict[str, Any]:
-        """See `LoopObjects.state`."""
-        return {**super().state(step), _BUCKETS: bucket_order(self._wrapper)}
+        """See `LoopObjects.state`; a collective, since one process alone may fail to give its own."""
+        state = world().on_every(lambda: ShardedObjects.state(self, step))
+        return {**state, _BUCKETS: bucket_order(self._wrapper)}
 
     def copied(self, spec: TensorSpec) -> bool:
         """Parameters and their optimizers' state; of buffers the first rank's counts, whose DDP gives them to all."""

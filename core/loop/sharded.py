@@ -167,9 +167,10 @@ class ShardedObjects(LoopObjects):
             return
         if ranks["rank"] >= ranks["stored"]:
             diverge_rng(ranks["rank"])
-        if self.stateful and warns and ranks["rank"] == 0:
+        if warns and ranks["rank"] == 0:
             names = ", ".join(sorted(self.stateful))
+            theirs = f". The state of {names} is rank 0's on every rank" if names else ""
             warn(
-                f"the run was written by {ranks['stored']} ranks, and is continued by {ranks['here']}: the state of {names} is"
-                " rank 0's on every rank"
+                f"the run was written by {ranks['stored']} ranks, and is continued by {ranks['here']}: it goes on from the same weights,"
+                f" but not bit by bit{theirs}"
             )

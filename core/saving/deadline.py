@@ -51,7 +51,7 @@ class Deadline:
             self._warned = True
             warn(
                 f"a save at a signal will not fit into deadline_s={self._seconds:g}: this run's saves show that a state of this size takes"
-                f" {needed[fastest]:.3g} s, {fastest}. Save more often, so that a planned save is near, or to a faster store (near=)"
+                f" {needed[fastest]:.3g} s, {fastest}. Save more often, so that a planned save is near, or to a faster store"
             )
         if exact and way != _EXACTLY:
             warn(

@@ -47,7 +47,7 @@ class SaveUnderWay:
         seconds = round(time.monotonic() - self._since)
         how_long = f"has been under way for {seconds} s" if seconds else "is still under way"
         warn(
-            f"{count} skipped: that of step {self._step} {how_long}{why}. Training does not wait for it; busy='wait' would"
+            f"{count} skipped: that of step {self._step} {how_long}{why}. Training does not wait for it; Advanced(busy='wait') would"
         )
 
     def waiting(self, where: str, whose: str = "") -> AbstractContextManager[object]:
@@ -124,6 +124,10 @@ class Failures:
         )
         fatal.__cause__ = error
         return fatal
+
+    def passed(self) -> None:
+        """Training goes on from a checkpoint: what could not be stored before is no loss of it; failures in a row still count."""
+        self._last = None
 
     def require_none(self) -> None:
         """Raise at a training's end what no later save makes up for.

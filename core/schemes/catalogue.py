@@ -40,7 +40,12 @@ __all__ = [
     "CODECS",
     "ENTRIES",
     "SCHEMES",
+    "AutoOptions",
     "Choice",
+    "ExcpOptions",
+    "InshrinkeratorOptions",
+    "ItmoOptions",
+    "LCCheckpointOptions",
     "SchemeEntry",
     "build",
     "check_options",
@@ -235,7 +240,11 @@ def chosen_scheme(given: object, options: object = None) -> tuple[str, Any]:
     """
     if isinstance(given, Mapping):
         more = dict(given)
-        given, options = more.pop("name", None), more
+        if "name" not in more:
+            raise ConfigError(
+                f"scheme={more!r} lacks the scheme's name: add it, as in {{'name': 'excp', 'alpha': 1e-4}}"
+            )
+        given, options = more.pop("name"), more or None
     elif not isinstance(given, str):
         owner = next((name for name, entry in _known() if type(given) is entry.options), None)
         given, options = owner if owner is not None else given, given
@@ -269,7 +278,7 @@ def check_options(name: str, options: object) -> None:
             if options_of(name) is not None
             else "takes none"
         )
-        raise ConfigError(f"options={options!r}: the scheme {name!r} {take}")
+        raise ConfigError(f"{options!r}: the scheme {name!r} {take}")
 
 
 def build(name: str, options: object, save_context: SaveContext) -> Scheme:

@@ -140,5 +140,5 @@ def refuse_options(url: RunUrl, config: SaverConfig) -> None:
             )
     if config.frozen == "reference":
         raise ConfigError(
-            "frozen='reference' is not supported for sharded models yet, nor for DDP wrappers: give frozen='store'"
+            "frozen='reference' is not supported for sharded models yet, nor for DDP wrappers: give Advanced(frozen='store')"
         )

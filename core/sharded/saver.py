@@ -10,7 +10,7 @@ import torch
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.job import Job
-from shrinkpoint.errors import ConfigError, SaveFailedError, StoreError
+from shrinkpoint.errors import ConfigError, NoCheckpointError, SaveFailedError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.group.mailbox import Mailbox
@@ -21,7 +21,7 @@ from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saver import Restored
 from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.meta import lineage_of, not_finite_text
+from shrinkpoint.saving.meta import is_weights_only, lineage_of, not_finite_text
 from shrinkpoint.saving.request import SaveRequest, StateSaver
 from shrinkpoint.saving.takeover import Takeover, WaitingShare
 from shrinkpoint.saving.under_way import SaveUnderWay
@@ -47,6 +47,8 @@ from shrinkpoint.store.urls import RunUrl, Stores, url_text
 from shrinkpoint.warn import warn
 
 __all__ = ["ShardedSaver"]
+
+_APPEARS_S = 10.0  # a network's file system may remember for a while that a file was not there
 
 Targets = Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]]
 
@@ -127,6 +129,8 @@ class ShardedSaver(StateSaver):
         group.on_every(self._open)
         chain = self._chain
         self._session = group.on_first(lambda: chain.open().session if chain is not None else "")
+        run = group.on_first(self.store.run_id)
+        group.on_every(lambda: self._require_same_run(run))
         if self._background is None:
             self._mailbox = mailbox = Mailbox(group)
             probe = self._probe = Probe(
@@ -139,6 +143,23 @@ class ShardedSaver(StateSaver):
             self._probe.reopen()
         if os.environ.get("LOCAL_RANK", str(group.rank)) == "0":
             self._warmup.start()
+
+    def _require_same_run(self, run: str) -> None:
+        """Refuse a folder that only the first rank sees: no process could read what the ranks store apart."""
+        deadline = time.monotonic() + _APPEARS_S
+        while True:
+            try:
+                own = self.store.run_id()
+            except NoCheckpointError:
+                own = ""
+            if own == run:
+                return
+            if time.monotonic() >= deadline:
+                raise StoreError(
+                    f"{self.store.display} is another place on rank {self._group.rank} than on rank 0: give a folder that all ranks"
+                    " see, or a URL"
+                )
+            time.sleep(0.2)
 
     def _open(self) -> None:
         if self._chain is not None:
@@ -417,6 +438,10 @@ class ShardedSaver(StateSaver):
         found = not_finite_text(manifest)
         if found is not None and self._group.rank == 0:
             warn(f"the checkpoint of step {manifest.step} in {self.store.display} is not finite: {found}")
+        if is_weights_only(manifest.meta) and self._group.rank == 0:
+            warn(
+                f"the checkpoint of step {manifest.step} in {self.store.display} has weights alone: the optimizer starts anew"
+            )
         if adopt:
             self._adopt(decoded)
         return Restored(manifest, state)

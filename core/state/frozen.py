@@ -110,7 +110,7 @@ class FrozenTensors:
             raise StateMismatchError(
                 f"{url} was trained on another base: its checkpoints refer to {len(wanted)} frozen tensors, of which {len(differ)} {what}:"
                 f" {', '.join(differ[:_NAMED])}{more}. Before training is resumed, build the same base in the same way (file, seed, dtype,"
-                " quantization). shrinkpoint.load_weights gives what was trained. A run with frozen='store' holds its base"
+                " quantization). shrinkpoint.load_weights gives what was trained. A run with Advanced(frozen='store') holds its base"
             )
         return _filled(state, live)
 

@@ -2,16 +2,16 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from fsspec.registry import known_implementations, registry
 
 from shrinkpoint.errors import ConfigError, MissingDependencyError
-from shrinkpoint.warn import refuses_unknown_options
+from shrinkpoint.warn import brief, refuses_unknown_options
 
 __all__ = ["COMMAS", "Location", "RunUrl", "Stores", "parse_url", "split_urls", "url_text"]
 
@@ -29,7 +29,7 @@ class Stores:
         >>> copied = shrinkpoint.Stores("s3://bucket/run-7", near="/local/nvme/run-7")
     """
 
-    urls: "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+    urls: "Sequence[str | os.PathLike[str]] | str | os.PathLike[str]"  # in this order: jsonargparse makes text of a list for a path
     """The folder or URL of the run, or a list of several that hold it together."""
     parity: int | None = None
     """How many of several stores may be lost for good: 0, 1 or 2. None takes what the run began with, or 1. Set it at a run's first save."""
@@ -40,6 +40,11 @@ class Stores:
     """How many checkpoints `near` holds at most, with the chains that they need. Set it by the space there."""
 
     def __post_init__(self) -> None:
+        given = self.urls if isinstance(self.urls, list | tuple) else [self.urls]
+        if isinstance(self.urls, Stores) or not all(isinstance(one, str | os.PathLike) for one in given):
+            raise ConfigError(
+                f"Stores(urls=...) must be a folder or a URL, or a list of several, not {brief(self.urls)}"
+            )
         parity, several = self.parity, len(split_urls(self.urls)) > 1
         if not (parity is None or (type(parity) is int and 0 <= parity <= 2)):
             raise ConfigError(
@@ -55,8 +60,14 @@ class Stores:
             raise ConfigError(f"near_keep must be a positive integer, not {self.near_keep!r}")
 
     @staticmethod
-    def of(url: "RunUrl") -> "Stores":
-        """Give the same, without options where there are none."""
+    def of(url: "RunUrl | Mapping[str, Any]") -> "Stores":
+        """Give the same, without options where there are none; of a mapping of the fields, as it stands in YAML, the object."""
+        if isinstance(url, Mapping):
+            if "urls" not in url:
+                raise ConfigError(
+                    f"url={dict(url)!r} lacks urls: the folder or URL of the run, or a list of several"
+                )
+            return Stores(**url)
         return url if isinstance(url, Stores) else Stores(url)
 
 

@@ -137,7 +137,7 @@ class RunSettings:
     def build(
         cls,
         *,
-        url: RunUrl,
+        url: RunUrl | Mapping[str, Any],
         resume: ResumePolicy = "auto",
         storage_options: StorageOptions = None,
         step_log: Any = None,
@@ -148,7 +148,7 @@ class RunSettings:
         Raises:
             ConfigError: one of them has a value that cannot work.
         """
-        if not isinstance(url, str | os.PathLike | list | tuple | Stores):
+        if not isinstance(url, str | os.PathLike | list | tuple | Stores | Mapping):
             raise ConfigError(
                 f"url={brief(url)} must be a string: the folder or URL of a run, for example 's3://bucket/run-7'; or a"
                 " list of several, or shrinkpoint.Stores(...)"

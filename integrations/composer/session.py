@@ -109,9 +109,14 @@ class Session:
             )
         if self._path is not None:
             self._require_adoptable(state)
-            planned = saves_until(self.settings.interval, state.max_duration)
-            self.run.use(with_adoptions(self.settings.run, planned))
-        self.run.open()
+            saves_until(self.settings.interval, None)  # refuses a clock
+        if not self._counts_saves:
+            self.run.open()
+
+    @property
+    def _counts_saves(self) -> bool:
+        """Whether the number of planned saves follows from the trainer's limits."""
+        return self._path is not None and self.settings.run.saver.adoptions is None
 
     def _require_adoptable(self, state: State) -> None:
         if state.fsdp_config is not None:
@@ -126,10 +131,16 @@ class Session:
         Raises:
             ShrinkpointError: as `continue_run`.
         """
+        if self._counts_saves:  # the trainer sets its max_duration after `init`
+            planned = saves_until(self.settings.interval, state.max_duration)
+            self.run.use(with_adoptions(self.settings.run, planned))
+            self.run.open()
         if state.fsdp_config is None:
             self.run.refer_to(trained_module(state))
         elif self.settings.run.saver.frozen == "reference":
-            raise ConfigError("frozen='reference' is not supported with FSDP yet: give frozen='store'")
+            raise ConfigError(
+                "frozen='reference' is not supported with FSDP yet: give Advanced(frozen='store')"
+            )
         elif any(isinstance(each, (torch.optim.LBFGS, SAMOptimizer)) for each in state.optimizers):
             raise ConfigError("Composer cannot load the state of LBFGS and SAM with FSDP: train without FSDP")
         self._buckets, self._hooks = continue_run(

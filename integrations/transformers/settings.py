@@ -32,7 +32,7 @@ class Settings:
         """
         explicit = any(more[item.name] is not None for item in fields(Schedule))
         schedule = Schedule.taken_from(more)
-        metric = None if monitor is None else evaluation_metric(monitor)
+        metric = evaluation_metric(monitor) if isinstance(monitor, str) else monitor
         run = RunSettings.build(monitor=metric, **more)
         return cls(
             run=run, schedule=schedule if explicit else None, keep_trainer_saves=bool(keep_trainer_saves)

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("composer")
 
 from support.composer_cases import CASES, NEVER
-from support.composer_models import Crash, assert_continues, assert_same, fit
+from support.composer_models import Crash, Setup, assert_continues, assert_same, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.config import Advanced
@@ -81,3 +81,14 @@ def test_adoption_is_refused_where_a_clock_decides() -> None:
     by_time = CompressedCheckpoint("memory://composer-adopt/clock", save_interval="60sec", adopt=True)
     with pytest.raises(ConfigError, match="a clock would decide"):
         fit(by_time)
+
+
+@pytest.mark.parametrize(("interval", "duration"), [("8ba", "32ba"), ("1ep", "4ep"), ("0.25dur", "4ep")])
+def test_the_number_of_saves_follows_from_the_duration(interval: str, duration: str) -> None:
+    torch.set_num_threads(1)
+    callback = CompressedCheckpoint(
+        f"memory://composer-adopt/counted-{interval}", save_interval=interval, adopt=True, max_degradation=0.5
+    )
+    assert fit(callback, setup=Setup(duration=duration)).finished
+    manifests = Saver(callback.last_model_path.partition("#")[0]).store.manifests()
+    assert manifests[0].meta["adoption"]["settings"]["adoptions"] == 4

@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 from support.lightning_models import Crash, Tiny
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.store.urls import Stores
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -79,6 +80,17 @@ def test_options_of_a_scheme_stand_in_the_file(tmp_path: Path) -> None:
     made = LightningCLI(Small, args=["--config", path], run=False)
     [callback] = [c for c in made.trainer.callbacks if isinstance(c, CompressedCheckpoint)]
     assert callback._session.settings.run.saver.options.alpha == 1e-4
+
+
+@pytest.mark.parametrize(
+    "form", [dict, lambda fields: {"class_path": "shrinkpoint.Stores", "init_args": fields}]
+)
+def test_several_stores_stand_in_the_file(tmp_path: Path, form: Any) -> None:
+    folders = [str(tmp_path / name) for name in "abc"]
+    path = config(tmp_path, url=form({"urls": folders, "parity": 2}))
+    made = LightningCLI(Small, args=["--config", path], run=False)
+    [callback] = [c for c in made.trainer.callbacks if isinstance(c, CompressedCheckpoint)]
+    assert callback._session.settings.run.stores == Stores(folders, parity=2)
 
 
 def test_a_mistyped_option_is_refused_by_the_command_line(tmp_path: Path) -> None:

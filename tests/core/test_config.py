@@ -85,6 +85,12 @@ def test_a_bad_option_of_the_scheme_is_named_with_its_fix(field, value, fix):
     assert fix in message
 
 
+@pytest.mark.parametrize("advanced", [0, "", SaverConfig(keep_last=2), {1: 2}])
+def test_what_is_no_advanced_is_refused(advanced):
+    with pytest.raises(ConfigError, match=r"must be shrinkpoint.Advanced|no option '1'"):
+        SaverConfig.of(advanced)
+
+
 def test_several_best_need_their_metric():
     with pytest.raises(ConfigError, match=r"save_top_k=2 ranks by a metric"):
         SaverConfig(save_top_k=2)
@@ -106,6 +112,9 @@ def test_a_scheme_is_given_by_its_name_by_its_options_or_by_a_mapping():
         assert (config.scheme, config.scheme_options) == ("excp", wide)
         assert dataclasses.replace(config, key_every=2).scheme_options == wide
     assert SaverConfig(scheme="excp").scheme_options == ExcpOptions()
+    assert SaverConfig(scheme={"name": "lossless"}).scheme == "lossless"
+    with pytest.raises(ConfigError, match=r"lacks the scheme's name: add it"):
+        SaverConfig(scheme={"alpha": 1})
     with pytest.raises(ConfigError, match=r"does not take these options: .*gamma"):
         SaverConfig(scheme={"name": "excp", "gamma": 1})
 

@@ -1,11 +1,25 @@
 """Data parallel trainings in a plain loop whose processes share the work of saving, by several gloo processes, for the tests."""
 
+import os
+import warnings
 from typing import Any
 
 import torch
 from support.replicas import Replica
 
-__all__ = ["CopiedTraining", "evaluated", "told", "trained"]
+import shrinkpoint
+from shrinkpoint.group import group
+
+__all__ = [
+    "CopiedTraining",
+    "evaluated",
+    "first_alone",
+    "in_own_folders",
+    "one_fails",
+    "swapped",
+    "told",
+    "trained",
+]
 
 
 class CopiedTraining(Replica):
@@ -42,3 +56,51 @@ def told(rank: int, world: int, url: str) -> str:
     except Exception as error:  # noqa: BLE001 - the answer
         return f"{type(error).__name__}: {error}"
     return "saved"
+
+
+def error_of(action: Any) -> str:
+    """What it raises."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - the answer
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def in_own_folders(rank: int, world: int, folder: str) -> str:
+    """What is raised where the URL is another folder on each rank."""
+    os.makedirs(f"{folder}/{rank}")
+    os.chdir(f"{folder}/{rank}")
+    return error_of(lambda: CopiedTraining(rank, world, "run"))
+
+
+def first_alone(rank: int, world: int, url: str) -> str:
+    """What the first rank learns where the others make no Checkpointer."""
+    group._AWAITS_S = 0.5
+    if rank:
+        shrinkpoint.Checkpointer = None  # type: ignore[misc, assignment]
+    return error_of(lambda: CopiedTraining(rank, world, url))
+
+
+def one_fails(rank: int, world: int, url: str) -> str:
+    """What each rank learns where the second one's own object cannot give its state."""
+    training = CopiedTraining(rank, world, url)
+
+    def fails() -> Any:
+        raise RuntimeError("not here")
+
+    if rank == 1:
+        training.place.state_dict = fails  # type: ignore[method-assign]
+    return error_of(lambda: training.checkpointer.save(1, wait=True))
+
+
+def swapped(rank: int, world: int, url: str) -> list[str]:
+    """The warnings where the first rank alone has put its weights back after the last step, which is not a planned save."""
+    training = CopiedTraining(rank, world, url, every=2).run(3)
+    if rank == 0:
+        with torch.no_grad():
+            training.model.head.weight.copy_(training.model.head.weight.clone())
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        training.checkpointer.close()
+    return [str(each.message) for each in shown]

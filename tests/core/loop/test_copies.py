@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.copies import evaluated, told, trained
+from support.copies import evaluated, first_alone, in_own_folders, one_fails, swapped, told, trained
 from support.replicas import EVERY
 from support.sharded import launch
 
@@ -56,3 +56,25 @@ def test_copies_that_have_drifted_apart_are_an_error_on_all(tmp_path: Path) -> N
         "CannotRepresentError: ranks that are not on one device mesh have different values"
     )
     assert "model/head.weight" in answers[0]
+
+
+def test_folders_that_not_all_processes_see_are_refused(tmp_path: Path) -> None:
+    """Each would store its share where no other finds it, and no start after that could read any checkpoint."""
+    answers = launch(in_own_folders, 2, tmp_path, str(tmp_path))
+    assert all("is another place on rank 1 than on rank 0" in answer for answer in answers)
+
+
+def test_a_checkpointer_on_the_first_process_alone_is_an_error(tmp_path: Path) -> None:
+    first, _ = launch(first_alone, 2, tmp_path, str(tmp_path / "run"))
+    assert first.startswith("ConfigError: of a DDP training every process makes a Checkpointer")
+
+
+def test_a_state_that_one_process_cannot_give_is_an_error_on_all(tmp_path: Path) -> None:
+    answers = launch(one_fails, 2, tmp_path, str(tmp_path / "run"))
+    assert all("not here" in answer for answer in answers)
+
+
+def test_weights_that_one_process_has_touched_are_saved_by_none(tmp_path: Path) -> None:
+    answers = launch(swapped, 2, tmp_path, str(tmp_path / "run"))
+    assert any("the last step, 3, is not saved" in message for message in answers[0])
+    assert [manifest.step for manifest in RunStore(str(tmp_path / "run")).manifests()] == [2]
