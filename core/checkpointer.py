@@ -31,6 +31,7 @@ from shrinkpoint.loop.replicas import CopiedObjects, ReplicatedObjects
 from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspeed
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
+from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
 from shrinkpoint.runtime.turns import Turns, in_turn
 from shrinkpoint.saver import Saver
@@ -189,7 +190,9 @@ class Checkpointer:
             else LoopObjects
         )
         if wrapped or replicated:
-            await_all("of a DDP training every process makes a Checkpointer, and gives it the DDP wrapper")
+            rule = "of a DDP training every process makes a Checkpointer, and gives it the DDP wrapper"
+            with waiting_for(f"waiting for the other processes: {rule}"):
+                await_all(rule)
         self._objects = kind(model, optimizer, stateful)
         self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
         self._every = every

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import shrinkpoint.errors as errors
-from shrinkpoint.runtime.progress import waiting_for
 
 __all__ = ["Alone", "Distributed", "Group", "await_all", "world"]
 
@@ -213,7 +212,6 @@ def await_all(rule: str) -> None:
     store.set(f"shrinkpoint/{number}/{group.rank}", "here")
     keys = [f"shrinkpoint/{number}/{rank}" for rank in range(group.size)]
     try:
-        with waiting_for(f"waiting for the other processes: {rule}"):
-            store.wait(keys, timedelta(seconds=_AWAITS_S))
+        store.wait(keys, timedelta(seconds=_AWAITS_S))
     except RuntimeError as error:
         raise errors.ConfigError(f"{rule}: in {_AWAITS_S:.0f} s not all of the {group.size} did") from error

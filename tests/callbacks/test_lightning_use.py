@@ -141,9 +141,11 @@ def test_a_module_is_loaded_without_its_optimizers_state(
     callback = saving()
     fit(callback, module=Sized(12), max_epochs=2)
     seen: list[str] = []
-    original = decode._reader
+    original = decode.for_codec
     monkeypatch.setattr(
-        decode, "_reader", lambda entry, *rest: seen.append(entry.spec.name) or original(entry, *rest)
+        decode,
+        "for_codec",
+        lambda context, codec, spec: seen.append(spec.name) or original(context, codec, spec),
     )
     for url in (callback.dirpath, f"{callback.dirpath}#newest", f"{callback.dirpath}#step=16"):
         seen.clear()

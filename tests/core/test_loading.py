@@ -29,6 +29,8 @@ from shrinkpoint.errors import (
     StoreError,
 )
 from shrinkpoint.saver import Saver
+from shrinkpoint.schemes.base import Context
+from shrinkpoint.state.specs import TensorSpec
 from shrinkpoint.store.run import RunStore
 
 NAMES = {
@@ -72,13 +74,13 @@ def test_a_path_that_the_system_refuses_is_an_error_of_ours(url: str, kind: type
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the tensors that are decoded, once for each container."""
     seen: list[str] = []
-    original = decode._reader
+    original = decode.for_codec
 
-    def noted(entry: decode.Entry, *args: object) -> object:
-        seen.append(entry.spec.name)
-        return original(entry, *args)  # type: ignore[arg-type]
+    def noted(context: Context, codec: str, spec: TensorSpec) -> Context:
+        seen.append(spec.name)
+        return original(context, codec, spec)
 
-    monkeypatch.setattr(decode, "_reader", noted)
+    monkeypatch.setattr(decode, "for_codec", noted)
     return seen
 
 
