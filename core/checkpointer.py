@@ -193,6 +193,12 @@ class Checkpointer:
             rule = "of a DDP training every process makes a Checkpointer, and gives it the DDP wrapper"
             with waiting_for(f"waiting for the other processes: {rule}"):
                 await_all(rule)
+        if wrapped or sharded:
+            given, missing = world().any_of(evaluate is not None, evaluate is None)
+            if given and missing:
+                raise ConfigError(
+                    "evaluate= was given on some processes and not on others: give it on all, each with batches of its own"
+                )
         self._objects = kind(model, optimizer, stateful)
         self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
         self._every = every

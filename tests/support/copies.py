@@ -13,6 +13,7 @@ from shrinkpoint.group import group
 __all__ = [
     "CopiedTraining",
     "evaluated",
+    "evaluates_alone",
     "first_alone",
     "in_own_folders",
     "one_fails",
@@ -104,3 +105,8 @@ def swapped(rank: int, world: int, url: str) -> list[str]:
         warnings.simplefilter("always")
         training.checkpointer.close()
     return [str(each.message) for each in shown]
+
+
+def evaluates_alone(rank: int, world: int, url: str) -> str:
+    """What is raised where the first rank alone has a way to evaluate."""
+    return error_of(lambda: CopiedTraining(rank, world, url, measures=rank == 0))

@@ -3,7 +3,16 @@
 from pathlib import Path
 
 import pytest
-from support.copies import evaluated, first_alone, in_own_folders, one_fails, swapped, told, trained
+from support.copies import (
+    evaluated,
+    evaluates_alone,
+    first_alone,
+    in_own_folders,
+    one_fails,
+    swapped,
+    told,
+    trained,
+)
 from support.replicas import EVERY
 from support.sharded import launch
 
@@ -78,3 +87,8 @@ def test_weights_that_one_process_has_touched_are_saved_by_none(tmp_path: Path) 
     answers = launch(swapped, 2, tmp_path, str(tmp_path / "run"))
     assert any("the last step, 3, is not saved" in message for message in answers[0])
     assert [manifest.step for manifest in RunStore(str(tmp_path / "run")).manifests()] == [2]
+
+
+def test_an_evaluation_on_some_processes_alone_is_refused_on_all(tmp_path: Path) -> None:
+    answers = launch(evaluates_alone, 2, tmp_path, str(tmp_path / "run"))
+    assert all(answer.startswith("ConfigError: evaluate= was given on some processes") for answer in answers)
