@@ -35,7 +35,7 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Conv1d(24, 96, 3), torch.nn.Linear(30, 300), torch.nn.Embedding(200, 40))
 optimizer = torch.optim.AdamW(model.parameters())
 describe = describe_training(model, [optimizer], model_path=("model",), optimizers_path=("optimizers",))
-saver = Saver(sys.argv[1], SaverConfig(compile_ahead=False))
+saver = Saver(sys.argv[1], SaverConfig())
 for step in range(1, 5):
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter) * 2**step

@@ -47,7 +47,7 @@ else:
         optimizer = torch.optim.AdamW(model.parameters())
         describe = describe_training(model, [optimizer], model_path=("model",), optimizers_path=("optimizers",))
         url = f"{sys.argv[2]}-{dtype}"
-        saver = Saver(url, SaverConfig(compile_ahead=False))
+        saver = Saver(url, SaverConfig())
         for step in range(1, 5):
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter) * 2**step
