@@ -12,7 +12,6 @@ import argparse
 
 import torch
 from gpt import GPT, GPTConfig, build_optimizer, load_corpus, loss_on, val_batches
-from support.options import grouped
 from torch import nn
 
 import shrinkpoint  # +
@@ -45,7 +44,7 @@ def main() -> None:
     optimizer, schedule = build_optimizer(model, config)
 
     checkpointer = shrinkpoint.Checkpointer(  # +
-        options.url, model, optimizer, **grouped(schedule=schedule, every=options.every, evaluate=lambda: loss_on(model, held_out), advanced=shrinkpoint.Advanced(busy=options.busy), **logged if options.step_log_url else {}),  # +
+        options.url, model, optimizer, schedule=schedule, every=options.every, evaluate=lambda: loss_on(model, held_out), advanced=shrinkpoint.Advanced(busy=options.busy), **logged if options.step_log_url else {},  # +
     )  # +  # fmt: skip
     start = checkpointer.resume()  # +
     print("start", start, flush=True)

@@ -373,7 +373,15 @@ class ShardedSaver(StateSaver):
     def require_stored(self) -> None:
         """See `Saver.require_stored`; no collective, since all ranks know whether it failed."""
         if self.failed:
-            raise SaveFailedError(f"the last save to {self.store.display} failed, as a warning has said")
+            stored = self.reports()
+            newest = (
+                f"the newest checkpoint is {self.store.display}#step={stored[-1].step}"
+                if stored
+                else "there is none"
+            )
+            raise SaveFailedError(
+                f"the last save to {self.store.display} failed, as a warning has said; of this training {newest}"
+            )
 
     def _join(self, timeout_s: float | None = None) -> None:
         """Wait for the save that is under way, and make its evaluations; a collective."""

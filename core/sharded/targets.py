@@ -12,7 +12,8 @@ from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.resume import require_same_model
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.trees import captured
-from shrinkpoint.state.roles import describe_training, optimizer_parameter_names
+from shrinkpoint.state.averages import AverageFinder
+from shrinkpoint.state.roles import describe_training, model_tags, optimizer_parameter_names
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
@@ -97,7 +98,10 @@ class Targets:
             more = captured(dict(others), describe).tensors
             live |= {name: tensor for name, tensor in more.items() if is_sharded(tensor)}
         parameters = dict(named_parameters(self._model, remove_duplicate=False))
-        return {name: target_for(spec, live.get(name), parameters) for name, spec in specs.items()}
+        averages = AverageFinder(self._model, model_tags(self._model))
+        return {
+            name: target_for(spec, live.get(name), parameters, averages, {}) for name, spec in specs.items()
+        }
 
     def reordered(self, optimizers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The optimizers' states by the numbers that parameters have here, whose names decide.
@@ -178,7 +182,11 @@ def require_model(
 
 
 def target_for(
-    spec: TensorSpec, live: torch.Tensor | None, parameters: Mapping[str, torch.Tensor]
+    spec: TensorSpec,
+    live: torch.Tensor | None,
+    parameters: Mapping[str, torch.Tensor],
+    averages: AverageFinder,
+    names: Mapping[str, str],
 ) -> torch.Tensor:
     """What a restore fills for one stored tensor: the training's own, or a new one with its parameter's shards.
 
@@ -186,10 +194,17 @@ def target_for(
         spec: of the whole tensor.
         live: the training's own tensor of this name, if it has one.
         parameters: the model's, by their names in a checkpoint.
+        averages: finds the parameter of an average; a stored one that is far from its weight does not name it.
+        names: the names in a checkpoint of parameters that the model names otherwise.
     """
     if live is not None:
         return live
-    parameter = parameters.get(spec.tag.parameter or "")
+    name = spec.tag.parameter
+    if name is None:
+        path = tuple(spec.name.split("/"))
+        found = averages.tag(path, torch.empty(spec.shape, dtype=spec.dtype, device="meta")).parameter or ""
+        name = names.get(found, found)
+    parameter = parameters.get(name)
     if parameter is not None and tuple(parameter.shape) == spec.shape:
         return torch.empty_like(parameter.detach(), dtype=spec.dtype)
     return torch.empty(spec.shape, dtype=spec.dtype)

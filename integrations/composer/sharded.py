@@ -27,6 +27,8 @@ from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
 from shrinkpoint.sharded.trees import captured
+from shrinkpoint.state.averages import AverageFinder
+from shrinkpoint.state.roles import model_tags
 from shrinkpoint.state.training import TensorSpec, plain
 from shrinkpoint.state.wrappers import named_parameters
 
@@ -104,7 +106,11 @@ class ShardedSession(Session):
             names.get(name, name): parameter
             for name, parameter in named_parameters(module, remove_duplicate=False)
         }
-        return {name: target_for(spec, live.get(name), parameters) for name, spec in specs.items()}
+        averages = AverageFinder(module, model_tags(module))
+        return {
+            name: target_for(spec, live.get(name), parameters, averages, names)
+            for name, spec in specs.items()
+        }
 
     # ---- during training
 

@@ -96,7 +96,8 @@ def test_killed_ranks_that_adopt_continue_bit_by_bit(tmp_path: Path) -> None:
             else:
                 with pytest.raises(AssertionError):
                     assert_same(before.final["model"], after.final["model"])
-    manifests = RunStore(tmp_path / "run-True").manifests()
+    *manifests, last = RunStore(tmp_path / "run-True").manifests()
+    assert last.step == 16  # between two saves
     assert all(manifest.meta["adoption"]["planned"] for manifest in manifests)
     assert not any(manifest.meta["save"]["measured"] == "exact" for manifest in manifests)
 
@@ -125,9 +126,9 @@ def test_a_sigterm_to_one_rank_alone_saves_and_ends_all(tmp_path: Path) -> None:
 def test_a_last_save_that_fails_names_the_newest_checkpoint(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     first, second = launch(unsaved, 2, tmp_path, url)
-    assert (first[0], second[0]) == (f"exit {128 + signal.SIGTERM}",) * 2
-    text = f"training ends at step 4, which could not be saved: the newest checkpoint is {url}#step=3"
-    assert text in first[1]
+    for how, _ in (first, second):
+        assert how.startswith(f"SaveFailedError: the last save to {url} failed")
+        assert how.endswith(f"the newest checkpoint is {url}#step=3")
 
 
 @pytest.mark.slow
@@ -162,7 +163,10 @@ def test_fits_and_refusals(tmp_path: Path) -> None:
         assert seen["never"] == [(2, "base", "exact")]
         for name in ("near='/tmp/near'", "keep_optimizer=2"):
             told = seen[name.partition("=")[0]]
-            assert told == f"ConfigError: {name} is not supported for sharded models yet: leave it out"
+            assert (
+                told
+                == f"ConfigError: {name} is not supported for sharded models yet, nor for DDP wrappers: leave it out"
+            )
         assert seen["step_log"].startswith("ConfigError: step_log= is not supported for sharded models")
         assert "net.0.weight is (20, 8) here and (16, 8) there" in seen["model"]
         assert len(seen["beside"]) == (1 if rank == 0 else 0)

@@ -33,7 +33,7 @@ def test_records_of_many_ranks_are_small(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_ranks_save_and_restore() -> None:
-    options = ["--width", "64", "--layers", "2", "--saves", "2", "--ranks", "2"]
+    options = ["--width", "64", "--layers", "2", "--saves", "2", "--ranks", "2", "--copies", "2"]
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "sharded_ranks.py"), *options],
         capture_output=True,
@@ -43,4 +43,4 @@ def test_ranks_save_and_restore() -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert [row[0] for row in rows] == ["save", "1", "2", "ranks", "2", "3", "4"]
+    assert [row[0] for row in rows] == ["save", "1", "2", "save", "1", "2", "ranks", "2", "3", "4"]
