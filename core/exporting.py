@@ -114,7 +114,7 @@ def export_weights(
             return set(stored.values())
 
         header, wanted, batches = decode_batches(
-            chain, choose, threads=SaverConfig().encoder_threads, batch=_BATCH
+            chain, choose, threads=SaverConfig().encoder_threads, batch=_BATCH, lasting=True
         )
         shards = _shards(target, header, stored, max_shard_size)
         places = {place: name for name, place in reversed(stored.items())}
