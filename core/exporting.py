@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["ExportedWeights", "bytes_of", "export_adapters", "export_weights"]
 
 _BATCH = 2**26
-"""Bytes of tensors that are decoded together, about."""
+"""Bytes of tensors that are held, about: a batch that is decoded, and the next one, which is read meanwhile."""
 _UNITS = {
     "": 1,
     "KB": 10**3,
@@ -114,7 +114,7 @@ def export_weights(
             return set(stored.values())
 
         header, wanted, batches = decode_batches(
-            chain, choose, threads=SaverConfig().encoder_threads, batch=_BATCH, lasting=True
+            chain, choose, threads=SaverConfig().encoder_threads, batch=_BATCH // 2, lasting=True
         )
         shards = _shards(target, header, stored, max_shard_size)
         places = {place: name for name, place in reversed(stored.items())}
