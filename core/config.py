@@ -294,7 +294,7 @@ class SaverConfig(Advanced):
         given = Advanced() if advanced is None else advanced
         if isinstance(given, Mapping):
             given = Advanced(**{str(name): value for name, value in given.items()})
-        # A SaverConfig has options that stand beside it, and would be dropped.
+        # A SaverConfig has further options, which would be dropped.
         if type(given) is not Advanced:
             raise ConfigError(
                 f"advanced={brief(advanced)} must be shrinkpoint.Advanced(...), a mapping of its fields, or None"

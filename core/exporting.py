@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["ExportedWeights", "bytes_of", "export_adapters", "export_weights"]
 
 _BATCH = 2**26
-"""Bytes of tensors that are held, about: a batch that is decoded, and the next one, which is read meanwhile."""
+"""Bytes of tensors in memory, about: a batch that is decoded, and the next one, which is read meanwhile."""
 _UNITS = {
     "": 1,
     "KB": 10**3,

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +12,19 @@ from support.sharded import launch
 
 import shrinkpoint
 from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.group.group import Alone
 from shrinkpoint.steps.replicated import ReplicatedLog
+
+
+class _OneOfSeveral(Alone):
+    size = 2
 
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """One process that goes the way of several."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    monkeypatch.setattr("shrinkpoint.checkpointer.world", lambda: SimpleNamespace(size=2))
+    monkeypatch.setattr("shrinkpoint.checkpointer.world", _OneOfSeveral)
     yield tmp_path
     dist.destroy_process_group()
 

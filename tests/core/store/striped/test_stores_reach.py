@@ -143,7 +143,7 @@ def test_an_address_of_several() -> None:
         (["memory://a/b", "memory://a"], {}, "lies in"),
         (["/a", "/b,/c"], {}, "comma"),
         (["/a", ""], {}, "empty"),
-        (["/a", None], {}, "not text"),
+        (["/a", None], {}, "a folder or a URL"),
         (["/a", "/b"], {"storage_options": [{}]}, "1 entries for 2"),
         (["/a", "/b"], {"storage_options": {"anon": True}}, "no meaning for the folder"),
         (["/a", "memory://b"], {"storage_options": [{"anon": True}, None]}, "no meaning for the folder"),
