@@ -6,12 +6,12 @@ PIP = pip --disable-pip-version-check -q install
 FOLDERS := $(shell find core callbacks integrations -type d -not -name __pycache__)
 
 # What touches fsspec, s3fs or botocore, and Composer's callback.
-LLMFOUNDRY_TESTS = --ignore=tests/core/store/striped $(addprefix tests/core/, store cli test_checkpointer.py test_saver.py test_file.py test_export.py \
+LLMFOUNDRY_TESTS = --ignore=tests/core/store/striped $(addprefix tests/core/, store cli test_checkpointer.py test_saver.py io/test_file.py io/test_export.py \
   runtime/test_worker.py) tests/integrations/composer $(wildcard tests/callbacks/test_composer_*.py)
 
 # What asks little of torch: the coders' bytes are checked there by the golden files and by runs under both versions.
 NOT_ON_NEWEST = $(addprefix --ignore=tests/, campaigns examples test_documents.py test_words.py test_imports_drawing.py $(addprefix core/, entropy schemes store cli container \
-  coding quantize saving runtime $(addprefix quality/, test_guided_search.py test_configuration_search.py test_planner.py test_planner_bounds.py test_ladder.py \
+  coding quantize engine runtime $(addprefix quality/, test_guided_search.py test_configuration_search.py test_planner.py test_planner_bounds.py test_ladder.py \
   test_measurement.py test_restore_budget.py test_bound_controls.py)))
 
 .PHONY: demo demo-stores demo-composer bench bench-bound bench-steps bench-cost wheels test test-newest test-llmfoundry test-slow lint imports docs format clean help

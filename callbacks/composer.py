@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from shrinkpoint.config import Advanced
+from shrinkpoint.engine.resume import ResumePolicy
 from shrinkpoint.errors import MissingDependencyError
 from shrinkpoint.integrations.common.settings import given, reduced, refusing_unknown
-from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import Stores
 

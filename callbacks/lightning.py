@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
         f'CompressedCheckpoint needs Lightning ({error}): pip install "shrinkpoint[lightning]"'
     ) from error
 
+from shrinkpoint.engine.resume import ResumePolicy
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import given, reduced, refusing_unknown
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
@@ -25,7 +26,6 @@ from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.sharded import session_for
 from shrinkpoint.integrations.lightning.words import answer_words, take_addresses
-from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import Stores, url_text
 

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from shrinkpoint.checkpointer import Checkpointer
     from shrinkpoint.config import Advanced, SaverConfig
     from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
-    from shrinkpoint.file import save
-    from shrinkpoint.loading import load, load_weights
+    from shrinkpoint.io.file import save
+    from shrinkpoint.io.loading import load, load_weights
     from shrinkpoint.saver import Saver
     from shrinkpoint.steps.options import StepLog
     from shrinkpoint.store.urls import Stores
@@ -39,9 +39,9 @@ _HOME = {
     "ShrinkpointWarning": "errors",
     "StepLog": "steps.options",
     "Stores": "store.urls",
-    "load": "loading",
-    "load_weights": "loading",
-    "save": "file",
+    "load": "io.loading",
+    "load_weights": "io.loading",
+    "save": "io.file",
 }
 
 

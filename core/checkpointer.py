@@ -13,10 +13,18 @@ import torch
 from torch import nn
 
 from shrinkpoint.config import Advanced, SaverConfig
+from shrinkpoint.engine.arguments import check_metrics, plain_step
+from shrinkpoint.engine.request import SaveRequest
+from shrinkpoint.engine.resume import (
+    ResumePolicy,
+    check_policy,
+    resume_from,
+)
+from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import await_all, world
-from shrinkpoint.loading import weights_of_step
+from shrinkpoint.io.loading import weights_of_step
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.loop.options import (
@@ -35,14 +43,6 @@ from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
 from shrinkpoint.runtime.turns import Turns, in_turn
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving.arguments import check_metrics, plain_step
-from shrinkpoint.saving.request import SaveRequest
-from shrinkpoint.saving.resume import (
-    ResumePolicy,
-    check_policy,
-    resume_from,
-)
-from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest

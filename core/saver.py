@@ -14,10 +14,18 @@ from torch import nn
 
 from shrinkpoint.coding.selective import Decoded, decode_checkpoint
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.arguments import plain_step, plain_timeout
 from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
+from shrinkpoint.engine.deadline import Deadline
 from shrinkpoint.engine.job import Job
+from shrinkpoint.engine.meta import adopted_of, is_weights_only
 from shrinkpoint.engine.reading import CheckpointReader, Continuation
+from shrinkpoint.engine.request import SaveRequest, StateSaver
+from shrinkpoint.engine.slimming import without_optimizer
+from shrinkpoint.engine.takeover import Adoption, Takeover, WaitingShare, unsuitable
+from shrinkpoint.engine.under_way import SaveUnderWay
+from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, ResumedSteps
@@ -25,14 +33,6 @@ from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.turns import Turns, in_turn
 from shrinkpoint.runtime.worker import Worker
-from shrinkpoint.saving.arguments import plain_step, plain_timeout
-from shrinkpoint.saving.deadline import Deadline
-from shrinkpoint.saving.meta import adopted_of, is_weights_only
-from shrinkpoint.saving.request import SaveRequest, StateSaver
-from shrinkpoint.saving.slimming import without_optimizer
-from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare, unsuitable
-from shrinkpoint.saving.under_way import SaveUnderWay
-from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.state.frozen import FrozenTensors
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import Describe, TrainingState, plain

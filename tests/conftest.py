@@ -66,7 +66,7 @@ def warned_in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Warni
 @pytest.fixture(autouse=True)
 def compiled_where_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Savers of the test's own process start no child: which test would, depends on what ran on this machine before."""
-    monkeypatch.setattr("shrinkpoint.saving.warmup.Warmup.start", lambda warmup: None)
+    monkeypatch.setattr("shrinkpoint.engine.warmup.Warmup.start", lambda warmup: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

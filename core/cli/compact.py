@@ -19,7 +19,7 @@ from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 
 if TYPE_CHECKING:
-    from shrinkpoint.compaction import Rebased
+    from shrinkpoint.engine.compaction import Rebased
 
 __all__ = ["compact"]
 
@@ -38,9 +38,9 @@ def compact(
     as_json: AsJson = False,
 ) -> None:
     """Store a delta again as a base with the same values; fences off a running training."""
-    from shrinkpoint.compaction import compact as commit
-    from shrinkpoint.compaction import rebase
     from shrinkpoint.config import SaverConfig
+    from shrinkpoint.engine.compaction import compact as commit
+    from shrinkpoint.engine.compaction import rebase
 
     run, address = opened(url, step, seq, storage_options, option)
     manifest = pick(run, address)

@@ -16,8 +16,8 @@ def compile_now(
     scheme: Annotated[str, typer.Option("--scheme", help="Whose coders.")] = "auto",
 ) -> None:
     """Compile the coders now, up to a minute of one core; otherwise the first training on a machine does it."""
+    from shrinkpoint.engine.compilation import compile_coders, is_compiled
     from shrinkpoint.runtime.kernel_cache import kernels_are_interpreted
-    from shrinkpoint.saving.compilation import compile_coders, is_compiled
 
     if kernels_are_interpreted():
         raise ShrinkpointError("NUMBA_DISABLE_JIT is set, so numba compiles nothing: unset it")

@@ -21,7 +21,7 @@ from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
 
 if TYPE_CHECKING:
-    from shrinkpoint.export import Exported
+    from shrinkpoint.io.export import Exported
 
 __all__ = ["export"]
 
@@ -60,7 +60,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as a file that torch.load(weights_only=True), Lightning or safetensors reads."""
-    from shrinkpoint.export import check_target
+    from shrinkpoint.io.export import check_target
 
     folder = not Path(out).suffix
     target = Path(out) if folder else check_target(out, force=force)
@@ -72,7 +72,7 @@ def export(
     if exported is None:
         state, found = _state(url, options, step, seq, step_log_url)
         with waiting_for(f"writing {out}"):
-            from shrinkpoint.export import export as write
+            from shrinkpoint.io.export import export as write
 
             exported = write(state, out, force=force)
     assert found is not None
@@ -94,7 +94,7 @@ def export(
 
 
 def _shard_size(target: Path, text: str) -> int:
-    from shrinkpoint.exporting import bytes_of
+    from shrinkpoint.io.exporting import bytes_of
 
     if target.suffix != ".safetensors":
         raise ConfigError("--max-shard-size is for OUT.safetensors")
@@ -106,7 +106,7 @@ def _weights(
 ) -> "tuple[Exported | None, dict[str, Any] | None]":
     """The weights of a checkpoint, written some tensors at a time, or its adapters; None where a step was not saved: it may have been
     logged."""
-    from shrinkpoint.exporting import export_adapters, export_weights
+    from shrinkpoint.io.exporting import export_adapters, export_weights
     from shrinkpoint.store.single import looks_like_file
 
     named = addressed(url, step, seq)
@@ -132,7 +132,7 @@ def _state(
     url: str, options: Any, step: int | None, seq: int | None, step_log_url: str | None
 ) -> tuple[Any, dict[str, Any]]:
     """The state of a checkpoint, or the weights of a step that was logged and not saved; and what it is."""
-    from shrinkpoint.loading import load_weights
+    from shrinkpoint.io.loading import load_weights
     from shrinkpoint.state.training import TrainingState
 
     try:

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.saving.address import Address
 from shrinkpoint.store.urls import split_urls
 
 __all__ = [

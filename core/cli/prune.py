@@ -10,9 +10,9 @@ import typer
 from shrinkpoint.cli.options import AsJson, Pairs, Seq, Step, StorageOptions, Url, Yes, parse_storage_options
 from shrinkpoint.cli.output import bytes_text, console, print_json
 from shrinkpoint.cli.runs import OpenRun, describe_manifest, open_run, opened, pick
+from shrinkpoint.engine.retention import Record, RetentionPolicy
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
-from shrinkpoint.saving.retention import Record, RetentionPolicy
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 from shrinkpoint.store.manifest import Manifest
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shrinkpoint.cli.options import addressed, parse_storage_options
+from shrinkpoint.engine.address import Address
+from shrinkpoint.engine.meta import adopted_of, is_weights_only, lineage_of
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
-from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.meta import adopted_of, is_weights_only, lineage_of
 from shrinkpoint.schemes.exactness import explained
 from shrinkpoint.store.connect import StorageOptions, open_objects
 from shrinkpoint.store.manifest import Manifest

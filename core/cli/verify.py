@@ -20,9 +20,9 @@ from shrinkpoint.cli.options import (
 )
 from shrinkpoint.cli.output import console, print_json
 from shrinkpoint.cli.runs import OpenRun, open_run, pick
+from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import waiting_for
-from shrinkpoint.saving.address import Address
 from shrinkpoint.store.single import looks_like_file
 
 if TYPE_CHECKING:

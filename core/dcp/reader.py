@@ -25,8 +25,8 @@ from shrinkpoint.dcp.items import FlatPath
 from shrinkpoint.dcp.run import note_read
 from shrinkpoint.dcp.table import Offset, Table, Whole, place_of, table_of, table_of_headers
 from shrinkpoint.dcp.writer import step_of
+from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ChainError, ConfigError, CorruptionError, FormatError, NoCheckpointError
-from shrinkpoint.saving.address import Address
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON, decode_tree, tensor_names
 from shrinkpoint.store.connect import StorageOptions

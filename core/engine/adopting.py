@@ -22,12 +22,12 @@ from shrinkpoint.coding.selective import Decoded, decode_chain, sources_of_run
 from shrinkpoint.coding.staging import StagedState
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.job import Job
+from shrinkpoint.engine.meta import Adopted
+from shrinkpoint.engine.planned import PlannedChain, noted_settings
+from shrinkpoint.engine.takeover import Takeover
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
 from shrinkpoint.quality.planner import Planner
-from shrinkpoint.saving.meta import Adopted
-from shrinkpoint.saving.planned import PlannedChain, noted_settings
-from shrinkpoint.saving.takeover import Takeover
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore

@@ -11,8 +11,22 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.engine.adopting import Adopting, carried_in, carrying, planned_before
 from shrinkpoint.engine.chain import Chain
+from shrinkpoint.engine.finite import not_finite
 from shrinkpoint.engine.job import Job, Link
+from shrinkpoint.engine.meta import KEY as ADOPTION
+from shrinkpoint.engine.meta import WEIGHTS_ONLY, Adopted, adopted_of
+from shrinkpoint.engine.planned import (
+    UNPLANNED,
+    PlannedChain,
+    Staging,
+    changed_tensors,
+    warn_adopts_from,
+    warn_unplanned,
+)
+from shrinkpoint.engine.reporting import provenance, report_of, with_untried, with_updates
 from shrinkpoint.engine.scratch import SaveScratch
+from shrinkpoint.engine.takeover import NotAdoptedError, Takeover
+from shrinkpoint.engine.under_way import Failures
 from shrinkpoint.errors import ChainError, ConfigError, FencedError, ScratchError, ShrinkpointError
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import moments_of_direction
@@ -22,20 +36,6 @@ from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.quantize.movement import Movement, MovementTracker
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.memory import LARGE, give_back
-from shrinkpoint.saving.finite import not_finite
-from shrinkpoint.saving.meta import KEY as ADOPTION
-from shrinkpoint.saving.meta import WEIGHTS_ONLY, Adopted, adopted_of
-from shrinkpoint.saving.planned import (
-    UNPLANNED,
-    PlannedChain,
-    Staging,
-    changed_tensors,
-    warn_adopts_from,
-    warn_unplanned,
-)
-from shrinkpoint.saving.reporting import provenance, report_of, with_untried, with_updates
-from shrinkpoint.saving.takeover import NotAdoptedError, Takeover
-from shrinkpoint.saving.under_way import Failures
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.scratch import PlanesLostError

@@ -7,13 +7,13 @@ from typing import Literal
 
 from shrinkpoint.coding.selective import decode_batches, header_of, sources_of_run
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.finite import LOSS_ALONE
 from shrinkpoint.engine.job import Link
+from shrinkpoint.engine.meta import ANCHORS, anchors_of, lineage_of
+from shrinkpoint.engine.retention import policy_of, record_of
+from shrinkpoint.engine.slimming import Slimmer
 from shrinkpoint.errors import ChainError, FencedError, FormatError, ShrinkpointError, StoreError
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.saving.finite import LOSS_ALONE
-from shrinkpoint.saving.meta import ANCHORS, anchors_of, lineage_of
-from shrinkpoint.saving.retention import policy_of, record_of
-from shrinkpoint.saving.slimming import Slimmer
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import large_share

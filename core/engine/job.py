@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shrinkpoint.engine.takeover import Takeover
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.evaluation import Measure, ResumedSteps
-from shrinkpoint.saving.takeover import Takeover
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.state.own import OwnState
 from shrinkpoint.state.snapshot import Snapshot

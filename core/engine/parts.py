@@ -10,9 +10,9 @@ from shrinkpoint.container.layout import PartOf
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.job import Link
+from shrinkpoint.engine.reporting import merged
 from shrinkpoint.errors import StoreError
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.saving.reporting import merged
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.keys import data_key

@@ -7,6 +7,14 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from shrinkpoint.engine.fitting import fitted
+from shrinkpoint.engine.quantized import quantized_as
+from shrinkpoint.engine.rehearsal import DryRestore
+from shrinkpoint.engine.resume import (
+    overridden_options,
+    require_optimizers,
+    require_same_ties,
+)
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.loop.data import in_use, other_data, require_same_workers, sizes_of
 from shrinkpoint.loop.identity import (
@@ -22,14 +30,6 @@ from shrinkpoint.loop.trained import Trained, load_trained
 from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
 from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
-from shrinkpoint.saving.fitting import fitted
-from shrinkpoint.saving.quantized import quantized_as
-from shrinkpoint.saving.rehearsal import DryRestore
-from shrinkpoint.saving.resume import (
-    overridden_options,
-    require_optimizers,
-    require_same_ties,
-)
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import load_optimizer, load_stateful, state_of

@@ -8,6 +8,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.address import Address
+from shrinkpoint.engine.request import SaveRequest, StateSaver
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed, world
@@ -19,8 +21,6 @@ from shrinkpoint.loop.sharded import ShardedObjects
 from shrinkpoint.quality.evaluation import Evaluate, Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.saver import Restored, Saver
-from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.request import SaveRequest, StateSaver
 from shrinkpoint.sharded.agreement import require_same
 from shrinkpoint.sharded.spreading import share_adopted
 from shrinkpoint.sharded.trees import own_of

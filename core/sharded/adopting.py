@@ -12,9 +12,9 @@ import torch
 
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.engine.background import Background
+from shrinkpoint.engine.meta import Adopted, adopted_of
+from shrinkpoint.engine.takeover import Adoption, Takeover, unsuitable
 from shrinkpoint.group.group import Distributed
-from shrinkpoint.saving.meta import Adopted, adopted_of
-from shrinkpoint.saving.takeover import Adoption, Takeover, unsuitable
 from shrinkpoint.sharded.boxes import Piece
 from shrinkpoint.sharded.layout import block_box, tensors_of_rank
 from shrinkpoint.sharded.probing import Probe

@@ -14,15 +14,15 @@ from shrinkpoint.container.layout import PartOf
 from shrinkpoint.engine.background import Background, Choice
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.job import Job, Link
+from shrinkpoint.engine.meta import KEY as ADOPTION
 from shrinkpoint.engine.parts import StoredPart, commit_parts, store_part
+from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import StoreError
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.saving.meta import KEY as ADOPTION
-from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.inshrinkerator.partition import added_scores

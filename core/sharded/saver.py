@@ -8,8 +8,14 @@ from typing import Any
 import torch
 
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.job import Job
+from shrinkpoint.engine.meta import is_weights_only, lineage_of, not_finite_text
+from shrinkpoint.engine.request import SaveRequest, StateSaver
+from shrinkpoint.engine.takeover import Takeover, WaitingShare
+from shrinkpoint.engine.under_way import SaveUnderWay
+from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError, NoCheckpointError, SaveFailedError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed
@@ -20,12 +26,6 @@ from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saver import Restored
-from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.meta import is_weights_only, lineage_of, not_finite_text
-from shrinkpoint.saving.request import SaveRequest, StateSaver
-from shrinkpoint.saving.takeover import Takeover, WaitingShare
-from shrinkpoint.saving.under_way import SaveUnderWay
-from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.sharded.adopting import continue_adopting, take_over, takeover_for
 from shrinkpoint.sharded.agreement import Agreed, Status, agree, refuse_options, require_same
 from shrinkpoint.sharded.background import RankBackground

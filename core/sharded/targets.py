@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shrinkpoint.engine.resume import require_same_model
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.quality.swap import swapped_weights
-from shrinkpoint.saving.resume import require_same_model
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.averages import AverageFinder

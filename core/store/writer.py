@@ -286,7 +286,7 @@ class RunWriter:
         (until the first commit) stay.
 
         Args:
-            keep: Sequence numbers, as chosen by :class:`shrinkpoint.saving.retention.RetentionPolicy`.
+            keep: Sequence numbers, as chosen by :class:`shrinkpoint.engine.retention.RetentionPolicy`.
             seen: The manifests that ``keep`` was chosen from. What another process has committed since then was never judged,
                 and stays. None: all that are there now.
             grace_s: Seconds, by the store's clock. Below two hours only where no second writer or reader exists.

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shrinkpoint.engine.address import Address
+from shrinkpoint.engine.retention import Record, keep_best
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.retention import Record, keep_best
 from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["BestCheckpoints", "configuration", "finite", "log_line", "metrics_of", "numbers"]
@@ -39,7 +39,7 @@ class BestCheckpoints:
         """Take a finished save into account.
 
         One that is not finite is the best only if there is no other: its metric may be an old one.
-        The best is what `shrinkpoint.saving.retention.keep_best` keeps, of equals the older: it must still exist.
+        The best is what `shrinkpoint.engine.retention.keep_best` keeps, of equals the older: it must still exist.
         Without a monitor, or where none of the best is kept, the last one is the best one.
         """
         self.last_path = str(Address(url=self.url, step=step))

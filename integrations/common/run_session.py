@@ -13,6 +13,10 @@ from torch import nn
 from torch.nn import Module
 
 from shrinkpoint.coding.selective import header_of
+from shrinkpoint.engine.meta import is_finite, lineage_of
+from shrinkpoint.engine.rehearsal import DryRestore
+from shrinkpoint.engine.request import SaveRequest
+from shrinkpoint.engine.resume import resume_from
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.hook_states import HookStates
@@ -27,10 +31,6 @@ from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.progress import say
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving.meta import is_finite, lineage_of
-from shrinkpoint.saving.rehearsal import DryRestore
-from shrinkpoint.saving.request import SaveRequest
-from shrinkpoint.saving.resume import resume_from
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.frozen import meta_filled

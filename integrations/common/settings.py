@@ -9,8 +9,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from shrinkpoint.config import SaverConfig, whereabouts
+from shrinkpoint.engine.resume import ResumePolicy, check_policy
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.saving.resume import ResumePolicy, check_policy
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import RunUrl, Stores, split_urls, url_text
 from shrinkpoint.warn import brief

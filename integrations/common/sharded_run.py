@@ -5,12 +5,12 @@ from typing import Any, TypeVar
 
 from torch.nn import Module
 
+from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.sharded.agreement import refuse_options
 from shrinkpoint.sharded.saver import ShardedSaver, Targets
 from shrinkpoint.store.manifest import Manifest

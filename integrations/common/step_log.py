@@ -13,7 +13,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.hook_states import HookStates
 from shrinkpoint.integrations.common.settings import RunSettings
-from shrinkpoint.loading import weights_of_step
+from shrinkpoint.io.loading import weights_of_step
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saver import Saver
 

@@ -6,6 +6,8 @@ from typing import Any
 from composer.core import State
 from composer.loggers import Logger
 
+from shrinkpoint.engine.meta import is_weights_only
+from shrinkpoint.engine.resume import overridden_options
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.run_session import RunSession
@@ -25,8 +27,6 @@ from shrinkpoint.integrations.composer.state import (
     trained_module,
 )
 from shrinkpoint.loop.gradient_buckets import Buckets
-from shrinkpoint.saving.meta import is_weights_only
-from shrinkpoint.saving.resume import overridden_options
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.warn import warn
 

@@ -12,6 +12,8 @@ from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
 from composer.loggers import Logger
 
+from shrinkpoint.engine.request import SaveRequest
+from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
@@ -39,8 +41,6 @@ from shrinkpoint.loop.gradient_buckets import (
 )
 from shrinkpoint.loop.trained import load_trained
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
-from shrinkpoint.saving.request import SaveRequest
-from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.wrappers import named_parameters
 from shrinkpoint.warn import warn
 

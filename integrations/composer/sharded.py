@@ -8,6 +8,8 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
+from shrinkpoint.engine.request import SaveRequest
+from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.probe import KeptBatches
 from shrinkpoint.integrations.common.sharded_run import ShardedRun
@@ -23,8 +25,6 @@ from shrinkpoint.integrations.composer.state import (
     shards_model,
     trained_module,
 )
-from shrinkpoint.saving.request import SaveRequest
-from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
 from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.averages import AverageFinder

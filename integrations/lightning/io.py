@@ -12,12 +12,12 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import CannotRepresentError, ConfigError, NoCheckpointError
 from shrinkpoint.integrations.lightning.state import with_own_names
-from shrinkpoint.loading import load_state
+from shrinkpoint.io.loading import load_state
 from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving.address import Address
 from shrinkpoint.state.stateful import without_functions
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.state.wrappers import own_names

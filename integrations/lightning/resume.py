@@ -10,13 +10,13 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from shrinkpoint.engine.address import Address
+from shrinkpoint.engine.fitting import fitted
+from shrinkpoint.engine.resume import require_same_ties
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.runtime.termination import TerminationRequest
-from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.fitting import fitted
-from shrinkpoint.saving.resume import require_same_ties
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
 

@@ -6,6 +6,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from shrinkpoint.engine.address import Address
+from shrinkpoint.engine.quantized import quantized_as
+from shrinkpoint.engine.request import SaveRequest
+from shrinkpoint.engine.resume import overridden_options, require_optimizers
+from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, share_adopted, with_adoptions
@@ -38,11 +43,6 @@ from shrinkpoint.loop.trained import load_trained
 from shrinkpoint.optimizers.objects import put_back_objects
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.quantized import quantized_as
-from shrinkpoint.saving.request import SaveRequest
-from shrinkpoint.saving.resume import overridden_options, require_optimizers
-from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.stateful import put_back_dtypes
 from shrinkpoint.state.wrappers import own_names
 from shrinkpoint.warn import warn

@@ -11,6 +11,8 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from shrinkpoint.engine.address import Address
+from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.errors import NoCheckpointError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.probe import KeptBatches
@@ -23,8 +25,6 @@ from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.state import describe_checkpoint, plainly_named
 from shrinkpoint.runtime.termination import TerminationRequest
-from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets, reshard

@@ -10,11 +10,11 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
+from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.integrations.common.reports import metrics_of
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
-from shrinkpoint.saving.address import Address
 
 __all__ = ["answer_words", "take_addresses"]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
+from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.run_session import RunSession
@@ -17,7 +18,6 @@ from shrinkpoint.integrations.transformers.state import (
     require_own_run,
     trainer_state,
 )
-from shrinkpoint.saving.address import Address
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
 

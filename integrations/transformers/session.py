@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from shrinkpoint.engine.address import Address
+from shrinkpoint.engine.request import SaveRequest
+from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
@@ -50,9 +53,6 @@ from shrinkpoint.loop.gradient_buckets import (
 )
 from shrinkpoint.loop.trained import load_trained
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
-from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.request import SaveRequest
-from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.warn import warn
 
 __all__ = ["Session"]

@@ -8,6 +8,13 @@ import torch
 from torch import nn
 from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
 
+from shrinkpoint.engine.fitting import fitted
+from shrinkpoint.engine.quantized import quantized_as
+from shrinkpoint.engine.resume import (
+    overridden_options,
+    require_optimizers,
+    require_same_ties,
+)
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.transformers.generated import reference_of
@@ -22,13 +29,6 @@ from shrinkpoint.loop.identity import (
 )
 from shrinkpoint.loop.trained import Trained
 from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
-from shrinkpoint.saving.fitting import fitted
-from shrinkpoint.saving.quantized import quantized_as
-from shrinkpoint.saving.resume import (
-    overridden_options,
-    require_optimizers,
-    require_same_ties,
-)
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import load_optimizer as put_optimizer_back
 from shrinkpoint.state.stateful import load_stateful, state_of

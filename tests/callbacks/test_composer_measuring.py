@@ -20,9 +20,9 @@ from support.composer_models import Crash, Setup, Tiny, assert_continues, assert
 from support.reports import saver_of
 from torch.utils.data import DataLoader
 
+from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving.request import SaveRequest
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

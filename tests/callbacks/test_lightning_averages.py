@@ -14,10 +14,10 @@ from torch.optim.swa_utils import get_ema_avg_fn
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.config import Advanced
-from shrinkpoint.export import export
+from shrinkpoint.engine.address import Address
 from shrinkpoint.integrations.lightning.io import load_checkpoint
+from shrinkpoint.io.export import export
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving.address import Address
 from shrinkpoint.state.training import Role
 
 pytestmark = [

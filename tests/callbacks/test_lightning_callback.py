@@ -21,8 +21,10 @@ from support.reports import saver_of
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.checkpointer import Checkpointer
-from shrinkpoint.compaction import compact, rebase
 from shrinkpoint.config import Advanced
+from shrinkpoint.engine.address import Address
+from shrinkpoint.engine.compaction import compact, rebase
+from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.errors import (
     ConfigError,
     NoCheckpointError,
@@ -35,8 +37,6 @@ from shrinkpoint.integrations.lightning import position as loaders
 from shrinkpoint.integrations.lightning import resume as lightning_resume
 from shrinkpoint.integrations.lightning.io import load_checkpoint, open_as_ckpt
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.store.run import RunWriter
 
 pytestmark = pytest.mark.filterwarnings(

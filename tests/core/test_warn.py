@@ -9,9 +9,9 @@ import pytest
 from support.fake_objects import FakeObjects, InjectedError
 from support.training import TinyMLP
 
+from shrinkpoint.engine.under_way import SaveUnderWay
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver, SaverConfig
-from shrinkpoint.saving.under_way import SaveUnderWay
 from shrinkpoint.store.objects import TransientStoreError
 from shrinkpoint.warn import warn
 

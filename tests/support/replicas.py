@@ -125,7 +125,7 @@ def journey(rank: int, world: int, url: str, stop: int | None = None, adopts: bo
     With ``adopts=False`` it stores what it would with adoption, and goes on from its own values: nothing else differs.
     """
     if not adopts:
-        from shrinkpoint.saving import takeover
+        from shrinkpoint.engine import takeover
 
         takeover.write = lambda live, values: None
     replica = Replica(rank, world, url).run(stop or STEPS)

@@ -12,8 +12,8 @@ from support.sharded import launch
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 import shrinkpoint
-from shrinkpoint.compaction import rebase
 from shrinkpoint.dcp import StorageReader, StorageWriter
+from shrinkpoint.engine.compaction import rebase
 from shrinkpoint.errors import ChainError
 from shrinkpoint.store.run import RunStore
 

@@ -11,8 +11,8 @@ from shrinkpoint.container.reader import read_container
 from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.job import Job
+from shrinkpoint.engine.retention import record_of
 from shrinkpoint.errors import RunMismatchError, ShrinkpointWarning
-from shrinkpoint.saving.retention import record_of
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.run import RunStore

@@ -9,11 +9,11 @@ import numba
 import numpy as np
 import pytest
 
+from shrinkpoint.engine import compilation
 from shrinkpoint.entropy.static import huffman_kernels
 from shrinkpoint.runtime import precompiled
 from shrinkpoint.runtime.jit import jit_allocating
 from shrinkpoint.runtime.kernel_cache import KernelCache
-from shrinkpoint.saving import compilation
 
 FUNCTION = huffman_kernels.huffman_encode.py_func
 LEVEL = precompiled.Level("of-tests", frozenset({"cmov"}))

@@ -25,9 +25,9 @@ import shrinkpoint
 from shrinkpoint.cli.app import app
 from shrinkpoint.coding.encode import EncodedState, encode_state
 from shrinkpoint.coding.selective import decode_batches, in_memory
-from shrinkpoint.compaction import rebase_checkpoint
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
+from shrinkpoint.engine.compaction import rebase_checkpoint
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.quantize.movement import Movement
 from shrinkpoint.reports import SaveReport

@@ -12,8 +12,8 @@ from support.sharded_programs import hop, hop_reusing
 
 import shrinkpoint
 from shrinkpoint.coding.selective import header_of
-from shrinkpoint.compaction import rebase
-from shrinkpoint.export import export
+from shrinkpoint.engine.compaction import rebase
+from shrinkpoint.io.export import export
 from shrinkpoint.store.run import RunStore
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reports import REPORT
 
+from shrinkpoint.engine.retention import Record, keep_best
 from shrinkpoint.integrations.common.reports import (
     BestCheckpoints,
     configuration,
@@ -18,7 +19,6 @@ from shrinkpoint.integrations.common.reports import (
     numbers,
 )
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving.retention import Record, keep_best
 
 
 def tracker(monitor: str | None = "loss", mode: str = "min", top_k: int = 1) -> BestCheckpoints:

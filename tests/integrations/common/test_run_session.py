@@ -11,10 +11,10 @@ import pytest
 import torch
 from support.options import grouped
 
+from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.errors import NoCheckpointError, SaveFailedError, ShrinkpointWarning, StoreError
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import RunSettings
-from shrinkpoint.saving.request import SaveRequest
 from shrinkpoint.state.training import Role, Tag
 from shrinkpoint.store.run import RunWriter
 

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from shrinkpoint import Checkpointer, StepLog
 from shrinkpoint.cli.app import app
+from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError, RunMismatchError, ShrinkpointWarning
-from shrinkpoint.loading import load, load_weights
+from shrinkpoint.io.loading import load, load_weights
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving.address import Address
 from shrinkpoint.store.connect import open_objects, shared_fate
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import Stores, parse_url, split_urls, url_text

@@ -1,0 +1,248 @@
+"""Where the training thread takes over the values that the background has quantized."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.tree import JSON
+from shrinkpoint.warn import warn
+
+__all__ = ["Adoption", "NotAdoptedError", "Takeover", "WaitingShare", "unsuitable"]
+
+_MOST_WAITING = 0.5  # of the time between two planned saves
+
+
+class NotAdoptedError(ShrinkpointError):
+    """A planned save could not be adopted: the training has left, or the save has failed before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adoption:
+    """What an integration gives for a planned save, from which training goes on.
+
+    Examples:
+        >>> from shrinkpoint.engine.takeover import Adoption
+        >>> Adoption(live=lambda: {"model": model.state_dict()}, settings={"every": 500}).settings["every"]
+        500
+    """
+
+    live: Callable[[], object]
+    """Returns the state once more, as it was given to the save: its tensors must be the live ones."""
+    settings: Mapping[str, JSON] = field(default_factory=dict)
+    """What determines at which steps saves are planned; noted with each checkpoint, so that a change is reported."""
+
+
+class Takeover:
+    """Hands restored values from the worker to the waiting training thread, which writes them into its tensors.
+
+    Args:
+        live: the training's tensors by name.
+        exactly: those that cannot be written to, with the reason; they are stored exactly.
+        settings: see `Adoption.settings`.
+        waited_s: seconds that training waited for the save before.
+    """
+
+    def __init__(
+        self,
+        live: Mapping[str, torch.Tensor],
+        exactly: Mapping[str, str],
+        settings: Mapping[str, JSON],
+        waited_s: float,
+    ) -> None:
+        self.exactly = dict(exactly)
+        self.settings = dict(settings)
+        self.waited_s = waited_s
+        self.seconds = 0.0
+        """How long training has waited, without evaluations; known once `offer` returns."""
+        self.taken: tuple[str, ...] = ()
+        """The tensors that have been given other values; in one order."""
+        self._live = live
+        self._changed = threading.Condition()
+        self._values: Mapping[str, torch.Tensor] | None = None
+        self._outcome: str | None = None
+        self._served = 0.0
+
+    # ---- the worker's side
+
+    def offer(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Wait until the training has taken these values over.
+
+        Raises:
+            NotAdoptedError: it has left instead.
+        """
+        with self._changed:
+            self._values = values
+            self._changed.notify_all()
+            while not self._changed.wait_for(lambda: self._outcome is not None, 0.2):
+                if not threading.main_thread().is_alive():
+                    self._outcome = "left"
+            if self._outcome != "taken":
+                raise NotAdoptedError("the training has left before it could take over what was quantized")
+
+    def withdraw(self) -> None:
+        """There is nothing to be taken over: the save has failed, or is exact."""
+        with self._changed:
+            self._outcome = self._outcome or "withdrawn"
+            self._changed.notify_all()
+
+    # ---- the training's side
+
+    def wait(self, serve: Callable[[], float], *, started: float) -> bool:
+        """Serve evaluations until there are values, and write them into the live tensors.
+
+        Args:
+            serve: makes the evaluation that is asked for, if any; returns its seconds.
+            started: `time.perf_counter` of when the training began to wait.
+
+        Returns:
+            Whether the training has taken something over.
+        """
+        try:
+            values = self.values(serve)
+            if values is None:
+                return False
+            write(self._live, values)
+            self.accept(tuple(values), started=started)
+            return True
+        finally:
+            self.leave()
+
+    def values(self, serve: Callable[[], float] = lambda: 0.0) -> Mapping[str, torch.Tensor] | None:
+        """Serve evaluations until there are values; None where there are none.
+
+        Args:
+            serve: as of `wait`.
+        """
+        while not self.is_settled(0.002):
+            self.note_served(serve())
+        with self._changed:
+            return self._values
+
+    def is_settled(self, timeout_s: float) -> bool:
+        """Whether there are values, or will be none; known after so many seconds at the latest."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._values is not None or self._outcome is not None, timeout_s
+            )
+
+    def note_served(self, seconds: float) -> None:
+        """An evaluation was made while training waited."""
+        self._served += seconds
+
+    def accept(self, names: tuple[str, ...], *, started: float) -> None:
+        """The training has these tensors' values.
+
+        Args:
+            names: of the tensors.
+            started: as of `wait`.
+        """
+        self.taken = names
+        self.seconds = time.perf_counter() - started - self._served
+        self._finish("taken")
+
+    def leave(self) -> None:
+        """The training goes on, with the values if it has accepted them."""
+        self._finish("left")
+        self._live = {}
+
+    def _finish(self, outcome: str) -> None:
+        with self._changed:
+            self._outcome = self._outcome or outcome
+            self._changed.notify_all()
+
+
+class WaitingShare:
+    """Says, once, that saves are so close together that training waits for most of its time."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._warned = False
+
+    def add(self, started: float, ended: float) -> None:
+        """A planned save for which training has waited.
+
+        Args:
+            started: when it began to wait, in seconds.
+            ended: when it went on.
+        """
+        since, self._last = self._last, ended
+        if since is None or self._warned:
+            return
+        share = (ended - started) / max(ended - since, 1e-9)
+        if share > _MOST_WAITING:
+            self._warned = True
+            warn(
+                f"training waits for {share:.0%} of its time: {ended - started:.2g} s at this save, of {ended - since:.2g} s since the"
+                " last one. With adopt=True it waits for a save under way, for evaluations and for the quantization: save less"
+                " often. This warning comes once"
+            )
+
+
+def write(live: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    """Give live tensors their values, in place: their memory, views and ties stay, and autograd sees a change in place.
+
+    All of them get theirs even if it is interrupted in between; the interruption is raised then.
+    """
+    interrupted: BaseException | None = None
+    with torch.no_grad():
+        for name, value in values.items():
+            while True:
+                try:
+                    live[name].copy_(value)
+                    break
+                except KeyboardInterrupt as error:
+                    interrupted = error
+    if interrupted is not None:
+        raise interrupted
+
+
+def unsuitable(captured: TrainingState, again: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Floating-point tensors of a state that cannot be written to such that the training has the values, with the reason.
+
+    Args:
+        captured: the live state.
+        again: its tensors, captured once more: copies are at another place each time.
+    """
+    found: dict[str, str] = {}
+    for name, tensor in captured.tensors.items():
+        other = again.get(name)
+        if other is None or other.data_ptr() != tensor.data_ptr():
+            found[name] = "its object's state_dict() returns a copy, which training does not see"
+        elif tensor.is_inference():
+            found[name] = "it is an inference tensor, which cannot be written to"
+        elif tensor.numel() and any(
+            size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            found[name] = "several of its elements share memory (it is expanded)"
+    found |= {
+        name: "it shares memory with another tensor of the state, of another shape or dtype"
+        for name in _overlapping(captured)
+        if name not in found
+    }
+    return {name: why for name, why in found.items() if captured.specs[name].dtype.is_floating_point}
+
+
+def _overlapping(captured: TrainingState) -> set[str]:
+    spans: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
+    for name, tensor in captured.tensors.items():
+        if tensor.numel() and tensor.layout == torch.strided:
+            last = sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            start = tensor.data_ptr()
+            place = tensor.device, tensor.untyped_storage().data_ptr()
+            spans.setdefault(place, []).append((start, start + (last + 1) * tensor.element_size(), name))
+    found: set[str] = set()
+    for some in spans.values():
+        last_end, owner = -1, ""
+        for start, end, name in sorted(some):
+            if start < last_end:
+                found |= {name, owner}
+            if end > last_end:
+                last_end, owner = end, name
+    return found

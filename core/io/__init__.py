@@ -1,0 +1,1 @@
+"""Reading and writing checkpoints outside of a training: weights, one file, safetensors."""

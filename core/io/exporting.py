@@ -1,0 +1,307 @@
+"""Exports the weights of a stored checkpoint to safetensors, some tensors at a time: a model larger than memory can be exported.
+
+The optimizer's state is neither read nor decoded. One file, or several with an index, which Hugging Face's ``from_pretrained`` reads.
+"""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_file
+
+from shrinkpoint.coding.selective import AnySource, decode_batches, decode_selected
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, StoreError
+from shrinkpoint.io.export import Exported, check_target, put_in_place, write_whole
+from shrinkpoint.io.loading import model_names, read_chain
+from shrinkpoint.io.safetensors_file import SafetensorsWriter, check_file
+from shrinkpoint.state.blocks import whole_specs
+from shrinkpoint.state.frozen import ADAPTERS
+from shrinkpoint.state.training import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from shrinkpoint.container.reader import Header
+    from shrinkpoint.store.connect import StorageOptions
+    from shrinkpoint.store.urls import RunUrl
+
+__all__ = ["ExportedWeights", "bytes_of", "export_adapters", "export_weights"]
+
+_BATCH = 2**26
+"""Bytes of tensors in memory, about: a batch that is decoded, and the next one, which is read meanwhile."""
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedWeights(Exported):
+    """Written weights: one file, or the index of several."""
+
+    step: int
+    """Of the checkpoint."""
+    seq: int | None
+    """Number of its commit; None of a single file."""
+    files: tuple[Path, ...]
+    """With the tensors."""
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file of an export."""
+
+    name: str
+    specs: dict[str, TensorSpec]
+    """By the tensors' names in the model."""
+    aliases: dict[str, str]
+
+
+def export_weights(
+    url: "RunUrl",
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | None = None,
+    force: bool = False,
+    storage_options: "StorageOptions" = None,
+) -> ExportedWeights:
+    """Write the weights and buffers of a checkpoint; memory is bounded by the largest tensor and some buffers.
+
+    Args:
+        url: as of `shrinkpoint.load_weights`.
+        path: ``*.safetensors``.
+        max_shard_size: bytes of tensors from which on several files are written in the place of `path`,
+            ``model-00001-of-00002.safetensors`` ..., with an index ``model.safetensors.index.json``; a larger tensor has a file of
+            its own. None: one file.
+        force: replace existing files.
+        storage_options: as of `shrinkpoint.load_weights`.
+
+    Raises:
+        ConfigError: the path cannot be written, or exists and `force` is not given.
+        CannotRepresentError: the state does not show which tensors are the model's, or safetensors has no such tensors.
+        NoCheckpointError, FormatError, ChainError, StoreError: as `shrinkpoint.load_weights`; or a file cannot be written.
+
+    Examples:
+        >>> from shrinkpoint.io.exporting import export_weights
+        >>> export_weights("runs/7#step=2000", "weights.safetensors").tensors
+        4
+    """
+    target = check_target(path, force=force)
+    if target.suffix != ".safetensors":
+        raise ConfigError(f"{target} must end in .safetensors: other formats are written whole")
+    if max_shard_size is not None and max_shard_size < 1:
+        raise ConfigError(f"max_shard_size={max_shard_size} must be a number of bytes, at least 1")
+
+    def read(chain: Sequence[Callable[[], AnySource]]) -> "tuple[Header, Exported]":
+        stored: dict[str, str] = {}
+
+        def choose(header: "Header") -> set[str]:
+            stored.update(model_names(header))
+            return set(stored.values())
+
+        header, wanted, batches = decode_batches(
+            chain, choose, threads=SaverConfig().encoder_threads, batch=_BATCH // 2, lasting=True
+        )
+        shards = _shards(target, header, stored, max_shard_size)
+        places = {place: name for name, place in reversed(stored.items())}
+        with _writing(target, shards, force=force) as writers:
+            for rows in batches:
+                for entry, planes, value in rows:
+                    spec = entry.spec
+                    if spec.name in wanted:
+                        name = places[spec.block.of if spec.block is not None else spec.name]
+                        writers[name].put(name, value, spec.block.offset if spec.block is not None else None)
+                    del entry, planes, value  # before the next ones are decoded
+        files = [target.parent / shard.name for shard in shards]
+        aliases = {alias: kept for shard in shards for alias, kept in shard.aliases.items()}
+        exported = ExportedWeights(
+            path=target if len(files) == 1 else _index_of(target),
+            bytes=sum(file.stat().st_size for file in files),
+            tensors=sum(len(shard.specs) for shard in shards),
+            notes=tuple(
+                f"{alias} is tied to {kept}, which contains the tensor" for alias, kept in aliases.items()
+            ),
+            step=header.step,
+            seq=None,
+            files=tuple(files),
+        )
+        return header, exported
+
+    _, exported, manifest = read_chain(url, storage_options, read)
+    return ExportedWeights(**(vars(exported) | {"seq": None if manifest is None else manifest.seq}))
+
+
+def export_adapters(
+    url: "RunUrl",
+    folder: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    storage_options: "StorageOptions" = None,
+) -> ExportedWeights:
+    """Write a checkpoint's adapters as PEFT does, for ``PeftModel.from_pretrained(base, folder)``.
+
+    Args:
+        url: as of `shrinkpoint.load_weights`.
+        folder: gets ``adapter_config.json`` and ``adapter_model.safetensors``; adapters of another name than "default" have
+            folders of that name in it.
+        force: replace existing files.
+        storage_options: as of `shrinkpoint.load_weights`.
+
+    Raises:
+        ConfigError: the checkpoint has no adapters, or files exist and `force` is not given.
+        CannotRepresentError: PEFT computes what it writes of such adapters.
+        NoCheckpointError, FormatError, ChainError, StoreError: as `shrinkpoint.load_weights`; or a file cannot be written.
+    """
+    root = Path(folder).expanduser()
+    adapters: dict[Path, tuple[Any, dict[str, str]]] = {}
+
+    def read(chain: Sequence[Callable[[], AnySource]]) -> "tuple[Header, dict[str, torch.Tensor]]":
+        def choose(header: "Header") -> set[str]:
+            adapters.clear()
+            adapters.update(_adapters_of(header, root))
+            return {place for _, tensors in adapters.values() for place in tensors.values()}
+
+        return decode_selected(chain, choose, threads=SaverConfig().encoder_threads)
+
+    header, found, manifest = read_chain(url, storage_options, read)
+    files = []
+    for inner, (config, tensors) in adapters.items():
+        inner.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(config, indent=2, sort_keys=True)
+        values = {name: found[place].clone() for name, place in tensors.items()}  # of tied ones each its own
+        files += [
+            check_target(inner / "adapter_model.safetensors", force=force),
+            inner / "adapter_config.json",
+        ]
+        write_whole(files[-2], partial(save_file, values, metadata={"format": "pt"}), force=force)
+        write_whole(files[-1], partial(Path.write_text, data=text), force=force)
+    size, seq = sum(file.stat().st_size for file in files), None if manifest is None else manifest.seq
+    return ExportedWeights(
+        path=root, bytes=size, tensors=len(found), notes=(), step=header.step, seq=seq, files=tuple(files)
+    )
+
+
+def _adapters_of(header: "Header", root: Path) -> dict[Path, tuple[Any, dict[str, str]]]:
+    """By its folder, each adapter's configuration and the stored tensors by their names in its file."""
+    described = header.tree.get(ADAPTERS, {}).get("adapters", {}) if isinstance(header.tree, dict) else {}
+    if not described:
+        raise ConfigError(
+            f"the checkpoint has no adapters of PEFT: name a file, as {root}.safetensors, for its weights"
+        )
+    names, found = model_names(header), {}
+    for prefix, adapters in described.items():
+        for adapter, entry in adapters.items():
+            if entry["tensors"] is None:
+                raise CannotRepresentError(
+                    f"what PEFT writes of the adapter {adapter!r} is computed: load the checkpoint's weights into the model"
+                    " (shrinkpoint.load_weights, strict=False), and call its save_pretrained"
+                )
+            parts = [prefix.strip(".") if len(described) > 1 else "", "" if adapter == "default" else adapter]
+            if any(part != Path(part).name for part in parts):
+                raise FormatError(f"the adapter {adapter!r} of {prefix!r} has a name that no folder may have")
+            found[root.joinpath(*parts)] = (
+                entry["config"],
+                {name: names[here] for name, here in entry["tensors"].items()},
+            )
+    return found
+
+
+def bytes_of(text: str) -> int:
+    """A size such as ``5GB``, ``500MiB`` or ``1000000``, in bytes.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is no size: write it as 5GB, 500MiB or 1000000")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _index_of(target: Path) -> Path:
+    return target.with_name(target.name + ".index.json")
+
+
+def _shards(target: Path, header: "Header", stored: Mapping[str, str], limit: int | None) -> list[_Shard]:
+    """Which tensors are in which file, in the model's order."""
+    whole = whole_specs(record.spec for record in header.tensors.values())
+    kept: dict[str, str] = {}
+    files: list[dict[str, TensorSpec]] = [{}]
+    size = 0
+    for name, place in stored.items():
+        if kept.setdefault(place, name) != name:
+            continue
+        spec = whole[place]
+        if limit is not None and files[-1] and size + spec.nbytes > limit:
+            files.append({})
+            size = 0
+        files[-1][name] = spec
+        size += spec.nbytes
+    aliases = {name: kept[place] for name, place in stored.items() if kept[place] != name}
+    count = len(files)
+    return [
+        _Shard(
+            target.name if count == 1 else f"{target.stem}-{number:05}-of-{count:05}{target.suffix}",
+            specs,
+            {alias: name for alias, name in aliases.items() if name in specs},
+        )
+        for number, specs in enumerate(files, 1)
+    ]
+
+
+@contextmanager
+def _writing(
+    target: Path, shards: Sequence[_Shard], *, force: bool
+) -> Iterator[Mapping[str, SafetensorsWriter]]:
+    """Writers by tensor, to files next to the target that get their names when all are written, the index last."""
+    nonce = secrets.token_hex(8)
+    temporary = [target.parent / f".{shard.name}.tmp-{nonce}" for shard in shards]
+    index = target.parent / f".{target.name}.index.tmp-{nonce}"
+    try:
+        with ExitStack() as opened:
+            writers: dict[str, SafetensorsWriter] = {}
+            for file, shard in zip(temporary, shards, strict=True):
+                metadata = {"format": "pt", **shard.aliases}
+                writer = opened.enter_context(SafetensorsWriter(file, shard.specs, metadata))
+                writers.update(dict.fromkeys(shard.specs, writer))
+            yield writers
+        for file in temporary:
+            check_file(file)
+        for file, shard in zip(temporary, shards, strict=True):
+            put_in_place(file, target.parent / shard.name, force=force)
+        if len(shards) > 1:
+            index.write_text(_index(shards))
+            put_in_place(index, _index_of(target), force=force)
+            with suppress(FileNotFoundError):
+                target.unlink()  # an older export in one file, which readers would prefer
+    except OSError as error:
+        raise StoreError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        for file in (*temporary, index):
+            with suppress(OSError):  # the original error is the one to show
+                file.unlink()
+
+
+def _index(shards: Sequence[_Shard]) -> str:
+    """As Hugging Face's libraries write and read it."""
+    return json.dumps(
+        {
+            "metadata": {"total_size": sum(spec.nbytes for shard in shards for spec in shard.specs.values())},
+            "weight_map": {name: shard.name for shard in shards for name in shard.specs},
+        },
+        indent=2,
+    )

@@ -1,1 +1,0 @@
-"""From a snapshot to a committed checkpoint, and which checkpoints a run keeps."""
