@@ -1,7 +1,7 @@
 """What `make demo-stores` adds to the demo: the run is in three stores, and one of them is lost in the middle of it.
 
 Three folders stand for three buckets. One is deleted while the training runs; what the training then says is found in its
-log, and `shrinkpoint stores` and `shrinkpoint heal` are run as a user would. At last another one is deleted: the last
+log, and `shrinkpoint stores` and `shrinkpoint stores --heal` are run as a user would. At last another one is deleted: the last
 checkpoint is restored from what healing wrote.
 """
 
@@ -55,17 +55,23 @@ class Stores:
 
     def heal(self) -> None:
         """Look at them, heal, look again, and delete another one."""
-        for word, code in (("stores", 1), ("heal", 0), ("stores", 0)):  # 1: something is missing
+        for words, code in (
+            (["stores"], 1),
+            (["stores", "--heal"], 0),
+            (["stores"], 0),
+        ):  # 1: something is missing
             done = subprocess.run(
-                [Path(sys.executable).with_name("shrinkpoint"), word, *self.urls],
+                [Path(sys.executable).with_name("shrinkpoint"), *words, *self.urls],
                 capture_output=True,
                 text=True,
                 check=False,
             )
             if done.returncode != code:
-                raise DemoError(f"shrinkpoint {word} {' '.join(self.urls)}\n{done.stdout}{done.stderr}")
+                raise DemoError(
+                    f"shrinkpoint {' '.join(words)} {' '.join(self.urls)}\n{done.stdout}{done.stderr}"
+                )
             lines = [line.rstrip() for line in done.stdout.strip().splitlines()]
-            self._shown += [f"$ shrinkpoint {word} {' '.join(self.urls)}", *lines, ""]
+            self._shown += [f"$ shrinkpoint {' '.join(words)} {' '.join(self.urls)}", *lines, ""]
         shutil.rmtree(self.urls[0])
 
     def story(self, log: Path, restarted_log: Path) -> Iterator[str]:

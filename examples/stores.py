@@ -92,9 +92,9 @@ def act_out(folder: Path) -> None:
     subprocess.run(command, check=True)
 
     shown = " ".join(urls)
-    for words in ("stores", "heal", "stores"):
-        print(f"--- shrinkpoint {words} {shown}", flush=True)
-        subprocess.run([Path(sys.executable).with_name("shrinkpoint"), words, *urls], check=False)
+    for words in (["stores"], ["stores", "--heal"], ["stores"]):
+        print(f"--- shrinkpoint {' '.join(words)} {shown}", flush=True)
+        subprocess.run([Path(sys.executable).with_name("shrinkpoint"), *words, *urls], check=False)
 
     print(f"--- {urls[0]} is lost too; the same command finds everything in the others", flush=True)
     shutil.rmtree(urls[0])

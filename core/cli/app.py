@@ -14,10 +14,10 @@ from shrinkpoint.cli.compile import compile_now
 from shrinkpoint.cli.diff import diff
 from shrinkpoint.cli.export import export
 from shrinkpoint.cli.ls import ls
-from shrinkpoint.cli.prune import pin, prune, undelete, unpin
+from shrinkpoint.cli.prune import prune, undelete
 from shrinkpoint.cli.runs import READ_ANYWAY
 from shrinkpoint.cli.show import show
-from shrinkpoint.cli.stores import heal, stores
+from shrinkpoint.cli.stores import stores
 from shrinkpoint.cli.verify import verify
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import quieted
@@ -90,7 +90,7 @@ def _globals(
     READ_ANYWAY.set(read_anyway)
 
 
-for _command in (ls, show, diff, verify, export, compact, prune, undelete, pin, unpin, stores, heal):
+for _command in (ls, show, diff, verify, export, compact, prune, undelete, stores):
     app.command()(_command)
 app.command("compile")(compile_now)
 

@@ -4,17 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.options import (
-    AsJson,
-    Pairs,
-    Seq,
-    Step,
-    StorageOptions,
-    Url,
-    Yes,
-)
 from shrinkpoint.cli.output import bytes_text, console, print_json
-from shrinkpoint.cli.runs import opened, pick
+from shrinkpoint.cli.runs import AsJson, Pairs, Seq, Step, StorageOptions, Url, Yes, opened
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 
@@ -43,17 +34,17 @@ def compact(
     from shrinkpoint.engine.compaction import rebase
 
     run, address = opened(url, step, seq, storage_options, option)
-    manifest = pick(run, address)
+    manifest = address.find(run.manifests())
     if manifest.kind == "base":
-        _warn({"step": manifest.step, "seq": manifest.seq, "done": False, "already_base": True}, as_json)
+        _print({"step": manifest.step, "seq": manifest.seq, "done": False, "already_base": True}, as_json)
         return
     with waiting_for(f"storing step {manifest.step} as a base"):
-        rebased = rebase(run.store, manifest, threads=SaverConfig().encoder_threads)
+        rebased = rebase(run, manifest, threads=SaverConfig().encoder_threads)
     report = _report(rebased) | {"done": False, "already_base": False}
     if yes:
-        compacted = commit(run.store, rebased, grace_s=grace)
+        compacted = commit(run, rebased, grace_s=grace)
         report |= {"done": True, "new_seq": compacted.manifest.seq, "pins": list(compacted.pins)}
-    _warn(report, as_json)
+    _print(report, as_json)
 
 
 def _report(rebased: "Rebased") -> dict[str, Any]:
@@ -67,7 +58,7 @@ def _report(rebased: "Rebased") -> dict[str, Any]:
     }
 
 
-def _warn(report: dict[str, Any], as_json: bool) -> None:
+def _print(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(report)
         return

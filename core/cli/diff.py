@@ -6,10 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.decode import Loaded, load
-from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, parse_storage_options
 from shrinkpoint.cli.output import bytes_text, console, number, print_json, print_table
-from shrinkpoint.cli.runs import describe_manifest
+from shrinkpoint.cli.runs import (
+    AsJson,
+    Loaded,
+    Pairs,
+    StorageOptions,
+    Target,
+    describe_manifest,
+    load,
+    parse_storage_options,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,14 +29,10 @@ _IDENTICAL, _DIFFERS, _OTHER = "bit-identical", "differs", "other dtype or shape
 _CHUNK = 1 << 22  # elements compared at a time, in double precision
 _NAMED = 10
 
-Side = Annotated[
-    str, typer.Argument(help="A run, one checkpoint of it (URL#step=N, URL#best), or a container file.")
-]
-
 
 def diff(
-    a: Side,
-    b: Side,
+    a: Target,
+    b: Target,
     everything: Annotated[bool, typer.Option("--all", help="Show bit-identical tensors too.")] = False,
     storage_options: StorageOptions = None,
     option: Pairs = None,

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.decode import load
-from shrinkpoint.cli.options import (
+from shrinkpoint.cli.output import bytes_text, console, print_json
+from shrinkpoint.cli.runs import (
     AsJson,
     Pairs,
     Seq,
@@ -14,9 +14,9 @@ from shrinkpoint.cli.options import (
     StorageOptions,
     Target,
     addressed,
+    load,
     parse_storage_options,
 )
-from shrinkpoint.cli.output import bytes_text, console, print_json
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, Url, parse_storage_options
 from shrinkpoint.cli.output import (
     adopted_text,
     age,
@@ -20,11 +19,23 @@ from shrinkpoint.cli.output import (
     print_table,
     ratio_text,
 )
-from shrinkpoint.cli.runs import OpenRun, describe_manifest, find_damage, open_run, runs_below
+from shrinkpoint.cli.runs import (
+    AsJson,
+    Pairs,
+    StorageOptions,
+    Url,
+    describe_manifest,
+    find_damage,
+    keys_of,
+    open_run,
+    parse_storage_options,
+    runs_below,
+)
 from shrinkpoint.errors import FormatError, ShrinkpointWarning
 from shrinkpoint.store.connect import StorageOptions as Options
 from shrinkpoint.store.keys import STEPS_PREFIX
 from shrinkpoint.store.objects import ObjectsBelow
+from shrinkpoint.store.run import RunStore
 from shrinkpoint.warn import warn
 
 if TYPE_CHECKING:
@@ -48,9 +59,9 @@ def ls(
     run = open_run(url, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShrinkpointWarning)  # the table shows what it would warn of
-        manifests = run.store.manifests()
+        manifests = run.manifests()
     sizes = run.sizes()
-    named = run.keys(manifests)
+    named = keys_of(run, manifests)
     live, others = (
         [size for key, size in sizes.items() if (key in named) is wanted] for wanted in (True, False)
     )
@@ -65,13 +76,13 @@ def ls(
     ]
     unreadable = [
         {"key": damaged.key, "reason": damaged.reason, "needs_newer_version": damaged.unsupported}
-        for damaged in run.store.damaged
+        for damaged in run.damaged
     ]
     log = _step_log(run)
     if as_json:
         print_json(
             {
-                "url": run.store.display,
+                "url": run.display,
                 "stored_bytes": sum(live),
                 "unlisted_bytes": sum(others),
                 "unlisted_containers": len(others),
@@ -84,7 +95,7 @@ def ls(
     _print(checkpoints, unreadable)
     out = console()
     raw = _raw_bytes(checkpoints)
-    out.print(f"{counted(len(checkpoints), 'checkpoint')} in {run.store.display}: {_taken(sum(live), raw)}")
+    out.print(f"{counted(len(checkpoints), 'checkpoint')} in {run.display}: {_taken(sum(live), raw)}")
     cost = in_all_text(checkpoints)
     if cost is not None:
         out.print(f"a restore may raise the loss by at most {cost}, with what no measurement at a save sees")
@@ -98,13 +109,13 @@ def ls(
         out.print(_logged(log, url))
 
 
-def _step_log(run: OpenRun) -> "LogOverview | None":
+def _step_log(run: RunStore) -> "LogOverview | None":
     segments = ObjectsBelow(run.objects, STEPS_PREFIX)
-    if not run.store.exists() or not (listed := segments.list("")):
+    if not run.exists() or not (listed := segments.list("")):
         return None
     from shrinkpoint.steps.reader import overview
 
-    return overview(segments, listed, run.store.run_id())
+    return overview(segments, listed, run.run_id())
 
 
 def _logged(log: "LogOverview", url: str) -> str:
@@ -120,9 +131,9 @@ def _logged(log: "LogOverview", url: str) -> str:
     return f"and a step log ({log.kind!r}){reached}: {size}; {use}"
 
 
-def _pins(run: OpenRun) -> Mapping[str, int]:
+def _pins(run: RunStore) -> Mapping[str, int]:
     try:
-        return run.store.pins()
+        return run.pins()
     except FormatError as error:  # the checkpoints are worth showing all the same
         warn(f"the pins are not shown: {error}")
         return {}
@@ -146,7 +157,7 @@ def _list_runs(url: str, names: Sequence[str], options: Options, *, as_json: boo
         run = open_run(f"{url.rstrip('/')}/{name}", options)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShrinkpointWarning)
-            manifests = run.store.manifests()
+            manifests = run.manifests()
         sizes = run.sizes()
         bad = sum(find_damage(run, manifest, sizes) is not None for manifest in manifests)
         runs.append(
@@ -154,10 +165,10 @@ def _list_runs(url: str, names: Sequence[str], options: Options, *, as_json: boo
                 "run": name,
                 "checkpoints": len(manifests),
                 "newest_step": manifests[0].step if manifests else None,
-                "stored_bytes": sum(sizes.get(key, 0) for key in run.keys(manifests)),
+                "stored_bytes": sum(sizes.get(key, 0) for key in keys_of(run, manifests)),
                 "raw_bytes": _raw_bytes([describe_manifest(manifest) for manifest in manifests]),
                 "wall_time": manifests[0].wall_time if manifests else None,
-                "damaged": bad + len(run.store.damaged),
+                "damaged": bad + len(run.damaged),
             }
         )
     runs.sort(key=lambda run: -(run["wall_time"] or 0.0))

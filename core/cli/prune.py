@@ -1,4 +1,4 @@
-"""``shrinkpoint prune``, ``undelete``, ``pin`` and ``unpin``: which checkpoints are kept."""
+"""``shrinkpoint prune`` and ``undelete``: which checkpoints are kept, and pins, which keep one through everything."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -7,21 +7,32 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from shrinkpoint.cli.options import AsJson, Pairs, Seq, Step, StorageOptions, Url, Yes, parse_storage_options
 from shrinkpoint.cli.output import bytes_text, console, print_json
-from shrinkpoint.cli.runs import OpenRun, describe_manifest, open_run, opened, pick
+from shrinkpoint.cli.runs import (
+    AsJson,
+    Pairs,
+    Seq,
+    Step,
+    StorageOptions,
+    Url,
+    Yes,
+    describe_manifest,
+    keys_of,
+    open_run,
+    opened,
+    parse_storage_options,
+)
 from shrinkpoint.engine.retention import Record, RetentionPolicy
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.run import RunStore
 
-__all__ = ["pin", "prune", "undelete", "unpin"]
+__all__ = ["prune", "undelete"]
 
-
+# Seconds until the commits that one pass removed are older than "now" for the next: clock ticks of file systems and S3.
 _CLOCK_TICKS = (0.02, 1.1, 1.1)
-"""Seconds until the commits that one pass removed are older than "now" for the next: clock ticks of file systems and
-S3."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,15 @@ def prune(
     mode: Annotated[
         str, typer.Option("--mode", help="Whether the best metric is the 'min' or the 'max'.")
     ] = "min",
+    pin: Annotated[
+        str | None,
+        typer.Option(
+            "--pin", metavar="NAME", help="Keep the checkpoint of --step or --seq until --unpin NAME."
+        ),
+    ] = None,
+    unpin: Annotated[str | None, typer.Option("--unpin", metavar="NAME", help="Release this pin.")] = None,
+    step: Step = None,
+    seq: Seq = None,
     yes: Yes = False,
     grace: Annotated[
         float, typer.Option("--grace", min=0, help="Seconds that removed data is kept for active readers.")
@@ -68,46 +88,76 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove the checkpoints that no rule keeps; pinned ones and the newest sound one, which is read for it, always stay."""
-    policy = _policy(keep_last, keep_every, keep_best, metric, mode)
-    run = open_run(url, parse_storage_options(url, storage_options, option))
-    plan = _plan(run, policy, metric)
-    report = _report(plan)
-    if yes:
-        report |= {"done": True, **_collect(run, plan, grace)}
+    policy = _policy(keep_last, keep_every, keep_best, metric, mode, pins=bool(pin or unpin))
+    if pin is None and (step, seq) != (None, None):
+        raise ConfigError("--step and --seq say which checkpoint --pin keeps: give --pin NAME too")
+    if pin is not None:
+        run, address = opened(url, step, seq, storage_options, option)
+        pinned = address.find(run.manifests())
+    else:
+        run, pinned = open_run(url, parse_storage_options(url, storage_options, option)), None
+    pins = run.pins()
+    report: dict[str, Any] = {"done": yes}
+    if unpin is not None:
+        if unpin not in pins:
+            known = ", ".join(sorted(pins)) or "none"
+            raise ConfigError(f"there is no pin {unpin!r} in {run.display}; the pins are: {known}")
+        report["unpinned"] = {"name": unpin, "seq": pins.pop(unpin)}
+    if pin is not None and pinned is not None:
+        report["pinned"] = {"name": pin, "seq": pinned.seq, "step": pinned.step}
+        pins[pin] = pinned.seq
+    if yes and (pin or unpin):
+        with run.writer() as writer:
+            if unpin is not None:
+                writer.unpin(unpin)
+            if pin is not None and pinned is not None:
+                writer.pin(pin, pinned)
+    if policy is not None:
+        plan = _plan(run, policy, metric, set(pins.values()))
+        report |= _report(plan)
+        if yes:
+            report |= _collect(run, plan, grace)
     if as_json:
         print_json(report)
     else:
-        _print(report, run.store.display)
+        _print(report, run.display)
 
 
 def _policy(
-    keep_last: int | None, keep_every: int | None, keep_best: int | None, metric: str | None, mode: str
-) -> RetentionPolicy:
-    if keep_last is None and keep_every is None and keep_best is None:
-        raise ConfigError(
-            "say what to keep: --keep-last N, --keep-every M, --keep-best K, or several of these"
-        )
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: int | None,
+    metric: str | None,
+    mode: str,
+    *,
+    pins: bool,
+) -> RetentionPolicy | None:
+    """Make the rule of what to keep; None where only pins are set or released."""
     if keep_best is not None and metric is None:
         raise ConfigError(
             "--keep-best must know its metric: give --metric too, for example --metric val_loss"
         )
     if metric is not None and keep_best is None:
         raise ConfigError(f"--metric {metric} is for --keep-best: say how many of the best to keep")
+    if keep_last is None and keep_every is None and keep_best is None:
+        if pins:
+            return None
+        raise ConfigError(
+            "say what to keep: --keep-last N, --keep-every M, --keep-best K, --pin NAME, or several of these"
+        )
     known: dict[str, Literal["min", "max"]] = {"min": "min", "max": "max"}
     if mode not in known:
         raise ConfigError(f"--mode {mode!r} must be 'min' or 'max'")
     return RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, mode=known[mode])
 
 
-def _plan(run: OpenRun, policy: RetentionPolicy, metric: str | None) -> _Plan:
-    manifests = run.store.manifests()
+def _plan(run: RunStore, policy: RetentionPolicy, metric: str | None, pinned: set[int]) -> _Plan:
+    manifests = run.manifests()
     noted = {manifest.seq: describe_manifest(manifest) for manifest in manifests}
     metrics = {seq: checkpoint["metrics"] for seq, checkpoint in noted.items()}
     if metric is not None and not any(metric in measured for measured in metrics.values()):
         known = ", ".join(sorted({name for measured in metrics.values() for name in measured})) or "none"
-        raise ConfigError(
-            f"--metric {metric}: no checkpoint of {run.store.display} has it; they have {known}"
-        )
+        raise ConfigError(f"--metric {metric}: no checkpoint of {run.display} has it; they have {known}")
     records = [
         Record(
             seq=m.seq,
@@ -119,18 +169,17 @@ def _plan(run: OpenRun, policy: RetentionPolicy, metric: str | None) -> _Plan:
         )
         for m in manifests
     ]
-    wanted = policy.select(records, set(run.store.pins().values())) | _newest_sound(run)
+    wanted = policy.select(records, pinned) | _newest_sound(run)
     sizes = run.sizes()
     keep = [m for m in manifests if m.seq in wanted]
     remove = [m for m in manifests if m not in keep]
-    needed = run.keys(keep)
-    freed = {key: sizes[key] for key in run.keys(remove) if key in sizes and key not in needed}
+    needed = keys_of(run, keep)
+    freed = {key: sizes[key] for key in keys_of(run, remove) if key in sizes and key not in needed}
     return _Plan(keep, remove, freed)
 
 
-def _newest_sound(run: OpenRun) -> set[int]:
-    """Its commit number, from which a run resumes; a listing is not enough, since a damaged file may have the right
-    size.
+def _newest_sound(run: RunStore) -> set[int]:
+    """Find what a run resumes from by reading it: a damaged file may have the right size.
 
     Raises:
         ChainError: there are checkpoints, and none is sound; then nothing is removed.
@@ -140,15 +189,12 @@ def _newest_sound(run: OpenRun) -> set[int]:
 
     threads = SaverConfig().encoder_threads
     with waiting_for("looking for the newest sound checkpoint"):
-        found = run.store.newest_readable(
-            lambda manifest: decode_checkpoint(run.store, manifest, threads=threads)
-        )
+        found = run.newest_readable(lambda manifest: decode_checkpoint(run, manifest, threads=threads))
     return set() if found is None else {found[0].seq}
 
 
 def _report(plan: _Plan) -> dict[str, Any]:
     return {
-        "done": False,
         "keep": [{"seq": m.seq, "step": m.step} for m in plan.keep],
         "remove": [{"seq": m.seq, "step": m.step} for m in plan.remove],
         "containers_freed": len(plan.freed),
@@ -159,10 +205,10 @@ def _report(plan: _Plan) -> dict[str, Any]:
     }
 
 
-def _collect(run: OpenRun, plan: _Plan, grace: float) -> dict[str, Any]:
+def _collect(run: RunStore, plan: _Plan, grace: float) -> dict[str, Any]:
     keep, seen = {manifest.seq for manifest in plan.keep}, [*plan.keep, *plan.remove]
     # It commits nothing, so that it asks for no condition, which would mean to write: the disk may be full.
-    with run.store.writer(mode="single-writer") as writer:
+    with run.writer(mode="single-writer") as writer:
         collected = writer.collect(keep, seen=seen, grace_s=grace)
         for pause in _CLOCK_TICKS if grace == 0 else ():
             if not collected.waiting:
@@ -173,12 +219,22 @@ def _collect(run: OpenRun, plan: _Plan, grace: float) -> dict[str, Any]:
 
 
 def _print(report: Mapping[str, Any], shown: str) -> None:
-    out = console()
+    out, done = console(), report["done"]
+    if (released := report.get("unpinned")) is not None:
+        out.print(f"{'released' if done else 'would release'} pin {released['name']} (seq {released['seq']})")
+    if (pinned := report.get("pinned")) is not None:
+        out.print(
+            f"{'pinned' if done else 'would pin'} step {pinned['step']} (seq {pinned['seq']}) as {pinned['name']}"
+        )
+    if "keep" not in report:
+        if not done:
+            out.print("Nothing was changed: give --yes to do it")
+        return
     for word in ("keep", "remove"):
         steps = ", ".join(str(entry["step"]) for entry in report[word]) or "none"
         out.print(f"{word:<7} {len(report[word])} checkpoints; steps: {steps}")
     freed = f"{report['containers_freed']} containers, {bytes_text(report['bytes_freed'])}"
-    if not report["done"]:
+    if not done:
         out.print(f"would free {freed} in {shown}. Nothing was changed: give --yes to do it")
     elif report["containers_waiting"]:
         out.print(
@@ -208,65 +264,24 @@ def undelete(
 ) -> None:
     """Bring back removed checkpoints, all or one, for as long as their data waits for the end of its grace."""
     run, address = opened(url, step, seq, storage_options, option)
-    there = run.store.removed()
+    there = run.removed()
     wanted = [m for m in there if address.step in (None, m.step) and address.seq in (None, m.seq)]
     if not wanted:
         known = ", ".join(str(m.step) for m in there) or "none"
         raise NoCheckpointError(
-            f"{run.store.display} has no such removed checkpoint; the steps that can be brought back are: {known}"
+            f"{run.display} has no such removed checkpoint; the steps that can be brought back are: {known}"
         )
     if yes:
-        with run.store.writer() as writer:
+        with run.writer() as writer:
             for manifest in wanted:
                 writer.undelete(manifest)
     if as_json:
         print_json({"done": yes, "undelete": [{"seq": m.seq, "step": m.step} for m in wanted]})
     else:
         steps = ", ".join(str(manifest.step) for manifest in wanted)
-        which = f"{len(wanted)} checkpoints to {run.store.display}; steps: {steps}"
+        which = f"{len(wanted)} checkpoints to {run.display}; steps: {steps}"
         console().print(
             f"brought back {which}. Pin those that a training with retention must not remove"
             if yes
             else f"would bring back {which}. Nothing was changed: give --yes to do it"
         )
-
-
-def pin(
-    url: Url,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A name of your choice for the pin.")],
-    step: Step = None,
-    seq: Seq = None,
-    storage_options: StorageOptions = None,
-    option: Pairs = None,
-    as_json: AsJson = False,
-) -> None:
-    """Keep a checkpoint through every collection until it is unpinned."""
-    run, address = opened(url, step, seq, storage_options, option)
-    manifest = pick(run, address)
-    with run.store.writer() as writer:
-        writer.pin(name, manifest)
-    if as_json:
-        print_json({"pin": name, "seq": manifest.seq, "step": manifest.step})
-    else:
-        console().print(f"pinned step {manifest.step} (seq {manifest.seq}) as {name}")
-
-
-def unpin(
-    url: Url,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The pin's name.")],
-    storage_options: StorageOptions = None,
-    option: Pairs = None,
-    as_json: AsJson = False,
-) -> None:
-    """Release a pin."""
-    run = open_run(url, parse_storage_options(url, storage_options, option))
-    pins = run.store.pins()
-    if name not in pins:
-        known = ", ".join(sorted(pins)) or "none"
-        raise ConfigError(f"there is no pin {name!r} in {run.store.display}; the pins are: {known}")
-    with run.store.writer() as writer:
-        writer.unpin(name)
-    if as_json:
-        print_json({"unpinned": name, "seq": pins[name]})
-    else:
-        console().print(f"released pin {name} (seq {pins[name]})")

@@ -1,68 +1,175 @@
-"""Opens runs for the commands: a clear error where there is none, selection of checkpoints, detection of damage."""
+"""What the commands share: the options that name a run, one of its checkpoints or a file, and opening them."""
 
+import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from shrinkpoint.cli.options import addressed, parse_storage_options
+import typer
+
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.meta import adopted_of, is_weights_only, lineage_of
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
+from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.schemes.exactness import explained
-from shrinkpoint.store.connect import StorageOptions, open_objects
+from shrinkpoint.store.connect import StorageOptions as Options
+from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.single import looks_like_file
+from shrinkpoint.store.single import looks_like_file, naming, read_file
 from shrinkpoint.store.urls import split_urls
+
+if TYPE_CHECKING:
+    from shrinkpoint.coding.selective import Decoded
 
 __all__ = [
     "READ_ANYWAY",
-    "OpenRun",
+    "AsJson",
+    "Loaded",
+    "Pairs",
+    "Seq",
+    "Step",
+    "StorageOptions",
+    "Target",
+    "Url",
+    "Yes",
+    "addressed",
     "describe_manifest",
     "find_damage",
+    "keys_of",
+    "load",
     "open_run",
     "opened",
-    "pick",
+    "parse_storage_options",
     "runs_below",
 ]
 
+_VARIABLE = "SHRINKPOINT_STORAGE_OPTIONS"
+
+Url = Annotated[
+    str, typer.Argument(metavar="URL", help="The run: a folder, s3://bucket/prefix, any fsspec URL.")
+]
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL", help="A run, one checkpoint of it (URL#step=N, URL#best), or a container file."
+    ),
+]
+StorageOptions = Annotated[
+    str | None,
+    typer.Option(
+        "--storage-options",
+        metavar="JSON",
+        envvar=_VARIABLE,
+        show_envvar=True,
+        help="Options for the URL's file system, as a JSON object; of several stores for all but folders, or a JSON list.",
+    ),
+]
+Pairs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="KEY=VALUE",
+        help="One such option, repeatable; dots nest: -o client_kwargs.region_name=eu-west-1.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of a table.")]
+Step = Annotated[
+    int | None, typer.Option("--step", min=0, help="The checkpoint of this step; default: the newest.")
+]
+Seq = Annotated[int | None, typer.Option("--seq", min=0, help="The checkpoint with this commit number.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only print what would be done.")]
+
+
+def addressed(url: str, step: int | None, seq: int | None) -> Address:
+    """The run, and which of its checkpoints ``URL#step=N`` or the options name.
+
+    Raises:
+        ConfigError: several of these name one.
+    """
+    address = Address.parse(url)
+    if address is not None and (step is not None or seq is not None):
+        raise ConfigError(f"{url} names a checkpoint already: leave --step and --seq out")
+    if step is not None and seq is not None:
+        raise ConfigError(f"--step {step} and --seq {seq} exclude each other: give one of them")
+    return address or Address(url=url, step=step, seq=seq)
+
+
+def parse_storage_options(url: str, text: str | None, pairs: Sequence[str] | None) -> Any:
+    """The options of ``--storage-options`` and ``-o`` for `url`; the latter take precedence.
+
+    Options from the environment apply to remote stores only; a local folder has none.
+
+    Raises:
+        ConfigError: not a JSON object, or not KEY=VALUE.
+    """
+    if text and text == os.environ.get(_VARIABLE) and "://" not in url:
+        text = None
+    try:
+        options = json.loads(text) if text else {}
+    except ValueError as error:
+        raise ConfigError(
+            f'--storage-options is not JSON ({error}): write it as \'{{"key": "value"}}\''
+        ) from None
+    if isinstance(options, list) and len(split_urls(url)) > 1:
+        if not all(one is None or isinstance(one, dict) for one in options):
+            raise ConfigError("--storage-options must be a list of JSON objects, or null for a folder")
+        if pairs:
+            raise ConfigError(
+                "-o is for all stores alike: put it into the objects of the list that --storage-options is"
+            )
+        return options
+    if not isinstance(options, dict):
+        raise ConfigError(
+            "--storage-options must be a JSON object, as in '{\"anon\": true}', or a list of them for several stores"
+        )
+    for pair in pairs or ():
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"-o {pair!r} must be KEY=VALUE, as in -o endpoint_url=http://localhost:9000")
+        _set(options, key.split("."), _value(value))
+    return options
+
+
+def _set(options: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    for key in keys[:-1]:
+        inner = options.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"-o {'.'.join(keys)}: {key} has a value of its own already")
+        options = inner
+    options[keys[-1]] = value
+
+
+def _value(text: str) -> Any:
+    """Everything but true, false and null is text: an access key may look like a number."""
+    return {"true": True, "false": False, "null": None}.get(text, text)
+
+
+# shorter than in training, since a user waits at the terminal
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=5.0, deadline_s=60.0)
-"""Shorter than in training, since a user waits at the terminal."""
 
 READ_ANYWAY: ContextVar[bool] = ContextVar("READ_ANYWAY", default=False)
 """Whether ``--read-anyway`` was given before the command's name."""
 
-_NEAREST = 5
+
+def keys_of(store: RunStore, manifests: Iterable[Manifest]) -> set[str]:
+    """List the keys of all that these checkpoints need; of a head that cannot be read, its own."""
+    found: set[str] = set()
+    for manifest in manifests:
+        try:
+            found.update(ref.key for ref in store.refs(manifest))
+        except (ChainError, FormatError):  # `find_damage` says so
+            found.update(ref.key for ref in manifest.chain)
+    return found
 
 
-@dataclass(frozen=True)
-class OpenRun:
-    """A run that exists."""
-
-    url: str
-    store: RunStore
-    objects: ObjectStore
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes of every container, by key; one listing."""
-        return {info.key: info.size for info in self.objects.list("data/")}
-
-    def keys(self, manifests: Iterable[Manifest]) -> set[str]:
-        """Keys of all that these checkpoints need; of a head that cannot be read, its own."""
-        found: set[str] = set()
-        for manifest in manifests:
-            try:
-                found.update(ref.key for ref in self.store.refs(manifest))
-            except (ChainError, FormatError):  # `find_damage` says so
-                found.update(ref.key for ref in manifest.chain)
-        return found
-
-
-def open_run(url: str, options: StorageOptions) -> OpenRun:
-    """The run at `url`; nothing is written.
+def open_run(url: str, options: Options) -> RunStore:
+    """Open the run at `url`; nothing is written.
 
     Raises:
         ConfigError: the URL cannot name a run.
@@ -76,17 +183,17 @@ def open_run(url: str, options: StorageOptions) -> OpenRun:
         raise NoCheckpointError(
             f"{url} is a file, not a run: `show`, `verify` and `export` read single containers"
         )
-    objects = RetryingObjects(open_objects(url, options, read_anyway=READ_ANYWAY.get()), _PATIENCE)
+    objects = _objects(url, options)
     store = RunStore(url, objects=objects, retry=RetryPolicy(attempts=1))
     if not (store.exists() or objects.list("commits/", limit=1)):
         raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")
-    return OpenRun(url, store, objects)
+    return store
 
 
 def opened(
     url: str, step: int | None, seq: int | None, storage_options: str | None, pairs: Sequence[str] | None
-) -> tuple[OpenRun, Address]:
-    """The run that a command's arguments name, and which of its checkpoints.
+) -> tuple[RunStore, Address]:
+    """Open the run that a command's arguments name; returns it, and which of its checkpoints they name.
 
     Raises:
         ConfigError, MissingDependencyError, NoCheckpointError, StoreError: as `open_run`; or the arguments contradict each other.
@@ -95,49 +202,74 @@ def opened(
     return open_run(address.url, parse_storage_options(address.url, storage_options, pairs)), address
 
 
-def runs_below(url: str, options: StorageOptions) -> list[str]:
-    """The names of the runs in a folder that is none itself, in alphabetical order.
+def runs_below(url: str, options: Options) -> list[str]:
+    """List the names of the runs in a folder that is none itself, in alphabetical order.
 
     Raises:
         ConfigError, MissingDependencyError, StoreError: as `open_run`.
     """
     if Address.parse(url) is not None or looks_like_file(url) or len(split_urls(url)) > 1:
         return []  # `open_run` says why
-    objects = RetryingObjects(open_objects(url, options, read_anyway=READ_ANYWAY.get()), _PATIENCE)
+    objects = _objects(url, options)
     if objects.list("format.json", limit=1) or objects.list("commits/", limit=1):
         return []
     end = "/format.json"
     return sorted(info.key[: -len(end)] for info in objects.list("") if info.key.endswith(end))
 
 
-def pick(run: OpenRun, address: Address) -> Manifest:
-    """The checkpoint that was addressed; the newest by default.
+def _objects(url: str, options: Options) -> ObjectStore:
+    return RetryingObjects(open_objects(url, options, read_anyway=READ_ANYWAY.get()), _PATIENCE)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was read, decoded and verified by its digests."""
+
+    shown: str
+    """Its location."""
+    decoded: "Decoded"
+    bytes: int
+    """Bytes of its own container."""
+    manifest: Manifest | None
+    """None of a single file."""
+
+
+def load(url: str, options: Any, step: int | None = None, seq: int | None = None) -> Loaded:
+    """Read the checkpoint that the URL and the options name; by default a run's newest sound one.
 
     Raises:
-        NoCheckpointError: there is none; the message lists the nearest.
+        ConfigError: several of these name a checkpoint.
+        NoCheckpointError: there is none.
+        FormatError, ChainError: it is damaged.
+        StoreError: it cannot be read.
     """
-    manifests, step, seq = run.store.manifests(), address.step, address.seq
-    if not manifests:
-        raise NoCheckpointError(f"{run.store.display} is a run without a readable checkpoint")
-    if step is None and seq is None:
-        return address.find(manifests)
-    name, wanted = ("step", step) if step is not None else ("commit number", seq)
-    known = {m: m.step if step is not None else m.seq for m in manifests}
-    for manifest in manifests:  # newest first: of a step that was saved twice, the later
-        if known[manifest] == wanted:
-            return manifest
-    assert wanted is not None
-    nearest = sorted(sorted(set(known.values()), key=lambda value: abs(value - wanted))[:_NEAREST])
-    raise NoCheckpointError(
-        f"{run.store.display} has no checkpoint with {name} {wanted}; the nearest are {', '.join(map(str, nearest))}"
-    )
+    from shrinkpoint.coding.selective import decode_chain, decode_checkpoint, in_memory
+    from shrinkpoint.config import SaverConfig
+
+    address, threads = addressed(url, step, seq), SaverConfig().encoder_threads
+    with waiting_for(f"reading {address}"):
+        if looks_like_file(address.url):
+            data = read_file(address.url, options)
+            with naming(address.url):
+                return Loaded(address.url, decode_chain([in_memory(data)], threads=threads), len(data), None)
+        store = open_run(address.url, options)
+        if address.is_newest:
+            found = store.newest_readable(lambda m: decode_checkpoint(store, m, threads=threads))
+            if found is None:
+                raise NoCheckpointError(
+                    f"{store.display} is a run without a checkpoint yet: there is nothing to read"
+                )
+            manifest, decoded = found
+        else:
+            manifest = address.find(store.manifests())
+            decoded = decode_checkpoint(store, manifest, threads=threads)
+        return Loaded(store.display, decoded, manifest.chain[-1].total, manifest)
 
 
-def find_damage(run: OpenRun, manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
-    """Damage of a checkpoint's chain that a listing shows (missing or truncated files); None does not verify the
-    bytes."""
+def find_damage(store: RunStore, manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
+    """Say what a listing shows to be missing or cut of a checkpoint's chain; None does not verify the bytes."""
     try:
-        needed = run.store.refs(manifest)
+        needed = store.refs(manifest)
     except (ChainError, FormatError) as error:
         return str(error)
     for ref in needed:
@@ -180,15 +312,9 @@ _MEASURED = (
 )
 
 
-def _adopted(manifest: Manifest) -> bool | None:
-    """Whether training went on from what is restored of a checkpoint; None in runs that do not adopt."""
-    adopted = adopted_of(manifest)
-    return None if adopted is None else adopted.planned
-
-
 def describe_manifest(manifest: Manifest) -> dict[str, Any]:
     """A manifest's information about its checkpoint as JSON; missing values are null."""
-    noted = manifest.meta.get("save")
+    noted, adopted = manifest.meta.get("save"), adopted_of(manifest)
     save: Mapping[str, Any] = noted if isinstance(noted, dict) else {}
     raw, size = save.get("raw_bytes"), manifest.chain[-1].total
     metrics, resumed, highs = (save.get(name) for name in ("metrics", "resumed", "resumed_high"))
@@ -211,7 +337,7 @@ def describe_manifest(manifest: Manifest) -> dict[str, Any]:
         "scheme": save.get("scheme"),
         "configuration": save.get("configuration"),
         "reason": save.get("reason"),
-        "adopted": _adopted(manifest),
+        "adopted": None if adopted is None else adopted.planned,
         "adopt_s": save.get("adopt_s"),
         "waited_s": save.get("waited_s"),
         "lineage": lineage_of(manifest.meta),

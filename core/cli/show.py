@@ -7,17 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.decode import ContainerFile
-from shrinkpoint.cli.options import (
-    AsJson,
-    Pairs,
-    Seq,
-    Step,
-    StorageOptions,
-    Target,
-    addressed,
-    parse_storage_options,
-)
 from shrinkpoint.cli.output import (
     adopted_text,
     bytes_text,
@@ -32,10 +21,21 @@ from shrinkpoint.cli.output import (
     print_table,
     ratio_text,
 )
-from shrinkpoint.cli.runs import describe_manifest, open_run, pick
+from shrinkpoint.cli.runs import (
+    AsJson,
+    Pairs,
+    Seq,
+    Step,
+    StorageOptions,
+    Target,
+    addressed,
+    describe_manifest,
+    open_run,
+    parse_storage_options,
+)
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.exactness import exact_parts, explained, unpack_reasons
-from shrinkpoint.store.single import looks_like_file, naming
+from shrinkpoint.store.single import looks_like_file, naming, read_file
 
 if TYPE_CHECKING:
     from shrinkpoint.container.reader import Header, Record
@@ -74,17 +74,17 @@ def show(
     url = address.url
     options = parse_storage_options(url, storage_options, option)
     if looks_like_file(url):
-        file = ContainerFile(url, options)
-        with naming(file.url):
-            header = ContainerReader(file.read, file.size).header
-        size, shown = file.size, file.url
+        data = read_file(url, options)
+        size, shown = len(data), url
+        with naming(shown):
+            header = ContainerReader(lambda at, length: data[at : at + length], size).header
         noted: dict[str, Any] | None = None
     else:
         run = open_run(url, options)
-        manifest = pick(run, address)
-        with naming(f"{run.store.display}/{manifest.chain[-1].key}"):
-            header = header_of(run.store, manifest.chain[-1])
-        size, shown = manifest.chain[-1].total, run.store.display
+        manifest = address.find(run.manifests())
+        with naming(f"{run.display}/{manifest.chain[-1].key}"):
+            header = header_of(run, manifest.chain[-1])
+        size, shown = manifest.chain[-1].total, run.display
         noted = describe_manifest(manifest)
     report = _report(header, size) | {"url": shown, "checkpoint": noted}
     if role is not None:

@@ -1,4 +1,4 @@
-"""``shrinkpoint stores`` and ``shrinkpoint heal``: the several stores of a run, what they lack, and writing it again."""
+"""``shrinkpoint stores``: the several stores of a run, what they lack, and writing it again."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -7,61 +7,68 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, parse_storage_options
 from shrinkpoint.cli.output import bytes_text, console, counted, print_json, print_table
-from shrinkpoint.cli.runs import OpenRun, open_run
+from shrinkpoint.cli.runs import AsJson, Pairs, StorageOptions, keys_of, open_run, parse_storage_options
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.heal import Healed
 from shrinkpoint.store.striped.heal import heal as heal_objects
 from shrinkpoint.store.striped.survey import Survey, survey
 from shrinkpoint.store.urls import split_urls, url_text
 
-__all__ = ["heal", "stores"]
-
-Urls = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="URL...", help="The stores of the run in their order, apart or with commas between them."
-    ),
-]
+__all__ = ["stores"]
 
 
 def stores(
-    urls: Urls, storage_options: StorageOptions = None, option: Pairs = None, as_json: AsJson = False
-) -> None:
-    """Show the stores of a run: the newest checkpoint and what is missing on each, and how many may still be lost."""
-    run, objects = _open(_flat(urls), storage_options, option)
-    found = survey(objects, run.store.manifests(), run.keys(run.store.manifests()))
-    if as_json:
-        print_json({"url": run.store.display} | asdict(found))
-    else:
-        _print_survey(found)
-    if any(state.problem for state in found.stores) or found.unrestorable:
-        raise typer.Exit(1)
-
-
-def heal(
-    urls: Urls,
+    urls: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="URL...",
+            help="The stores of the run in their order, apart or with commas between them.",
+        ),
+    ],
+    heal: Annotated[
+        bool,
+        typer.Option(
+            "--heal", help="Read everything, and write again what is missing or damaged; a blank store joins."
+        ),
+    ] = False,
     replace: Annotated[
         list[str] | None,
         typer.Option(
             "--replace",
             metavar="N=URL",
-            help="Put an empty place in that of the store with this number, from 1; repeatable.",
+            help="With --heal: put an empty place in that of the store with this number, from 1; repeatable.",
         ),
     ] = None,
     storage_options: StorageOptions = None,
     option: Pairs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read everything in a run's stores, and write again what is missing or damaged; exits with 1 where something is lost.
+    """Show the stores of a run: the newest checkpoint and what is missing on each, and how many may still be lost.
 
-    A blank store, such as a new disk, is filled and belongs to the run from then on. The run may be saved to meanwhile.
+    With --heal what is missing is written again; the run may be saved to meanwhile. Exits with 1 where something is amiss.
     """
-    given = _replaced(_flat(urls), replace or ())
-    run, objects = _open(given, storage_options, option)
-    needed = run.keys(run.store.manifests())
+    if replace and not heal:
+        raise ConfigError(
+            "--replace puts a new store in the place of another when the run is healed: give --heal too"
+        )
+    given = _replaced([str(one) for url in urls for one in split_urls(url)], replace or ())
+    if len(given) < 2:
+        raise ConfigError(f"{given[0]} is one store: give all of the run's stores, as in A B C or A,B,C")
+    url = url_text(given)
+    run = open_run(url, parse_storage_options(url, storage_options, option))
+    manifests, objects = run.manifests(), run.stores
+    assert objects is not None
+    needed = keys_of(run, manifests)
+    if not heal:
+        found = survey(objects, manifests, needed)
+        if as_json:
+            print_json({"url": run.display} | asdict(found))
+        else:
+            _print_survey(found)
+        if any(state.problem for state in found.stores) or found.unrestorable:
+            raise typer.Exit(1)
+        return
     columns = TextColumn("healing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
@@ -69,27 +76,11 @@ def heal(
             objects, needed, lambda done, of, key: bar.update(task, completed=done, total=of)
         )
     if as_json:
-        print_json({"url": run.store.display} | asdict(healed))
+        print_json({"url": run.display} | asdict(healed))
     else:
-        _print_healed(healed, run.store.display, replaced=bool(replace))
+        _print_healed(healed, run.display, replaced=bool(replace))
     if healed.lost:
         raise typer.Exit(1)
-
-
-def _flat(urls: Sequence[str]) -> list[str]:
-    return [str(one) for url in urls for one in split_urls(url)]
-
-
-def _open(
-    urls: Sequence[str], storage_options: str | None, option: list[str] | None
-) -> tuple[OpenRun, StripedObjects]:
-    if len(urls) < 2:
-        raise ConfigError(f"{urls[0]} is one store: give all of the run's stores, as in A B C or A,B,C")
-    url = url_text(urls)
-    run = open_run(url, parse_storage_options(url, storage_options, option))
-    objects = run.store.stores
-    assert objects is not None
-    return run, objects
 
 
 def _replaced(urls: list[str], pairs: Sequence[str]) -> list[str]:
@@ -124,7 +115,7 @@ def _print_survey(found: Survey) -> None:
     out.print(f"{_may_be_lost(found.redundancy)}; parity {found.parity}")
     if found.redundancy < found.parity:
         out.print(
-            "`shrinkpoint heal` writes what is missing, where all stores answer or are replaced (--replace N=URL)"
+            "`shrinkpoint stores --heal` writes what is missing, where all stores answer or are replaced (--replace N=URL)"
         )
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.decode import ContainerFile
-from shrinkpoint.cli.options import (
+from shrinkpoint.cli.output import console, print_json
+from shrinkpoint.cli.runs import (
     AsJson,
     Pairs,
     Seq,
@@ -16,18 +16,17 @@ from shrinkpoint.cli.options import (
     StorageOptions,
     Target,
     addressed,
+    open_run,
     parse_storage_options,
 )
-from shrinkpoint.cli.output import console, print_json
-from shrinkpoint.cli.runs import OpenRun, open_run, pick
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import waiting_for
-from shrinkpoint.store.single import looks_like_file
+from shrinkpoint.store.single import looks_like_file, read_file
 
 if TYPE_CHECKING:
-    from shrinkpoint.coding.selective import AnySource
     from shrinkpoint.store.manifest import Manifest
+    from shrinkpoint.store.run import RunStore
 
 __all__ = ["verify"]
 
@@ -49,9 +48,8 @@ def verify(
     if everything and named:
         raise ConfigError("--all and --step or --seq exclude each other: give one of them")
     if looks_like_file(url):
-        file = ContainerFile(url, options)
-        with waiting_for(f"verifying {file.url}"):
-            shown, results = file.url, [_verify_file(file)]
+        with waiting_for(f"verifying {url}"):
+            shown, results = url, [_verify_file(url, read_file(url, options))]
     else:
         run = open_run(url, options)
         with warnings.catch_warnings():
@@ -59,7 +57,7 @@ def verify(
                 "ignore", ShrinkpointWarning
             )  # unreadable checkpoints are among the results
             results = _verify_run(run, address, everything=everything, with_unreadable=not named)
-        shown = run.store.display
+        shown = run.display
     damaged = sum(not result["sound"] for result in results)
     if as_json:
         print_json({"url": shown, "sound": len(results) - damaged, "damaged": damaged, "results": results})
@@ -70,13 +68,13 @@ def verify(
 
 
 def _verify_run(
-    run: OpenRun, address: Address, *, everything: bool, with_unreadable: bool
+    run: "RunStore", address: Address, *, everything: bool, with_unreadable: bool
 ) -> list[dict[str, Any]]:
-    manifests = run.store.manifests()
-    unreadable = [_result(key=d.key, error=d.reason) for d in run.store.damaged]
+    manifests = run.manifests()
+    unreadable = [_result(key=d.key, error=d.reason) for d in run.damaged]
     if not manifests and not unreadable:
-        raise NoCheckpointError(f"{run.store.display} is a run without a checkpoint yet: nothing to verify")
-    chosen = manifests if everything else [pick(run, address)] if manifests else []
+        raise NoCheckpointError(f"{run.display} is a run without a checkpoint yet: nothing to verify")
+    chosen = manifests if everything else [address.find(manifests)] if manifests else []
     results = []
     with waiting_for("verifying", total=len(chosen) if len(chosen) > 1 else None) as waiting:
         for count, manifest in enumerate(chosen):
@@ -85,7 +83,7 @@ def _verify_run(
     return results + (unreadable if with_unreadable else [])
 
 
-def _verify_one(run: OpenRun, manifest: "Manifest") -> dict[str, Any]:
+def _verify_one(run: "RunStore", manifest: "Manifest") -> dict[str, Any]:
     from shrinkpoint.coding.selective import decode_chain, sources_of_run
     from shrinkpoint.config import SaverConfig
 
@@ -97,33 +95,28 @@ def _verify_one(run: OpenRun, manifest: "Manifest") -> dict[str, Any]:
     }
     try:
         # every byte, also those that a restore passes over
-        chain = [opening() for opening in sources_of_run(run.store, manifest, whole=True)]
+        chain = [opening() for opening in sources_of_run(run, manifest, whole=True)]
         decoded = decode_chain(
-            [partial(_itself, each) for each in chain], threads=SaverConfig().encoder_threads
+            [partial(lambda each: each, each) for each in chain], threads=SaverConfig().encoder_threads
         )
     except (FormatError, ChainError) as error:
         return _result(**about, error=str(error))
     return _result(**about, tensors=len(decoded.state.tensors), state_digest=manifest.state_digest)
 
 
-def _itself(source: "AnySource") -> "AnySource":
-    return source
-
-
-def _verify_file(file: ContainerFile) -> dict[str, Any]:
+def _verify_file(url: str, data: bytes) -> dict[str, Any]:
     """Decode a base; of a delta, whose chain is not available, verify the checksums."""
     from shrinkpoint.coding.selective import decode_chain, in_memory
     from shrinkpoint.container.reader import read_container
 
     try:
-        data = file.read(0, file.size)
         checkpoint = read_container(data)
         if checkpoint.kind == "base":
             decode_chain([in_memory(data)])
     except (FormatError, ChainError) as error:
-        return _result(key=file.url, error=str(error))
+        return _result(key=url, error=str(error))
     return _result(
-        key=file.url,
+        key=url,
         step=checkpoint.step,
         kind=checkpoint.kind,
         tensors=len(checkpoint.entries),

@@ -205,6 +205,10 @@ class Catalog:
                 found += [part.ref for part in self.head(ref).parts]
         return tuple(found)
 
+    def sizes(self) -> dict[str, int]:
+        """List the bytes of every object in ``data/`` by its key."""
+        return {info.key: info.size for info in self._objects.list("data/")}
+
     def is_whole(self, manifest: Manifest, sizes: Mapping[str, int]) -> bool:
         """Whether all that ``manifest`` needs is there in its size, by a listing of ``data/``."""
         if any(sizes.get(ref.key) != ref.size for ref in manifest.chain):

@@ -94,7 +94,7 @@ def collect(
             raise StoreError(
                 f"{damaged.reason}. Nothing is removed until that is repaired, or the entry is gone"
             )
-    sizes = {info.key: info.size for info in objects.list("data/")}
+    sizes = catalog.sizes()
     wanted = set(keep) | set(catalog.pins().values())
     newest = next((m for m in listing.manifests if catalog.is_whole(m, sizes)), None)
     spared = {*protect, *([newest.digest] if newest else [])}
@@ -290,7 +290,7 @@ def removed(objects: ObjectStore, catalog: Catalog) -> list[Manifest]:
     listing = catalog.scan()
     published = {manifest.digest for manifest in listing.manifests}
     replaced = {manifest.replaces for manifest in listing.manifests}
-    sizes = _sizes(objects)
+    sizes = catalog.sizes()
     found: dict[str, Manifest] = {}
     for info in objects.list("trash/"):
         if not is_trash_key(info.key):
@@ -335,7 +335,7 @@ def publish_again(objects: ObjectStore, catalog: Catalog, manifest: Manifest, *,
         objects.put_if_absent(key, data)
     catalog.note(key, manifest)
     # Only now: a collection that began before the manifest was there may have gone on.
-    if not catalog.is_whole(manifest, _sizes(objects)):
+    if not catalog.is_whole(manifest, catalog.sizes()):
         objects.delete([key])
         raise NoCheckpointError(
             f"checkpoint {manifest.seq} (step {manifest.step}) of {objects.display} has just been deleted for good by a collection"
@@ -347,7 +347,3 @@ def _holds(objects: ObjectStore, key: str, data: bytes) -> bool:
         return objects.get(key, max_size=MAX_MANIFEST_BYTES) == data
     except MissingKeyError:
         return False  # collected meanwhile: the number is used up all the same
-
-
-def _sizes(objects: ObjectStore) -> dict[str, int]:
-    return {info.key: info.size for info in objects.list("data/")}

@@ -93,11 +93,12 @@ class RunStore:
         # recognised by its `group`: most runs have one store, and import nothing of that package
         self.stores = cast("StripedObjects", below) if hasattr(below, "group") else None
         """The several stores of the run, if there are several."""
-        self._objects: ObjectStore = RetryingObjects(inner, retry or RetryPolicy())
+        self.objects: ObjectStore = RetryingObjects(inner, retry or RetryPolicy())
+        """What lies below the URL."""
         self._opened = (url, storage_options) if self.stores is not None and objects is None else None
         self._is_implied = isinstance(url, str)
         self._near = NearCopies.of(url) if objects is None else None
-        self._catalog = Catalog(self._objects)
+        self._catalog = Catalog(self.objects)
         self._warned: set[str] = set()
         self._restored: str | None = None
         self._is_begun = False  # by another process; not looked at until this one opens a writer
@@ -107,7 +108,7 @@ class RunStore:
     @property
     def display(self) -> str:
         """The run's URL or folder for messages, without credentials."""
-        return self._objects.display
+        return self.objects.display
 
     def is_same_place(self, other: "RunStore") -> bool:
         """Whether this run and another one are in one place, or in one of several: folders are the same where links lead to one."""
@@ -123,7 +124,7 @@ class RunStore:
         Raises:
             StoreError: The store could not be listed.
         """
-        return what_is_there(self._objects, is_one=self.stores is None)
+        return what_is_there(self.objects, is_one=self.stores is None)
 
     @property
     def redundancy(self) -> int | None:
@@ -144,7 +145,7 @@ class RunStore:
             StoreError: The store could not be read; that never looks like an absent run.
         """
         self._refuse_member()
-        return read_record(self._objects) is not None
+        return read_record(self.objects) is not None
 
     def run_id(self) -> str:
         """The nonce that distinguishes this run from every other: 32 hexadecimal digits.
@@ -153,7 +154,7 @@ class RunStore:
             NoCheckpointError: There is no run yet; opening a writer makes one.
             RunMismatchError: Its ``format.json`` is damaged or foreign.
         """
-        return run_id_of(self._objects)
+        return run_id_of(self.objects)
 
     def manifests(self) -> list[Manifest]:
         """Every committed checkpoint, newest first by (epoch, number).
@@ -169,9 +170,13 @@ class RunStore:
         """Sequence numbers that are pinned, by the pins' names."""
         return self._catalog.pins()
 
+    def sizes(self) -> dict[str, int]:
+        """List the bytes of every container by its key, in one request or a few."""
+        return self._catalog.sizes()
+
     def removed(self) -> list[Manifest]:
         """Checkpoints that were removed and whose data is still there, newest first; `RunWriter.undelete` brings them back."""
-        return removed(self._objects, self._catalog)
+        return removed(self.objects, self._catalog)
 
     def fetch(self, manifest: Manifest) -> list[bytes]:
         """The containers of the whole chain, base first, each checked for size and SHA-256; in place of a head, its parts.
@@ -213,7 +218,7 @@ class RunStore:
         Raises:
             StoreError: The store failed.
         """
-        self._objects.put(key, container)
+        self.objects.put(key, container)
         return BlobRef(key=key, size=len(container), sha256=hashlib.sha256(container).hexdigest())
 
     def fetch_blob(self, ref: BlobRef, manifest: Manifest) -> bytes:
@@ -227,9 +232,9 @@ class RunStore:
         if self._near is not None and (copy := self._near.read(ref)) is not None:
             return copy
         try:
-            return read_checked(self._objects, ref.key, ref.verify, max_size=ref.size)
+            return read_checked(self.objects, ref.key, ref.verify, max_size=ref.size)
         except MissingKeyError as error:
-            shown = self._objects.show(ref.key)
+            shown = self.objects.show(ref.key)
             raise ChainError(f"{shown}, which checkpoint {manifest.seq} needs, is missing") from error
 
     def fetch_range(self, ref: BlobRef, start: int, end: int, *, near: bool = True) -> bytes:
@@ -251,9 +256,9 @@ class RunStore:
         if near and self._near is not None and (copy := self._near.read(ref, start, end)) is not None:
             return copy
         try:
-            return self._objects.get(ref.key, start, end, max_size=end - start)
+            return self.objects.get(ref.key, start, end, max_size=end - start)
         except MissingKeyError as error:
-            raise ChainError(f"{self._objects.show(ref.key)} is missing") from error
+            raise ChainError(f"{self.objects.show(ref.key)} is missing") from error
 
     def try_to_write(self, key: str) -> None:
         """Write and remove a small object, to see whether this process may.
@@ -264,8 +269,8 @@ class RunStore:
         Raises:
             StoreError: It may not, or the store cannot be reached.
         """
-        self._objects.put(key, b"")
-        self._objects.delete([key])
+        self.objects.put(key, b"")
+        self.objects.delete([key])
 
     def newest_readable(self, read: Callable[[Manifest], T]) -> tuple[Manifest, T] | None:
         """The newest checkpoint that ``read`` takes, with what it returned.
@@ -347,27 +352,27 @@ class RunStore:
             raise ConfigError(f"mode={mode!r}: use 'auto' or 'single-writer'")
         self._refuse_member()
         self._refuse_near()
-        record = read_record(self._objects)
+        record = read_record(self.objects)
         if record is None:
-            record = create_record(self._objects)
+            record = create_record(self.objects)
             self._say_parity()
         self._is_begun = not is_begun_here(record)
         if self._near is not None:
-            self._near.open(read_record(self._objects) or {})
+            self._near.open(read_record(self.objects) or {})
         if self._opened is not None and (fate := shared_fate(*self._opened)) is not None:
             self._warn(
                 "shared",
                 f"{fate} will be lost together, on one device or in one bucket: such stores count as one",
             )
         self._warn_of_containers_alone()
-        conditional = mode == "auto" and honours_put_if_absent(self._objects)
+        conditional = mode == "auto" and honours_put_if_absent(self.objects)
         if mode == "auto" and not conditional:
             warn(
                 f"{self.display}: this store does not honour put-if-absent, so that two processes that write to the same"
                 " run cannot be kept apart reliably: make sure that there is only one, or use another store"
             )
         return RunWriter(
-            self._objects,
+            self.objects,
             self._catalog,
             mode="conditional" if conditional else "single-writer",
             protect=[self._restored] if self._restored else [],
@@ -377,7 +382,7 @@ class RunStore:
     def _warn_of_containers_alone(self) -> None:
         """Containers without a single manifest: mostly those of a first save that was interrupted, which nobody relies on."""
         listing = self._catalog.scan()
-        if listing.manifests or listing.damaged or not self._objects.list("data/", limit=1):
+        if listing.manifests or listing.damaged or not self.objects.list("data/", limit=1):
             return
         self._warn(
             "data/",
@@ -409,7 +414,7 @@ class RunStore:
 
     def _refuse_near(self) -> None:
         """Refuse to write to a folder of copies: the writer of their run deletes in it."""
-        if self.stores is None and is_near(self._objects):
+        if self.stores is None and is_near(self.objects):
             raise RunMismatchError(
                 f"{self.display} holds the copies that near= keeps of another run: give that run's URL. If it is lost, delete"
                 f" {NEAR_KEY} there, and this is a run of its own"
@@ -480,14 +485,14 @@ class RunStore:
         if self.stores is not None:
             return
         try:
-            self._objects.get(MEMBER_KEY, max_size=_MAX_MEMBER)
+            self.objects.get(MEMBER_KEY, max_size=_MAX_MEMBER)
         except MissingKeyError:
             return
         except CorruptionError:
             pass  # `read_member` says so
         from shrinkpoint.store.striped.members import read_member
 
-        if (member := read_member(self._objects)) is not None:
+        if (member := read_member(self.objects)) is not None:
             raise RunMismatchError(
                 f"{self.display} is store {member.number} of a set: give all of its stores, which were"
                 f" {', '.join(member.stores)} when the run began"

@@ -332,7 +332,7 @@ class RunWriter:
 
     def _check_parent(self, parent: Manifest) -> None:
         """Make sure that the parent's chain is there, and that it was published a short while ago: then it stays for a grace."""
-        present = {info.key: info.size for info in self._objects.list("data/")}
+        present = self._catalog.sizes()
         for ref in self._refs(parent):
             if present.get(ref.key) != ref.size:
                 self._marked = False  # it may be another folder or bucket by now
@@ -423,7 +423,7 @@ class RunWriter:
         """After a commit that was delayed (a suspended machine), acknowledge it only if its whole chain is there."""
         if self._clock() - began <= COMMIT_LIMIT_S:
             return
-        present = {info.key: info.size for info in self._objects.list("data/")}
+        present = self._catalog.sizes()
         if not self._catalog.is_whole(manifest, present):
             raise StoreError(
                 f"checkpoint {manifest.seq} was delayed and its blobs have been collected: save again"

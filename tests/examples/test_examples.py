@@ -315,7 +315,7 @@ def test_stores_goes_on_without_one_and_heals(tmp_path):
     assert saved[-1][1] == "0"  # and it went on without one
     assert re.search(r"start [1-5]0\n", after)
     assert "done; validation loss" in after
-    lost, healed = after.split("--- shrinkpoint heal")
+    lost, healed = after.split("--- shrinkpoint stores --heal")
     assert "is blank, without member.json" in " ".join(lost.split())
     assert "no further store may be lost now" in lost
     assert "store 2 was blank and belongs to the run now" in healed
@@ -336,7 +336,7 @@ def test_demo_in_several_stores_loses_two_of_them(tmp_path):
     assert re.search(
         r"bucket-b was deleted after step \d+\. The training went on, and said:\n    store 2 ", told
     )
-    assert told.count("write it again with `shrinkpoint heal`") == 2  # before the kill and after it
+    assert told.count("write it again with `shrinkpoint stores --heal`") == 2  # before the kill and after it
     assert "store 2 was blank and belongs to the run now" in told
     assert "1 store may be lost now; parity 1" in told
     assert told.endswith("bucket-a was deleted: the last checkpoint was restored from the other two.\n")

@@ -192,7 +192,7 @@ def _at(point: str, call: int, action: Callable[[], None]) -> None:
 
 
 def _put_later(store: RunStore, key: str, container: bytes) -> BlobRef:
-    threading.Timer(1.0, store._objects.put, (key, container)).start()
+    threading.Timer(1.0, store.objects.put, (key, container)).start()
     return BlobRef(key=key, size=len(container), sha256=hashlib.sha256(container).hexdigest())
 
 

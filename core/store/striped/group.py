@@ -267,6 +267,6 @@ class Group:
 
 
 _BLANK = (
-    f"is blank, without {MEMBER_KEY}: a disk that is not mounted, or a new one. Mount it, or have `shrinkpoint heal` write what"
+    f"is blank, without {MEMBER_KEY}: a disk that is not mounted, or a new one. Mount it, or have `shrinkpoint stores --heal` write what"
     " it is to hold"
 )

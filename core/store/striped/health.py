@@ -112,5 +112,5 @@ class Health:
             )
             warn(
                 f"{self.describe(new)}. The run goes on with the others; {more} may be lost now. See what is missing with"
-                " `shrinkpoint stores`, and write it again with `shrinkpoint heal`. This warning comes once, until it works again"
+                " `shrinkpoint stores`, and write it again with `shrinkpoint stores --heal`. This warning comes once, until it works again"
             )

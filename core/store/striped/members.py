@@ -192,7 +192,7 @@ def read_member(objects: ObjectStore, key: str = MEMBER_KEY) -> Member | None:
         return None
     except CorruptionError as error:
         raise RunMismatchError(
-            f"{error}. If this store is one of the set, delete that file and `shrinkpoint heal`; its other files are checked"
+            f"{error}. If this store is one of the set, delete that file and `shrinkpoint stores --heal`; its other files are checked"
             " before they are used"
         ) from error
     except FormatError as error:
@@ -246,7 +246,7 @@ def agree(found: Mapping[int, Member | None], shown: Sequence[str], parity: int 
         if member.of != len(shown) or not member.is_sibling_of(first):
             raise RunMismatchError(
                 f"{name} is one of a set of {member.of} stores, founded as {_some(member.stores)}: the number of stores of a"
-                " run cannot be changed; give all of them (`shrinkpoint heal --replace` puts another in one's place)"
+                " run cannot be changed; give all of them (`shrinkpoint stores --heal --replace` puts another in one's place)"
             )
     numbers = Counter(member.number for member in there.values())
     for store, member in there.items():

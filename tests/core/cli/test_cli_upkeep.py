@@ -1,4 +1,4 @@
-"""The commands that change a run: `prune`, `compact`, `pin`, `unpin`; a dry run changes nothing."""
+"""The commands that change a run: `prune`, `undelete`, `compact`; a dry run changes nothing."""
 
 import errno
 import json
@@ -54,7 +54,9 @@ def steps(folder: Path) -> list[int]:
     return [manifest.step for manifest in RunStore(folder).manifests()]
 
 
-@pytest.mark.parametrize("command", [["prune", "--keep-last", "1"], ["compact"]])
+@pytest.mark.parametrize(
+    "command", [["prune", "--keep-last", "1"], ["prune", "--pin", "a", "--step", "20"], ["compact"]]
+)
 def test_without_yes_nothing_changes(folder: Path, command: list[str]) -> None:
     before = contents(folder)
     name, *options = command
@@ -173,7 +175,7 @@ def test_prune_that_frees_nothing_names_compact(folder: Path) -> None:
 
 
 def test_prune_keeps_the_newest_sound_checkpoint_and_pinned_ones(folder: Path) -> None:
-    run("pin", str(folder), "release", "--step", "20")
+    run("prune", str(folder), "--pin", "release", "--step", "20", "--yes")
     (folder / RunStore(folder).manifests()[0].chain[-1].key).unlink()  # step 50 is the newest, and damaged
     said = run_json("prune", str(folder), "--keep-last", "1")
     assert [entry["step"] for entry in said["keep"]] == [50, 40, 20]
@@ -232,6 +234,7 @@ def test_prune_leaves_a_training_under_way_alone(folder: Path, monkeypatch: pyte
     [
         ([], "say what to keep"),
         (["--keep-best", "1"], "give --metric too"),
+        (["--keep-last", "1", "--step", "20"], "give --pin NAME too"),
         (["--keep-last", "1", "--metric", "val_loss"], "is for --keep-best"),
         (["--keep-best", "1", "--metric", "bleu"], "they have lr, val_loss"),
         (["--keep-best", "1", "--metric", "lr", "--mode", "best"], "must be 'min' or 'max'"),
@@ -244,21 +247,28 @@ def test_rules_that_cannot_work_are_refused(folder: Path, rules: list[str], why:
 
 
 def test_pins_are_set_listed_and_released(folder: Path) -> None:
-    assert run_json("pin", str(folder), "best", "--seq", "2") == {"pin": "best", "seq": 2, "step": 30}
+    pinned = run_json("prune", str(folder), "--pin", "best", "--seq", "2", "--yes")
+    assert pinned == {"done": True, "pinned": {"name": "best", "seq": 2, "step": 30}}
     assert [c["pins"] for c in run_json("ls", str(folder))["checkpoints"]] == [[], [], ["best"], [], []]
     assert "pinned: best" in run("ls", str(folder)).stdout
-    assert "unpin it first" in run("pin", str(folder), "best", "--seq", "3", code=2).stderr
-    assert "the pins are: best" in run("unpin", str(folder), "bset", code=2).stderr
-    run("unpin", str(folder), "best")
+    assert (
+        "unpin it first" in run("prune", str(folder), "--pin", "best", "--seq", "3", "--yes", code=2).stderr
+    )
+    assert "the pins are: best" in run("prune", str(folder), "--unpin", "bset", code=2).stderr
+    said = run_json(
+        "prune", str(folder), "--unpin", "best", "--pin", "other", "--step", "20", "--keep-last", "1"
+    )
+    assert [entry["step"] for entry in said["keep"]] == [50, 20]
+    run("prune", str(folder), "--unpin", "best", "--yes")
     assert RunStore(folder).pins() == {}
-    assert "pinned step 50" in run("pin", str(folder), "newest").stdout
+    assert "pinned step 50" in run("prune", str(folder), "--pin", "newest", "--yes").stdout
 
 
 def test_commands_that_write_make_no_run_by_mistake(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     for arguments in (
-        ["pin", nowhere, "a"],
-        ["unpin", nowhere, "a"],
+        ["prune", nowhere, "--pin", "a", "--yes"],
+        ["prune", nowhere, "--unpin", "a", "--yes"],
         ["prune", nowhere, "--keep-last", "1", "--yes"],
     ):
         assert "there is no run" in run(*arguments, code=1).stderr
@@ -274,7 +284,7 @@ def test_a_damaged_pin_does_not_hide_the_checkpoints(folder: Path) -> None:
 
 
 def test_compact_makes_a_base_of_the_newest_delta(folder: Path) -> None:
-    run("pin", str(folder), "last")
+    run("prune", str(folder), "--pin", "last", "--yes")
     said = run_json("compact", str(folder), "--step", "50")
     assert (said["chain_length"], said["stored_exactly"], said["already_base"]) == (2, [], False)
     done = run_json("compact", str(folder), "--step", "50", "--yes")
@@ -314,7 +324,7 @@ def test_undelete_brings_back_the_checkpoint_that_is_named(folder: Path) -> None
         assert sorted(steps(folder)) == sorted(kept)
 
 
-@pytest.mark.parametrize("command", [["pin", "name"], ["undelete"], ["compact"]])
+@pytest.mark.parametrize("command", [["prune", "--pin", "name"], ["undelete"], ["compact"]])
 def test_options_of_the_store_are_read(folder: Path, command: list[str]) -> None:
     result = run(command[0], str(folder), *command[1:], "--storage-options", "[]", code=2)
     assert "must be a JSON object" in result.stderr

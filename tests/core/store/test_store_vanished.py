@@ -395,7 +395,7 @@ def test_objects_that_were_deleted_from_a_bucket(server: S3Server, stores: int) 
     writer = store.writer()
     first = save(writer, 1)
     second = save(writer, 2, first)
-    objects = store._objects
+    objects = store.objects
     objects.delete([first.chain[0].key])
     with pytest.raises(ChainError, match="save a base"):
         save(writer, 3, second)

@@ -274,7 +274,7 @@ def test_commands_take_all_stores_as_one(urls: list[str], tmp_path: Path) -> Non
     shutil.rmtree(urls[0])
     assert run_json("verify", text, "--all")["damaged"] == 0
     assert run_json("show", f"{text}#step=20")["step"] == 20
-    run("pin", text, "keep", "--step", "20")
+    run("prune", text, "--pin", "keep", "--step", "20", "--yes")
     run("export", text, str(tmp_path / "out.pt"), "--step", "30")
     assert run_json("prune", text, "--keep-last", "1", "--yes", "--grace", "3600")["done"]
     assert steps(urls) == [50, 20]
@@ -295,14 +295,14 @@ def test_stores_and_heal(urls: list[str], tmp_path: Path) -> None:
     assert "blank" in seen["stores"][2]["problem"]
     assert "no further store may be lost" in run("stores", *urls, code=1).stdout
     new = str(tmp_path / "new")
-    result = run("heal", *urls, "--replace", f"3={new}")
+    result = run("stores", "--heal", *urls, "--replace", f"3={new}")
     assert "store 3 was blank" in result.stdout
     assert f"from now on, give {urls[0]},{urls[1]},{new}" in result.stdout
     urls[2] = new
     assert run_json("stores", *urls)["redundancy"] == 1
     shutil.rmtree(urls[0])
     assert run_json("verify", ",".join(urls), "--all")["damaged"] == 0
-    assert run_json("heal", *urls)["joined"] == [1]
+    assert run_json("stores", "--heal", *urls)["joined"] == [1]
 
 
 def test_read_anyway(urls: list[str]) -> None:
@@ -324,10 +324,11 @@ def test_one_store_of_a_set_is_named(urls: list[str]) -> None:
     ("arguments", "message"),
     [
         (["stores", "/a"], "is one store"),
-        (["heal", "/a", "/b", "--replace", "3=/c"], "1 to 2"),
-        (["heal", "/a", "/b", "--replace", "/c"], "N=URL"),
-        (["heal", "/a", "/b", "--replace", "²=/c"], "N=URL"),
-        (["heal", "/a", "/b", "--replace", "1=/b"], "same place"),
+        (["stores", "/a", "/b", "--replace", "1=/c"], "give --heal too"),
+        (["stores", "--heal", "/a", "/b", "--replace", "3=/c"], "1 to 2"),
+        (["stores", "--heal", "/a", "/b", "--replace", "/c"], "N=URL"),
+        (["stores", "--heal", "/a", "/b", "--replace", "²=/c"], "N=URL"),
+        (["stores", "--heal", "/a", "/b", "--replace", "1=/b"], "same place"),
     ],
 )
 def test_wrong_calls(arguments: list[str], message: str) -> None:
