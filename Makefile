@@ -28,17 +28,17 @@ demo-stores: .venv-demo/ready  ## the same in three stores, one of which is lost
 demo-composer: .venv/ready  ## the same with Composer, beside Lightning's numbers where there are some
 	.venv/bin/python examples/demo.py --framework composer
 
-bench: .venv/ready  ## every scheme on real trainings: docs/schemes.md (hours; may be stopped and continued)
+bench: .venv/ready  ## every scheme on real trainings (hours; may be stopped and continued)
 	.venv/bin/python examples/benchmarks/schemes.py --workers 2
 
-bench-bound: .venv/ready  ## ten restores of each training beside its undisturbed run: docs/bound*.md (hours; continues)
+bench-bound: .venv/ready  ## ten restores of each training beside its undisturbed run (hours; continues)
 	.venv/bin/shrinkpoint compile
 	.venv/bin/python examples/benchmarks/bound.py --only listed,more,fast,states --seeds 5 --parts spread,nudged --workers 2
 
-bench-steps: .venv/ready  ## step logs beside LowDiff's experiments: docs/steps.md (20 minutes)
+bench-steps: .venv/ready  ## step logs beside LowDiff's experiments (20 minutes)
 	OMP_NUM_THREADS=1 .venv/bin/python examples/benchmarks/steps.py
 
-bench-cost: .venv/ready  ## memory of saves, and speed of the coders: docs/architecture.md (4 minutes)
+bench-cost: .venv/ready  ## memory of saves, and speed of the coders (4 minutes)
 	.venv/bin/shrinkpoint compile
 	.venv/bin/python examples/benchmarks/memory.py
 	OMP_NUM_THREADS=1 .venv/bin/python examples/benchmarks/auto_speed.py

@@ -81,7 +81,7 @@ def comparison_table(results: Sequence[DemoResult]) -> Group:
 
 
 def comparison_markdown(results: Sequence[DemoResult]) -> str:
-    """For docs/demo.md."""
+    """Write the comparison as Markdown."""
     lines = ["; ".join(result.versions for result in results) + ".", ""]
     lines += markdown_table(_headings(results), _rows(results), _totals(results))
     lines += ["", LEGEND + ".", "", *markdown_table(("measured", "value"), _findings(results))]

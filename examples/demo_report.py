@@ -266,7 +266,7 @@ def _time_share(part: float, whole: float) -> str:
 
 
 def markdown(result: DemoResult) -> str:
-    """Table and findings for docs/demo.md."""
+    """Write the table and the findings as Markdown."""
     lines = markdown_table(HEADINGS, _rows(result), _totals(result))
     lines += ["", LEGEND + ".", "", *markdown_table(("measured", "value"), findings(result))]
     return "\n".join(lines) + "\n"

@@ -34,8 +34,8 @@ _FEWEST = 3  # rungs: in a delta, rows whose steps are less than half an octave 
 
 # Once a scale has been below this one, moments lose less than usual, too. A scale is how much of its movement the loss lets a weight
 # lose, and what moments lose shows at no restore, but in the updates of as many steps as they remember. Such weights take most of the
-# bytes. Chosen on the equation of heat, and below the scales of all trainings of docs/bound.md at evenly spread checkpoints but the
-# ResNet's (docs/search.md, "What is guaranteed, and what is not").
+# bytes. Chosen on the equation of heat, and below the scales of all trainings of docs/results.md at evenly spread checkpoints but the
+# ResNet's.
 _SENSITIVE = 1 / 32
 _FINEST = 3.0  # grade of moments; finer levels would be too many for a byte
 

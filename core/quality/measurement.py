@@ -69,7 +69,7 @@ _LEAST = 1e-12
 _PROPORTIONAL = 0.5
 _PRIOR_BATCHES = 2
 _PRIOR_WEIGHT = 4  # degrees of freedom: two batches' own spread has one, and would be 0 by chance too often
-_OF_UPDATES = 0.5  # of the fall and the update's error; chosen on the first probes of half of the trainings of docs/bound.md
+_OF_UPDATES = 0.5  # of the fall and the update's error; chosen on the first probes of half of the trainings of docs/results.md
 _SURPRISE = 2.0  # standard errors above what was expected: then the training has changed, and what was known is forgotten
 
 

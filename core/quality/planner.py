@@ -49,7 +49,7 @@ _AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own
 _MILDER = 4  # how many milder settings are tried where a guard refuses
 
 
-# Of updates, where the optimizer could not be stepped: what most trainings of docs/bound.md have.
+# Of updates, where the optimizer could not be stepped: what most trainings of docs/results.md have.
 _USUAL_ERROR = 0.25
 _AIM = 0.7  # safety factor on a cost predicted by proportion
 

@@ -1,11 +1,11 @@
-"""What adopt=True costs and what it brings, on the trainings of the bench of the bound. Prints the tables of docs/adopt.md.
+"""What adopt=True costs and what it brings, on the trainings of the bench of the bound.
 
     python examples/benchmarks/adopt.py [--only gpt,lora] [--saves 10,40,200] [--seeds 3] [--workers 2]
         [--quick] [--table] [--fresh] [--cache FILE]
 
 Each training is run for each number of saves undisturbed, with a checkpointer that does not adopt, and with one that does.
 Nothing is restored: with adoption a restored run is the run itself, bit for bit (tests/campaigns/test_kill_adoption.py), and
-without it docs/bound.md measures what ten restores cost. Saves are at least five steps apart; where the training has fewer
+without it bound.py measures what ten restores cost. Saves are at least five steps apart; where the training has fewer
 steps, all three runs are made longer. Final losses are measured on data apart from the probe's. The spread is that of the
 undisturbed runs of results/bound.csv, which has more seeds.
 

@@ -2,7 +2,7 @@
 
     python examples/benchmarks/bound.py [--only gpt,lora] [--seeds 3] [--undisturbed 8] [--parts spread,late] [--workers 2] [--quick]
         [--scheme excp] [--options '{"alpha": 0.001}'] [--config '{"search_overhead": 0.2}'] [--budget 0.005]
-        [--plan | --table [listed | more | fast | schemes]] [--fresh | --stale] [--cache FILE]
+        [--plan | --table [listed | more | fast | states | schemes]] [--fresh | --stale] [--cache FILE]
 
 Each training is run undisturbed, and restored from the store after ten of its eleven checkpoints: those spread evenly over the
 run (`spread`), or within its last tenth (`late`). A `nudged` run restores nothing, and has an error of a millionth in its weights
@@ -13,8 +13,8 @@ abilities from before, or parameters that are frozen, are asked for these as wel
 Every run is one row of a CSV file, so that the bench may be stopped, continued and extended: cells that are there are not measured
 again, unless --fresh is given (as after a change of a training), or --stale for those of another state of the library or another
 kind of processor. --plan tells what is missing, and how long it will take by what the cells so far took. --table prints what is
-there: docs/bound.md (`listed`), bound_more.md, bound_fast.md, the table of docs/optimizers.md (`states`), or that of
-bound_schemes.md. --only takes such names of groups as well.
+there, of a group of trainings (`listed`, `more`, `fast`), of every kind of optimizer state (`states`), or of the other schemes
+(`schemes`). --only takes such names of groups as well.
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ def table(cells: Cells, which: str, quick: bool) -> str:
     if which == "schemes":
         return "\n".join(schemes(rows))
     if which == "all":
-        return document(rows, cells.path.name, which)
+        return document(rows)
     listed = [row for row in rows if row.training in GROUPS[which] and row.part == "spread"]
     if which == "states":
         return "\n".join(states(listed))
-    return document([row for row in listed if (row.scheme, row.options) == SAME], cells.path.name, which)
+    return document([row for row in listed if (row.scheme, row.options) == SAME])
 
 
 def main() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from bound_run import UNDISTURBED
 from cells import Cell
 from demo_report import markdown_table
@@ -24,32 +22,20 @@ _NONE = "-"
 
 _HEAD = """# The bound, measured on {count} trainings
 
-Written by `python examples/benchmarks/bound.py --table {which}` ({versions}) from `examples/benchmarks/results/{file}`. Each
-training is run undisturbed, and once more so that it is thrown away and restored from the store after ten of its eleven checkpoints,
-all options at their defaults. Losses are those on data apart from the probe's. Changes are relative to the undisturbed run of the same
-seed.
+Each training is run undisturbed, and once more so that it is thrown away and restored from the store after ten of its eleven checkpoints,
+all options at their defaults. Losses are those on data apart from the probe's, relative to the undisturbed run of the same seed.
 
 - **ratio**: bytes of all eleven checkpoints in memory over those stored; median over the seeds.
-- **reported**: the sum of the costs in the library's reports of the ten checkpoints (`cost`), in brackets the upper end of all of them
-  (`cost_high`), which includes what lost steps of the moments cost and, once, the reserve for what no measurement at a save sees
-  ([search.md](search.md#what-the-report-adds)); `?` where some were not measured at all, `exact` counts those that were stored exactly.
+- **reported**: the sum of the costs in the reports of the ten checkpoints (`cost`), in brackets its upper end (`cost_high`);
+  `?` where some were not measured at all, `exact` counts those that were stored exactly.
 - **truth**: change of the final loss, for each seed, and **mean**: of all seeds, with its standard error.
 - **spread**: standard deviation of the undisturbed runs' final losses over the seeds, of their mean; in brackets how many.
 - **a millionth**: change of the final loss of an undisturbed run whose weights were all changed by a millionth of themselves at the
-  same ten steps, mean and standard error of the seeds that were tried: the effect of errors that no scheme could avoid.
+  same ten steps, mean and standard error of the seeds that were tried.
 - **kept**: the mean is at most +1 %, but for two standard errors, so are those of other losses, those of earlier abilities are at most
   +0.2 %, and no frozen element has changed. **chaotic**: a millionth changes the final loss by more than a per cent, and by more than
-  the restores do, in the mean of its sizes. Such runs end anywhere, and only `lossless` reproduces their losses.
+  the restores do, in the mean of its sizes.
 - **reported bound holds**: the mean of the reported upper ends is no less than that of the truth, but for two standard errors.
-
-Judged is the mean over the seeds of what restores do to each, as the spread of the seeds hides harm wherever it is large.
-
-Ratios below 8 have two causes. *Late* checkpoints are a few steps apart, and weights hardly move in between: noise stays below that
-movement, and of moments a restore may lose 1 % of those steps. Muon, Lion and SGD keep no second moment, which takes the fewest
-bits of all, and Muon and Lion use the first one's direction alone, of which an eighth as much may be lost
-([auto.md](auto.md#first-moments)).
-
-Constants of the library are chosen on the trainings of the first table. On those of the second they are only reported.
 """
 
 
@@ -339,18 +325,14 @@ def _section(rows: Sequence[Row]) -> list[str]:
     return [*lines, "", *_costs(rows)]
 
 
-def document(rows: Sequence[Row], file: str, which: str) -> str:
+def document(rows: Sequence[Row]) -> str:
     """Write the page of the library's default setting, and of any other.
 
     Args:
         rows: of any trainings and settings.
-        file: the cells' file name.
-        which: as it is asked for with ``--table``.
     """
     settings = dict.fromkeys((row.scheme, row.options) for row in rows)
-    versions = f"torch {torch.__version__.split('+')[0]}, Python {platform.python_version()}"
-    count = len({row.training for row in rows})
-    lines = [_HEAD.format(count=count, versions=versions, file=file, which=which)]
+    lines = [_HEAD.format(count=len({row.training for row in rows}))]
     for kind, column in (("states of the library", "library"), ("kinds of processors", "machine")):
         different = {cell.get(column) for row in rows for cell in row.cells.values()}
         if len(different) > 1:

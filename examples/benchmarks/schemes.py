@@ -1,4 +1,4 @@
-"""Every scheme on real trainings: how small, and what it costs after restores. Prints docs/schemes.md.
+"""Every scheme on real trainings: how small, and what it costs after restores.
 
     python examples/benchmarks/schemes.py [--quick] [--models gpt,gpt-999,conv] [--seeds 3] [--every 50,500]
         [--only auto,excp:'alpha 0.001'] [--parts chain,restores] [--workers 2] [--table] [--fresh] [--cache FILE]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from cells import Cell
 from demo_report import markdown_table
 
@@ -25,14 +23,9 @@ _OURS, _RIVAL = "auto", "excp"
 
 _HEAD = """# The schemes, measured
 
-**The results of `auto` are only those measured since its noise is limited by training's own movement and its moments keep their
-length ([auto.md](auto.md)); `--only auto` measures the rest.**
-
-Written by `python examples/benchmarks/schemes.py --table` ({versions}) from `examples/benchmarks/results/schemes.csv`. The demo's GPT
-(byte-level, Python's standard library) and a causal dilated convolutional network over the same text are trained for real, with up to
-{seeds} seeds. Each undisturbed run is coded as one chain of checkpoints, a base and its deltas, through the library's own path; sizes are
-those of whole files, against all bytes of the state (weights: of their sections, against theirs). Every number is the mean over the
-seeds, `±` half of the way from the least to the greatest.
+The demo's GPT and a causal dilated convolutional network over the same text are trained with up to {seeds} seeds. Each undisturbed run
+is coded as one chain of checkpoints, a base and its deltas; ratios are those of whole files (weights: of their sections). Every number
+is the mean over the seeds, `±` half of the way from the least to the greatest.
 
 - **at a restore, {marks}**: held-out loss of a run that continues from a restored state, against the undisturbed
   run at the same step, so many optimizer steps after the restore; mean over restores of two checkpoints, the
@@ -242,10 +235,9 @@ def document(rows: Sequence[Row], marks: Sequence[int]) -> str:
         rows: of all trainings.
         marks: the resumed steps after which losses were compared.
     """
-    versions = f"torch {torch.__version__.split('+')[0]}, Python {platform.python_version()}"
     after = ", ".join(f"+{mark}" for mark in marks if mark)
     seeds = max((len(row.chain) for row in rows), default=0)
-    lines = [_HEAD.format(versions=versions, seeds=seeds, marks=after)]
+    lines = [_HEAD.format(seeds=seeds, marks=after)]
     for model, every in dict.fromkeys((row.model, row.every) for row in rows):
         of_it = [row for row in rows if (row.model, row.every) == (model, every)]
         lines += [

@@ -372,7 +372,7 @@ def cells():
 def page(cells) -> str:
     from bound_table import document, rows_of
 
-    return document(rows_of(cells), "bound.csv", "all")
+    return document(rows_of(cells))
 
 
 def test_summary_judges_by_the_mean_of_the_seeds(cells):
@@ -469,18 +469,6 @@ def test_other_schemes_have_a_row_each(cells):
         in lines
     )
     assert "| `excp` | 1, 1 | 20x (20 to 20) | 4 of 10 | 0 of 1 | 0 of 1 | 0 of 1 | +5.00 (1) gpt |" in lines
-
-
-@pytest.mark.parametrize("which", ["listed", "more", "fast"])
-def test_pages_are_made_of_the_kept_results(which):
-    import bound
-    from bound_run import KEYS
-    from cells import RESULTS, Cells
-
-    name = {"listed": "bound.md"}.get(which, f"bound_{which}.md")
-    made = bound.table(Cells(RESULTS / "bound.csv", *KEYS), which, quick=False).splitlines()
-    kept = (BENCHMARKS.parents[1] / "docs" / name).read_text().splitlines()
-    assert made[3:] == kept[3:]  # but for the line that names versions
 
 
 @pytest.mark.slow

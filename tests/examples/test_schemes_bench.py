@@ -199,16 +199,6 @@ def test_settings_that_are_named_in_full_are_restored_too(monkeypatch):
     assert named[0] not in asked
 
 
-def test_the_page_in_docs_is_made_of_the_kept_results(monkeypatch, capsys):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sys, "argv", ["schemes.py", "--table"])
-    from schemes import main
-
-    main()
-    kept = (BENCHMARKS.parents[1] / "docs" / "schemes.md").read_text().splitlines()
-    assert capsys.readouterr().out.splitlines()[6:] == kept[6:]  # but for the line that names versions
-
-
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(1200)

@@ -1,4 +1,4 @@
-"""The ways in which a Composer run is interrupted and continued, for the tests and for the table in docs/."""
+"""The ways in which a Composer run is interrupted and continued, for the tests and for examples/benchmarks/composer_resume.py."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -163,7 +163,7 @@ CASES: dict[str, Case] = {
     "third fit(), StepLR": later(Setup(fits=("1ep", "2ep", "4ep"), scheduler="every epoch")),
 }
 
-# What cannot be: see "Resuming exactly" in docs/.
+# What cannot be: see docs/resuming.md.
 IMPOSSIBLE: dict[str, Case] = {
     "2 persistent workers, augmentation - later epoch": on_data(
         "2 persistent workers, augmentation", points()["later epoch"]

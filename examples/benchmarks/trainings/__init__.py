@@ -20,7 +20,7 @@ GROUPS = {
     group: tuple(kind.name for kind in kinds)
     for group, kinds in (("listed", _LISTED), ("more", _MORE), ("fast", _FAST), ("states", STATES))
 }
-"""The trainings of docs/bound.md, bound_more.md, bound_fast.md and optimizers.md."""
+"""The groups that docs/results.md names."""
 
 TUNED = frozenset(
     {

@@ -1,6 +1,6 @@
 """Trainings of networks that represent a function, whose loss falls by orders of magnitude: equations, pictures, sounds.
 
-The equation of heat is the one on which a rule was chosen (docs/search.md); the others were written to try that.
+The equation of heat is the one on which the rule of finer moments was chosen; the others were written to try that.
 """
 
 from __future__ import annotations
