@@ -9,13 +9,21 @@ from typing import Any
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import Comparison
-from shrinkpoint.quality.configuration_search import ConfigurationLadder
 from shrinkpoint.quality.measurement import History, Rise, pooled
 from shrinkpoint.quality.strategy import Ladder, Plan, Refusal, exactly
-from shrinkpoint.quality.trial import restored_model
+from shrinkpoint.quality.trial import restored_model, true_model
 from shrinkpoint.schemes.auto.scheme import MILD_SCALE, Auto, AutoOptions
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import Choice, build, entry_of
+from shrinkpoint.schemes.inshrinkerator.prediction import PredictedSizes, SizePredictor
+from shrinkpoint.schemes.inshrinkerator.scheme import (
+    Inshrinkerator,
+    InshrinkeratorOptions,
+    Weights,
+    weights_of,
+)
+from shrinkpoint.schemes.inshrinkerator.search import ConfigurationSearch, Predict
+from shrinkpoint.schemes.inshrinkerator.space import Configuration
 
 __all__ = ["ScaleLadder", "ladder_of"]
 
@@ -342,8 +350,68 @@ class GivenSettings(Ladder):
         self._history = History.from_json(state.get("history")) if same else None
 
 
-def ladder_of(config: SaverConfig, spent_s: Callable[[], float]) -> Ladder | None:
-    """The scheme's ladder; None for a lossless scheme, which has nothing to choose."""
+class ConfigurationLadder(Ladder):
+    """Chooses bins, prune and protect fractions.
+
+    Args:
+        options: the scheme's settings.
+        search: that chooses, over as many saves as its budget takes.
+    """
+
+    def __init__(self, options: InshrinkeratorOptions, search: ConfigurationSearch) -> None:
+        super().__init__("inshrinkerator", options)
+        self._search = search
+
+    def unmeasured(self, save_context: SaveContext) -> Plan:
+        """See `Ladder.unmeasured`."""
+        return self._plan(
+            weights_of(save_context, self._options),
+            self._search.space.mildest,
+            "the mildest configuration: nothing to measure the degradation with",
+        )
+
+    def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
+        """See `Ladder.measured`."""
+        weights = weights_of(save_context, self._options)
+        own = SizePredictor(weights, self._options)
+        predict: Predict = own
+        if save_context.scores is not None:  # other processes have weights too
+            space = self._search.space
+            predict = PredictedSizes(space, lambda: comparison.summed(own.table(space)))
+        true = true_model(save_context.state)  # averages too: the live ones change between two evaluations
+
+        def rise(configuration: Configuration) -> Rise:
+            return comparison.rise(configuration, lambda: true | weights.restored(configuration))
+
+        choice = self._search.choose(predict, lambda configuration: rise(configuration).high, allowed)
+        if choice.configuration is None:
+            return exactly(choice.reason)
+        return self._plan(weights, choice.configuration, choice.reason, rise(choice.configuration))
+
+    def _plan(
+        self, weights: Weights, configuration: Configuration, reason: str, rise: Rise | None = None
+    ) -> Plan:
+        scheme = Inshrinkerator(self._options, weights, configuration)
+        settings = f"inshrinkerator {self._options} {configuration}"
+        return Plan(scheme, str(configuration), reason, rise, options=settings)
+
+    def state_dict(self) -> dict[str, object]:
+        """See `Ladder.state_dict`."""
+        return self._search.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """See `Ladder.load_state_dict`."""
+        self._search.load_state_dict(state)
+
+
+def ladder_of(config: SaverConfig, spent_s: Callable[[], float], clock: Callable[[], float]) -> Ladder | None:
+    """The scheme's ladder; None for a lossless scheme, which has nothing to choose.
+
+    Args:
+        config: the scheme and its options.
+        spent_s: seconds that evaluations have taken from training so far.
+        clock: seconds since any fixed moment.
+    """
     options = config.scheme_options
     make: Mapping[Choice, Callable[[], Ladder | None]] = {
         "nothing": lambda: None,
@@ -352,7 +420,9 @@ def ladder_of(config: SaverConfig, spent_s: Callable[[], float]) -> Ladder | Non
             whole=bool(config.adopt),
             threads=config.waiting_threads if config.adopt else 1,  # else it is the training that has them
         ),
-        "configurations": lambda: ConfigurationLadder(options, config.search_overhead, spent_s),
+        "configurations": lambda: ConfigurationLadder(
+            options, ConfigurationSearch(config.search_overhead, clock, spent_s)
+        ),
         "settings": lambda: GivenSettings(config.scheme, options),
     }
     return make[entry_of(config.scheme).choice]()

@@ -136,7 +136,7 @@ class Planner:
         self._started = clock(), spent_s()
         self._budget = budget_of(config)
         self._recovery = RecoveryEstimate(config.probe_steps, config.search_overhead, spent_s, clock)
-        self._ladder = ladder_of(config, spent_s)
+        self._ladder = ladder_of(config, spent_s, clock)
         self._baseline: tuple[int, float] | None = None  # step and loss of the last save that measured it
         self._fall = 0.0  # of the loss in a step, as far as it is known at this save
         # What a restore under the last plan checked would do: steps that it loses, and the error of the first update.
@@ -458,7 +458,7 @@ class Planner:
         self._recovery = RecoveryEstimate(
             config.probe_steps, config.search_overhead, self._spent_s, self._clock
         )
-        self._ladder = ladder_of(config, self._spent_s)
+        self._ladder = ladder_of(config, self._spent_s, self._clock)
         self.load_state_dict(state, restored=restored)
 
 

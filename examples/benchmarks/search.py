@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable
 from statistics import mean
 
-from shrinkpoint.quality.guided_search import Search
+from shrinkpoint.schemes.inshrinkerator.search import Search
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace, Metric
 
 SPACE = ConfigurationSpace()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shrinkpoint.quality.guided_search import Search
+from shrinkpoint.schemes.inshrinkerator.search import Search
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 
 SMALL = ConfigurationSpace(

@@ -63,6 +63,26 @@ def test_the_choice_keeps_the_bound_and_no_smaller_budget_buys_more(state):
     assert again - 1 == pytest.approx(chosen.degradation, abs=1e-7)  # the mirrored weights are rounded
 
 
+def test_the_upper_end_must_hold_and_not_the_mean(state):
+    chosen = plan(state, Loss(state, 1e-3))
+    allowed = (chosen.degradation + chosen.degradation_high) / 2
+    stricter = plan(state, Loss(state, 1e-3), max_degradation=2 * allowed)
+    assert stricter.degradation_high <= allowed
+
+
+def test_searches_are_paid_by_the_clock_that_the_planner_is_given(state):
+    """All ranks, and a replay of an adopting training, search by the same clock."""
+    loss = Loss(state, 1e-3)
+
+    def seconds() -> float:
+        return float(loss.calls)
+
+    config = SaverConfig(scheme="inshrinkerator", restore_budget=1, search_overhead=0.5)
+    planner = Planner(config, seconds, clock=seconds)
+    for _ in range(3):  # no time but that of evaluations passes: the true weights, a pair, and noise at first
+        assert planner.plan(SaveContext(state=state), loss).evaluations <= 4
+
+
 def test_a_bound_that_nothing_keeps(state):
     chosen = plan(state, Loss(state, 1e9))
     assert (chosen.scheme.name, chosen.configuration, chosen.degradation) == ("lossless", "exact", 0.0)

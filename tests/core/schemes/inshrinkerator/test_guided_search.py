@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.search_instances import NOT_FINITE, SMALL, harshness, random_problem, run, steep_size
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.quality.guided_search import Search, significantly_lower
+from shrinkpoint.schemes.inshrinkerator.search import Search, significantly_lower
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 
 SPACE = ConfigurationSpace()
