@@ -6,13 +6,13 @@ from functools import partial
 
 import torch
 
-from shrinkpoint.coding.grouping import for_codec, groups_of, mapped, matching, sibling_planes_of, siblings_of
+from shrinkpoint.coding.grouping import for_codec, groups_of, mapped, matching, siblings_of
 from shrinkpoint.container.layout import Entry
 from shrinkpoint.container.reader import Record
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
-from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReadsSiblingPlanes, ReferenceState
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.catalogue import codec_for_reading
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import TensorSpec
@@ -36,13 +36,12 @@ _UNSUSPICIOUS = 2**30
 """Bytes that any base may decode to."""
 
 
-def required(wanted: Collection[str], stored: Iterable[Record], *, values: bool) -> set[str]:
-    """What of one checkpoint must be decoded to have some of its tensors, these among them.
+def required(wanted: Collection[str], stored: Iterable[Record]) -> set[str]:
+    """What of a chain's last checkpoint must be decoded to restore some of its tensors, these among them.
 
     Args:
         wanted: names of tensors; those that the checkpoint lacks are passed over.
         stored: all that it holds, in decoding order.
-        values: whether they are to be reconstructed; False where their planes are enough, in the middle of a chain.
     """
     by_name = {item.spec.name: item for item in stored}
     needed = {name for name in wanted if name in by_name}
@@ -51,14 +50,9 @@ def required(wanted: Collection[str], stored: Iterable[Record], *, values: bool)
             spec, earlier = group[at], group[:at]
             if spec.name not in needed:
                 continue
-            item = by_name[spec.name]
-            codec = codec_for_reading(item.codec)
+            codec = codec_for_reading(by_name[spec.name].codec)
             siblings = siblings_of({other.name: other.name for other in earlier}, spec, group)
-            sibling_planes = sibling_planes_of(spec, ((other, other.name) for other in earlier))
-            roles = codec.reads(item.params) if isinstance(codec, ReadsSiblingPlanes) else ()
-            needed.update(sibling_planes[role] for role in roles if role in sibling_planes)
-            if values:
-                needed.update(siblings[role] for role in codec.needs if role in siblings)
+            needed.update(siblings[role] for role in codec.needs if role in siblings)
     return needed
 
 
@@ -142,8 +136,7 @@ def _decoded(
         for spec in group:
             entry = by_name[spec.name]
             stored, known = entry.encoded, matching(reference.get(spec.name), spec)
-            sibling_planes = sibling_planes_of(spec, ((earlier.spec, now) for earlier, now, _ in rows))
-            context = Context(known, siblings_of(values, spec, group), sibling_planes)
+            context = Context(known, siblings_of(values, spec, group))
             context = for_codec(context, stored.codec, spec)
             if stored.uses_reference and context.reference is None:
                 raise FormatError(

@@ -1,25 +1,34 @@
-"""States to checkpoints: runs a scheme's codecs over the tensors, parameter by parameter, in closed loop."""
+"""States to checkpoints: quantizes by a scheme's codecs, parameter by parameter, and codes at once or later, in closed loop."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from shrinkpoint.coding.decode import EXPANSION, stands_alone
 from shrinkpoint.coding.grouping import (
     for_codec,
     groups_of,
     keeps_bases_exact,
     mapped,
     matching,
-    sibling_planes_of,
     siblings_of,
     still_needed,
 )
-from shrinkpoint.coding.staging import StagedState, is_believed, stage_state
 from shrinkpoint.container.layout import Checkpoint, Entry
-from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.runtime.memory import Returns
-from shrinkpoint.schemes.base import Coded, Context, ReferenceState, Scheme, TensorCodec
+from shrinkpoint.schemes.base import (
+    Context,
+    EncodedTensor,
+    Planes,
+    Rebasable,
+    ReferenceState,
+    Scheme,
+    Staged,
+    TensorCodec,
+)
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import pack_reasons
 from shrinkpoint.schemes.reasons import reasons_of
@@ -27,7 +36,7 @@ from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["EncodedState", "encode_state", "restored_values"]
+__all__ = ["EncodedState", "StagedState", "encode_state", "restored_values", "stage_state", "standing_alone"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,95 @@ class EncodedState:
     """Tensors that the scheme wanted to code but could not, with the reason."""
     exact: Mapping[str, str] = field(default_factory=dict)
     """Of a lossy scheme, every tensor that is stored bit-exactly, with the reason's code (`shrinkpoint.schemes.exactness`)."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One quantized tensor."""
+
+    codec: TensorCodec
+    staged: Staged
+    reference: ReferenceState | None
+    """What it was quantized after."""
+
+    def emitted(self, spec: TensorSpec, context: Context) -> tuple[EncodedTensor, Planes]:
+        """The tensor as it is stored: without a reference where a reader has another one than it was quantized after."""
+        encoded, planes = self.staged.emit()
+        if encoded.uses_reference and context.reference is not self.reference:
+            alone = standing_alone(
+                self.codec, encoded, _after(encoded, planes), spec, context, tensor_digest(self.staged.value)
+            )
+            if alone is None:
+                raise CannotRepresentError(
+                    f"{spec.name}: the checkpoint that it was quantized after is not stored"
+                )
+            encoded, planes, _ = alone
+        if stands_alone(encoded) and spec.nbytes > EXPANSION * encoded.nbytes:
+            raise CannotRepresentError(f"{spec.name}: no reader would believe that so few bytes hold it")
+        return encoded, planes
+
+
+@dataclass(frozen=True)
+class StagedState:
+    """A state whose lossy tensors are quantized; nothing of it is entropy-coded yet."""
+
+    state: TrainingState
+    """What a reader will get."""
+    makers: Mapping[str, Callable[[], TensorCodec]]
+    """What the scheme gave for the state."""
+    rows: Mapping[str, _Row]
+    refused: Mapping[str, str]
+    """Why tensors are stored exactly that the scheme wanted to code."""
+
+
+def stage_state(
+    state: TrainingState,
+    scheme: Scheme,
+    reference: Mapping[str, ReferenceState] | None,
+    *,
+    exactly: Mapping[str, str] | None = None,
+    specs: Iterable[TensorSpec] | None = None,
+    coding: bool = True,
+    threads: int = 1,
+) -> StagedState:
+    """Quantize a snapshot, so that a training can go on from the restored values before they are coded.
+
+    Args:
+        state: host tensors that nobody changes until all is coded.
+        scheme: decides which codec takes which tensor.
+        reference: of the last state that was quantized; None quantizes for a base.
+        exactly: tensors that are not quantized, with the reason.
+        specs: the only tensors that the result has; None takes all.
+        coding: whether they are to be coded later: else nothing is kept for that.
+        threads: parameters quantized side by side; the values do not depend on it.
+    """
+    makers, before = scheme.codecs(state), reference or {}
+    values: dict[str, torch.Tensor] = {}
+    rows: dict[str, _Row] = {}
+    refused, memory = dict(exactly or {}), Returns(state.nbytes)
+
+    def stage(group: Sequence[TensorSpec]) -> None:
+        own: dict[str, torch.Tensor] = {}
+        for spec in group:
+            own[spec.name] = tensor = state.tensors[spec.name]
+            maker = makers.get(spec.name)
+            if maker is None or spec.name in refused:
+                continue
+            context = Context(matching(before.get(spec.name), spec), siblings_of(own, spec, group))
+            try:
+                row = _staged(tensor, spec, context, maker)
+            except CannotRepresentError as error:
+                refused[spec.name] = str(error)
+                continue
+            own[spec.name] = row.staged.value
+            if coding:
+                rows[spec.name] = row
+        memory.after(sum(spec.nbytes for spec in group))
+        values.update(own)
+
+    deque(mapped(stage, groups_of(state.specs.values() if specs is None else specs), threads), 0)
+    ordered = {name: values[name] for name in state.specs if name in values}
+    return StagedState(TrainingState(state.tree, ordered, state.specs), makers, rows, refused)
 
 
 def encode_state(
@@ -78,24 +176,32 @@ def encode_state(
     groups = groups_of(state.specs.values())
     before, memory = reference or {}, Returns(state.nbytes)
 
+    def code_one(
+        tensor: torch.Tensor, spec: TensorSpec, context: Context
+    ) -> tuple[EncodedTensor, Planes, torch.Tensor, str | None]:
+        """The tensor as it is stored, its planes and its value; and why it is exact where the scheme wanted to code it."""
+        why, maker = staged.refused.get(spec.name) if staged is not None else None, makers.get(spec.name)
+        if why is None and maker is not None:
+            try:
+                row = staged.rows[spec.name] if staged else _staged(tensor, spec, context, maker)
+                return *row.emitted(spec, context), row.staged.value, None
+            except CannotRepresentError as error:
+                why = str(error)
+        exact = _staged(tensor, spec, context, ExactCodec).staged
+        return *exact.emit(), exact.value, why
+
     def code(group: Sequence[TensorSpec]) -> list[tuple[Entry, ReferenceState, str | None]]:
         values: dict[str, torch.Tensor] = {}
         coded: list[tuple[Entry, ReferenceState, str | None]] = []
         for spec in group:
             values = still_needed(values, spec, group)
             context = Context(
-                matching(before.get(spec.name), spec),
-                siblings_of(values, spec, group),
-                sibling_planes_of(spec, ((entry.spec, state) for entry, state, _ in coded)),
-                lasting=lasting,
+                matching(before.get(spec.name), spec), siblings_of(values, spec, group), lasting=lasting
             )
-            done = None if staged is None else staged.coded(spec, context)
-            result, why = done or _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
-            values[spec.name] = result.value
-            entry = Entry(spec, result.encoded, tensor_digest(result.value))
-            state_after = ReferenceState(result.encoded.codec, result.encoded.params, result.planes)
-            coded.append((entry, state_after, why))
-            del result, done, context
+            encoded, planes, value, why = code_one(state.tensors[spec.name], spec, context)
+            values[spec.name] = value
+            coded.append((Entry(spec, encoded, tensor_digest(value)), _after(encoded, planes), why))
+            del encoded, planes, value, context
             if release is not None and spec.name in before:
                 release(spec.name)
         memory.after(sum(spec.nbytes for spec in group))
@@ -126,20 +232,46 @@ def encode_state(
     return EncodedState(checkpoint, after, refused, exact)
 
 
-def _encode_one(
-    tensor: torch.Tensor, spec: TensorSpec, context: Context, maker: Callable[[], TensorCodec] | None
-) -> tuple[Coded, str | None]:
-    why = None
-    if maker is not None:
-        try:
-            codec = maker()
-            coded = codec.encode(tensor, spec, for_codec(context, codec.id, spec))
-            if not is_believed(coded.encoded, spec):
-                raise CannotRepresentError(f"{spec.name}: no reader would believe that so few bytes hold it")
-            return coded, None
-        except CannotRepresentError as error:
-            why = str(error)
-    return ExactCodec().encode(tensor, spec, for_codec(context, ExactCodec.id, spec)), why
+def _staged(
+    tensor: torch.Tensor, spec: TensorSpec, context: Context, maker: Callable[[], TensorCodec]
+) -> _Row:
+    codec = maker()
+    return _Row(codec, codec.stage(tensor, spec, for_codec(context, codec.id, spec)), context.reference)
+
+
+def _after(encoded: EncodedTensor, planes: Planes) -> ReferenceState:
+    return ReferenceState(encoded.codec, encoded.params, planes)
+
+
+def standing_alone(
+    codec: TensorCodec,
+    encoded: EncodedTensor,
+    after: ReferenceState,
+    spec: TensorSpec,
+    context: Context,
+    digest: str,
+) -> tuple[EncodedTensor, Planes, torch.Tensor] | None:
+    """A stored tensor that needs no predecessor, with its planes and its value; None where its codec cannot do that.
+
+    Args:
+        codec: of the tensor.
+        encoded: as it is stored.
+        after: what a reader has of it.
+        spec: of the tensor.
+        context: of the checkpoint that it is for.
+        digest: of the value that it must restore to.
+    """
+    if encoded.uses_reference:
+        rebased = codec.rebase(encoded, after, spec) if isinstance(codec, Rebasable) else None
+        if rebased is None:
+            return None
+        encoded, context = rebased, replace(context, reference=None)
+    try:
+        planes = codec.decode(encoded, spec, context)
+        value = codec.reconstruct(encoded, planes, spec, context)
+    except FormatError:
+        return None
+    return (encoded, planes, value) if tensor_digest(value) == digest else None
 
 
 def restored_values(

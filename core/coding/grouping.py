@@ -17,7 +17,6 @@ __all__ = [
     "keeps_bases_exact",
     "mapped",
     "matching",
-    "sibling_planes_of",
     "siblings_of",
     "still_needed",
 ]
@@ -91,15 +90,6 @@ def still_needed(values: Mapping[str, V], spec: TensorSpec, group: Sequence[Tens
         return dict(values)
     moments = {other.name for other in group if other.tag.role in (Role.EXP_AVG, Role.EXP_AVG_SQ)}
     return {name: value for name, value in values.items() if name not in moments}
-
-
-def sibling_planes_of(spec: TensorSpec, earlier: Iterable[tuple[TensorSpec, V]]) -> dict[str, V]:
-    """What stands before this tensor of the same parameter and shape: the first of each role."""
-    sibling_planes: dict[str, V] = {}
-    for other, reference in earlier:
-        if other.shape == spec.shape and spec.tag.parameter is not None:
-            sibling_planes.setdefault(other.tag.role.value, reference)
-    return sibling_planes
 
 
 def mapped(

@@ -442,7 +442,7 @@ def _plan(
     chain: Sequence[Callable[[], AnySource]], newest: AnySource, wanted: Collection[str]
 ) -> list[tuple[AnySource, set[str]]]:
     """What is needed of each container, oldest first."""
-    steps = [(newest, required(wanted, newest.header.tensors.values(), values=True))]
+    steps = [(newest, required(wanted, newest.header.tensors.values()))]
     _check_sizes(newest.header, steps[0][1])
     for open_source in reversed(chain[:-1]):
         later, needed = steps[-1]
@@ -455,7 +455,7 @@ def _plan(
                 f"the checkpoint of step {later.header.step} is a delta against state {later.header.parent}, but the one"
                 f" before it in the chain (step {earlier.header.step}) is {earlier.header.state_digest}"
             )
-        steps.append((earlier, required(before, earlier.header.tensors.values(), values=False)))
+        steps.append((earlier, before & earlier.header.tensors.keys()))
         _check_sizes(earlier.header, steps[-1][1])
     oldest, needed = steps[-1]
     if any(oldest.header.tensors[name].uses_reference for name in needed) or oldest.header.kind != "base":

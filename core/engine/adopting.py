@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from shrinkpoint.coding.encode import EncodedState
+from shrinkpoint.coding.encode import EncodedState, StagedState
 from shrinkpoint.coding.selective import Decoded, decode_chain, sources_of_run
-from shrinkpoint.coding.staging import StagedState
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.job import Job
 from shrinkpoint.engine.meta import Adopted

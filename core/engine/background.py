@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shrinkpoint.coding.encode import EncodedState, encode_state
-from shrinkpoint.coding.staging import StagedState
+from shrinkpoint.coding.encode import EncodedState, StagedState, encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.engine.adopting import Adopting, carried_in, carrying, planned_before
@@ -65,12 +64,12 @@ class Choice:
     exactly: str | None = None
     """Why what was to be lossy is exact."""
 
-    @property
-    def adopted(self) -> Adopted | None:
-        """`last`, with the tensors that no container has as they were quantized; known when all is coded."""
+    def coded(self, encoded: EncodedState) -> "Choice":
+        """The same, whose `last` names the tensors that no container has as they were quantized."""
         if self.last is None or self.staged is None:
-            return self.last
-        return replace(self.last, stand_ins=frozenset(self.staged.stood_in))
+            return self
+        exact = self.staged.rows.keys() & encoded.kept_exactly.keys()
+        return replace(self, last=replace(self.last, stand_ins=frozenset(exact)))
 
 
 class Background:
@@ -459,8 +458,6 @@ class Background:
 
     def _encode(self, job: Job, choice: Choice) -> EncodedState:
         link, staged = choice.link, choice.staged
-        if staged is not None:
-            staged.stood_in.clear()
         return encode_state(
             choice.values,
             choice.plan.scheme,
@@ -502,7 +499,7 @@ class Background:
         return choice.guard.untried
 
     def _meta(self, job: Job, choice: Choice) -> dict[str, JSON]:
-        last = choice.adopted
+        last = choice.last
         search = self.planner.state_dict() if last is None else dict(last.search)
         meta: dict[str, Any] = {"search": search}
         if last is not None:
@@ -518,6 +515,7 @@ class Background:
         if choice.staged is not None:
             started = time.perf_counter()
         encoded = self._encode(job, choice)
+        choice = choice.coded(encoded)
         report = self._report(job, state, choice, encoded, spent)
         untried = self._untried(job, choice)
         report = report if untried is None else with_untried(report, untried)
@@ -544,9 +542,9 @@ class Background:
             if not job.snapshot.lasting:
                 self._note(choice.values, job.step)
             self.link = Link(digest, dict(encoded.reference), number=job.number, exact=choice.plan.is_exact)
-        elif choice.adopted is not None and choice.staged is not None:
+        elif choice.last is not None and choice.staged is not None:
             self.link = Link(digest, {}, number=job.number, restored=True)
-            self.adopting.stored(choice.adopted, encoded)
+            self.adopting.stored(choice.last, encoded)
         elif self._chain is not None and not self.adopting.warned_of_size:
             self.adopting.warned_of_size = True
             warn_unplanned(report)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shrinkpoint.coding.encode import encode_state
+from shrinkpoint.coding.encode import encode_state, standing_alone
 from shrinkpoint.coding.selective import Row, decode_batches, decode_chain, in_memory, sources_of_run
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Header
@@ -21,22 +21,19 @@ from shrinkpoint.errors import (
     CannotRepresentError,
     ConfigError,
     CorruptionError,
-    FormatError,
     NoCheckpointError,
 )
 from shrinkpoint.schemes.base import (
-    Coded,
     Context,
     EncodedTensor,
     Planes,
-    Rebasable,
     ReferenceState,
+    Staged,
     TensorCodec,
 )
 from shrinkpoint.schemes.catalogue import codec_for_reading
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import ExactPart, exact_parts, pack_reasons, parts_json, unpack_reasons
-from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
@@ -254,27 +251,15 @@ class _AgainCodec:
         self._entry, self._reference = entry, reference
         self._codec = codec_for_reading(entry.encoded.codec)
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; refuses a result that does not restore to the delta's digest."""
-        encoded = self._alone(context)
-        if encoded is None:
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `TensorCodec.stage`; refuses what needs a predecessor."""
+        found = standing_alone(
+            self._codec, self._entry.encoded, self._reference, spec, context, self._entry.digest
+        )
+        if found is None:
             raise CannotRepresentError(f"{spec.name}: codec {self._codec.id!r} needs a predecessor")
-        try:
-            planes = self._codec.decode(encoded, spec, context)
-            value = self._codec.reconstruct(encoded, planes, spec, context)
-        except FormatError as error:
-            raise CannotRepresentError(f"{spec.name}: {error}") from error
-        if tensor_digest(value) != self._entry.digest:
-            raise CannotRepresentError(f"{spec.name}: a base of it restores to other values")
-        return Coded(encoded, planes, value)
-
-    def _alone(self, context: Context) -> EncodedTensor | None:
-        encoded = self._entry.encoded
-        if not encoded.uses_reference:
-            return encoded
-        if not isinstance(self._codec, Rebasable):
-            return None
-        return self._codec.rebase(encoded, self._reference, self._entry.spec, context.sibling_planes)
+        encoded, planes, value = found
+        return Staged(value, lambda: (encoded, planes))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shrinkpoint.arrays import widened
-from shrinkpoint.coding.staging import StagedState, stage_state
+from shrinkpoint.coding.encode import StagedState, stage_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.meta import Adopted
 from shrinkpoint.reports import SaveReport

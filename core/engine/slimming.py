@@ -97,7 +97,7 @@ def make_weights(
         return None
     before = None if parent is None else sources_of_run(store, parent)
     if manifest.kind == "base" or before is not None:
-        alone = required(kept, header.tensors.values(), values=True) == kept
+        alone = required(kept, header.tensors.values()) == kept
         entries = tuple(source.entries(kept))
         checkpoint = Checkpoint(
             kind=header.kind,

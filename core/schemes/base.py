@@ -1,6 +1,5 @@
 """The interfaces of schemes and tensor codecs."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, runtime_checkable
@@ -16,19 +15,16 @@ from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
 __all__ = [
-    "Coded",
     "Context",
     "EncodedTensor",
     "Makers",
     "PackedPlanes",
     "Planes",
-    "ReadsSiblingPlanes",
     "Rebasable",
     "ReferenceState",
     "SaveContext",
     "Scheme",
     "Staged",
-    "Stages",
     "TensorCodec",
     "bytes_in_memory",
 ]
@@ -140,23 +136,13 @@ class ReferenceState:
 
 
 @dataclass(frozen=True)
-class Coded:
-    """The result of encoding one tensor."""
+class Staged:
+    """A tensor that is quantized and not entropy-coded yet, so that the candidates of a search cost no entropy coding."""
 
-    encoded: EncodedTensor
-    planes: Planes
     value: torch.Tensor
     """The reconstruction that a reader will get, by the decoder's own arithmetic (closed loop)."""
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A tensor that is quantized and not entropy-coded yet."""
-
-    value: torch.Tensor
-    """What a reader will get."""
-    coded: Callable[[], Coded]
-    """Codes it; its `Coded.value` is `value`, bit for bit."""
+    emit: Callable[[], tuple[EncodedTensor, Planes]]
+    """Codes it: the tensor as it is stored, and the planes that a reader will have of it."""
 
 
 @dataclass(frozen=True)
@@ -170,28 +156,25 @@ class Context:
 
     Not given to ``decode``: in the middle of a chain nothing is reconstructed.
     """
-    sibling_planes: Mapping[str, ReferenceState] = field(default_factory=dict)
-    """Planes, by role, of the siblings of the same shape stored earlier in this checkpoint, for contexts and
-    predictions."""
     lasting: bool = False
-    """Whether nobody will write to the tensors that are given to ``encode`` and returned by ``reconstruct``, so that planes
+    """Whether nobody will write to the tensors that are given to ``stage`` and returned by ``reconstruct``, so that planes
     may share their memory."""
 
 
 class TensorCodec(Protocol):
     """Encodes and decodes one tensor. An encoder carries its settings; decoding depends on the stored bytes alone.
 
-    The calls come in this order. Writing: ``encode``. Reading: ``decode`` for every checkpoint of the chain, base
-    first, and ``reconstruct`` for the last one only. ``reconstruct(encoded, planes, spec, context)`` must equal the
-    ``value`` that ``encode`` returned, bit for bit.
+    The calls come in this order. Writing: ``stage``, and ``emit`` of what it returns. Reading: ``decode`` for every
+    checkpoint of the chain, base first, and ``reconstruct`` for the last one only. ``reconstruct(encoded, planes, spec,
+    context)`` must equal `Staged.value`, bit for bit.
     """
 
     id: ClassVar[str]
     needs: ClassVar[tuple[str, ...]]
     """Roles of the sibling tensors that must come before this one."""
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """Code a host tensor.
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """Quantize a host tensor, which nobody changes until it is coded.
 
         Raises:
             CannotRepresentError: the tensor is then stored exactly instead.
@@ -217,22 +200,6 @@ class TensorCodec(Protocol):
         ...
 
 
-class Stages(ABC):
-    """A codec that quantizes first and codes later, so that the candidates of a search cost no entropy coding."""
-
-    @abstractmethod
-    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """Quantize a host tensor, which nobody changes until it is coded.
-
-        Raises:
-            CannotRepresentError: the tensor is then stored exactly instead.
-        """
-
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; refuses what `stage` refuses."""
-        return self.stage(tensor, spec, context).coded()
-
-
 @runtime_checkable
 class Rebasable(Protocol):
     """A delta codec that can re-encode the reader's reference as a base; tensors of other codecs are stored exactly
@@ -243,7 +210,6 @@ class Rebasable(Protocol):
         encoded: EncodedTensor,
         reference: ReferenceState,
         spec: TensorSpec,
-        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """The same tensor, decodable without a predecessor; None where that is not possible.
 
@@ -251,20 +217,6 @@ class Rebasable(Protocol):
             encoded: the tensor as a delta.
             reference: the decoder's state after it.
             spec: the tensor.
-            sibling_planes: as `Context.sibling_planes` of the new checkpoint.
-        """
-        ...
-
-
-@runtime_checkable
-class ReadsSiblingPlanes(Protocol):
-    """A codec whose decoding needs planes of siblings, `Context.sibling_planes`; other codecs need none."""
-
-    def reads(self, params: Mapping[str, JSON]) -> Collection[str]:
-        """The roles whose planes decoding a tensor with these params needs.
-
-        Raises:
-            FormatError: the params are malformed.
         """
         ...
 

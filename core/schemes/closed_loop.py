@@ -18,7 +18,7 @@ import torch
 from shrinkpoint.arrays import Float32s, widened
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import (
     WEIGHT_DTYPES,
     as_float32,
@@ -121,21 +121,20 @@ class ClosedLoopCodec(ABC):
             FormatError: the sections or params are malformed.
         """
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`."""
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `TensorCodec.stage`."""
         target = as_float32(tensor, spec)
         previous = previous_value(context.reference, spec)
         if previous is None:
             bits = tensor_to_bytes(tensor).view(f"u{spec.dtype.itemsize}")
-            payload = encode_numbers(bits)
-            planes: Planes = {VALUE: target.copy()}
-            return Coded(EncodedTensor(self.id, {}, {"base": payload}), planes, tensor.detach().clone())
+            base = EncodedTensor(self.id, {}, {"base": encode_numbers(bits)})
+            return Staged(tensor.detach().clone(), lambda: (base, {VALUE: target.copy()}))
         delta = self.encode_delta(target, previous, spec, context)
         value = emit(delta.value, spec)
         if not bool(torch.isfinite(value).all()):
             raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
         encoded = EncodedTensor(self.id, delta.params, delta.sections, uses_reference=True)
-        return Coded(encoded, {VALUE: delta.value, **delta.planes}, value)
+        return Staged(value, lambda: (encoded, {VALUE: delta.value, **delta.planes}))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""

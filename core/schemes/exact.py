@@ -14,7 +14,7 @@ import torch
 from shrinkpoint.arrays import Unsigned
 from shrinkpoint.entropy.numbers import decode_numbers, delta_bits, encode_numbers, undelta_bits
 from shrinkpoint.errors import FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import check_sections, normal, number
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
@@ -40,18 +40,20 @@ class ExactCodec:
     id: ClassVar[str] = "exact"
     needs: ClassVar[tuple[str, ...]] = ()
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; accepts every tensor."""
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `TensorCodec.stage`; accepts every tensor."""
         item = _item_size(spec.dtype)
         data = tensor_to_bytes(tensor)
-        bits = (data if context.lasting else data.copy()).view(f"u{item}")
-        previous = fitted(context.reference, bits.size, item)
-        delta, scale = self._choose(bits, previous, spec.dtype, _known(context.reference, bits.size))
-        stored = delta_bits(bits, _scaled(previous, scale), _floating(spec.dtype)) if delta else bits
-        params: dict[str, JSON] = {} if scale is None else {"scale": scale}
-        encoded = EncodedTensor(self.id, params, {"bits": encode_numbers(stored)}, delta)
-        planes = {"bits": bits.reshape(-1)}
-        return Coded(encoded, planes, self.reconstruct(encoded, planes, spec, context))
+        bits = (data if context.lasting else data.copy()).view(f"u{item}").reshape(-1)
+
+        def emit() -> tuple[EncodedTensor, Planes]:
+            previous = fitted(context.reference, bits.size, item)
+            delta, scale = self._choose(bits, previous, spec.dtype, _known(context.reference, bits.size))
+            stored = delta_bits(bits, _scaled(previous, scale), _floating(spec.dtype)) if delta else bits
+            params: dict[str, JSON] = {} if scale is None else {"scale": scale}
+            return EncodedTensor(self.id, params, {"bits": encode_numbers(stored)}, delta), {"bits": bits}
+
+        return Staged(_tensor(bits, spec, context), emit)
 
     def _choose(
         self, bits: Unsigned, previous: Unsigned | None, dtype: torch.dtype, known: int
@@ -97,9 +99,13 @@ class ExactCodec:
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        data = np.ascontiguousarray(planes["bits"]).view(np.uint8)
-        # else a copy, so that the caller may change the tensor without changing the reference of the next delta
-        return tensor_from_bytes(data if context.lasting else data.copy(), spec.dtype, spec.shape)
+        return _tensor(planes["bits"], spec, context)
+
+
+def _tensor(bits: npt.NDArray[Any], spec: TensorSpec, context: Context) -> torch.Tensor:
+    data = np.ascontiguousarray(bits).view(np.uint8)
+    # else a copy, so that the caller may change the tensor without changing the reference of the next delta
+    return tensor_from_bytes(data if context.lasting else data.copy(), spec.dtype, spec.shape)
 
 
 def _decay(here: Unsigned, before: Unsigned) -> float | None:

@@ -6,7 +6,6 @@ mean x column mean / mean; arXiv 1804.04235, section 3) times a level; only exac
 moment is coded in units of the restored root of the second, in which it is of order one whatever the gradient's scale.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from shrinkpoint.arrays import Float32s, UInt8s
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_given, encode_symbols
 from shrinkpoint.entropy.static.tables import count_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import as_float32, floats, matrix_shape, normal, number, plane_of, section
 from shrinkpoint.state.training import Role, TensorSpec
 
@@ -74,8 +73,8 @@ class SecondMomentCodec:
         if not 0.01 <= self.step <= 2:
             raise ConfigError(f"step must be between 0.01 and 2 octaves, not {self.step}")
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; second moments that are negative, not fp32 or not finite are refused."""
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `TensorCodec.stage`; second moments that are negative, not fp32 or not finite are refused."""
         values = as_float32(tensor, spec, (torch.float32,))
         if values.min() < 0:
             raise CannotRepresentError(f"{spec.name} has negative second moments: stored exactly")
@@ -104,7 +103,7 @@ class SecondMomentCodec:
         if not np.isfinite(value).all():
             raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
         encoded = EncodedTensor(self.id, params, sections, uses_reference)
-        return Coded(encoded, {"levels": plane}, torch.from_numpy(value).reshape(spec.shape))
+        return Staged(torch.from_numpy(value).reshape(spec.shape), lambda: (encoded, {"levels": plane}))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
@@ -138,7 +137,6 @@ class SecondMomentCodec:
         encoded: EncodedTensor,
         reference: ReferenceState,
         spec: TensorSpec,
-        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`."""
         return _rebased(encoded, reference, 2 * _V_CLIP_STEPS + 2)
@@ -191,8 +189,8 @@ class FirstMomentCodec:
         if not 0.001 <= self.step <= 4:
             raise ConfigError(f"step must be between 0.001 and 4 roots of the second moment, not {self.step}")
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; first moments without a second moment of their gradient are refused."""
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `TensorCodec.stage`; first moments without a second moment of their gradient are refused."""
         values = as_float32(tensor, spec, (torch.float32,))
         root = _root(spec, context)
         if root is None:
@@ -209,7 +207,7 @@ class FirstMomentCodec:
         )
         params = {"step": float(np.float32(self.step))}
         encoded = EncodedTensor(self.id, params, {"levels": payload}, uses_reference)
-        return Coded(encoded, {"levels": plane}, self._restore(plane, unit, spec))
+        return Staged(self._restore(plane, unit, spec), lambda: (encoded, {"levels": plane}))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
@@ -229,7 +227,6 @@ class FirstMomentCodec:
         encoded: EncodedTensor,
         reference: ReferenceState,
         spec: TensorSpec,
-        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`."""
         return _rebased(encoded, reference, 2 * _M_CLIP_STEPS + 1)

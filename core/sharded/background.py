@@ -164,7 +164,7 @@ class RankBackground(Background):
         tensors, specs = {**values.tensors, **own.tensors}, {**values.specs, **own.specs}
         encoded = self._encode(job, replace(choice, values=TrainingState(values.tree, tensors, specs)))
         report = self._report(job, state, choice, encoded, spent)
-        last = choice.adopted
+        last = choice.coded(encoded).last
         stored = store_part(
             self._store,
             encoded,

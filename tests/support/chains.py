@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from shrinkpoint.container.layout import Checkpoint
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.schemes.base import Context, ReferenceState, Scheme
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Scheme, TensorCodec
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec, TrainingState
 
 ROLES = {"w": Role.WEIGHT, "exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ}
@@ -149,12 +149,26 @@ def _check_references(found: Mapping[str, ReferenceState], expected: Mapping[str
             assert plane.tobytes() == there.planes[key].tobytes(), (name, key)
 
 
+class Coded(NamedTuple):
+    """One coded tensor, its planes, and its restored value."""
+
+    encoded: EncodedTensor
+    planes: Planes
+    value: torch.Tensor
+
+
+def encode(codec: TensorCodec, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
+    """Code one tensor at once."""
+    staged = codec.stage(tensor, spec, context)
+    return Coded(*staged.emit(), staged.value)
+
+
 def relative_step(codec: Any, before: torch.Tensor, after: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """One base and one delta of a lone tensor by its codec: what was coded second, and the restored value."""
     spec = spec_of(before)
-    base = codec.encode(before, spec, Context())
+    base = encode(codec, before, spec, Context())
     reference = ReferenceState(base.encoded.codec, base.encoded.params, base.planes)
-    coded = codec.encode(after, spec, Context(reference))
+    coded = encode(codec, after, spec, Context(reference))
     reader = type(codec)()
     planes = reader.decode(coded.encoded, spec, Context(reference))
     restored = reader.reconstruct(coded.encoded, planes, spec, Context(reference))
@@ -165,9 +179,9 @@ def relative_step(codec: Any, before: torch.Tensor, after: torch.Tensor) -> tupl
 def check_malformed(codec: Any, before: torch.Tensor, after: torch.Tensor, seed: int = 0) -> None:
     """Damaged copies of a base and a delta raise one of our errors, or decode to a tensor of the right kind."""
     spec = spec_of(before)
-    base = codec.encode(before, spec, Context())
+    base = encode(codec, before, spec, Context())
     reference = ReferenceState(base.encoded.codec, base.encoded.params, base.planes)
-    delta = codec.encode(after, spec, Context(reference))
+    delta = encode(codec, after, spec, Context(reference))
     for encoded, context in ((base.encoded, Context()), (delta.encoded, Context(reference))):
         for damaged in _damage(encoded, np.random.default_rng(seed)):
             try:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged, Stages
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.codec_io import check_sections
 from shrinkpoint.state.training import Role, TensorSpec
 
@@ -17,7 +17,7 @@ __all__ = ["CopiedCodec"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopiedCodec(Stages):
+class CopiedCodec:
     """Stores nothing; the tensor is its weight as restored.
 
     Guarantees: where the weight is restored exactly, so is its copy.
@@ -32,14 +32,14 @@ class CopiedCodec(Stages):
     weight: torch.Tensor | None = None
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `Stages.stage`; refuses what differs from the weight."""
+        """See `TensorCodec.stage`; refuses what differs from the weight."""
         weight = self.weight
         if weight is None or weight.dtype != tensor.dtype or not torch.equal(weight, tensor):
             raise CannotRepresentError(f"{spec.name} is no copy of its weight: stored exactly")
         value = _copied(spec, context)
         if value is None:
             raise CannotRepresentError(f"{spec.name}: its weight is not stored before it: stored exactly")
-        return Staged(value, lambda: Coded(EncodedTensor(self.id, {}, {}), {}, value))
+        return Staged(value, lambda: (EncodedTensor(self.id, {}, {}), {}))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`; the next checkpoint's copy follows from its own weight."""

@@ -15,7 +15,7 @@ comes back too large, the first moment is made as much larger before it is put o
 """
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -28,7 +28,7 @@ from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.auto.factors import Factors
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged, Stages
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
     as_float32,
@@ -67,7 +67,7 @@ _SAMPLE = 1 << 16  # elements by which a step size is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CentroidCodec(Stages):
+class _CentroidCodec(ABC):
     """Levels of a moment in units of each element's own, which both sides know, and their centroids.
 
     Raises:
@@ -106,21 +106,20 @@ class _CentroidCodec(Stages):
         """
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `Stages.stage`; refuses what has no unit, or is not finite."""
+        """See `TensorCodec.stage`; refuses what has no unit, or is not finite."""
         quantized = self._quantize(tensor, spec, context)
         value = emitted(quantized.values(), spec)
         quantized = replace(quantized, units=_NOTHING)  # which coding does not need
 
-        def coded() -> Coded:
+        def emit() -> tuple[EncodedTensor, Planes]:
             levels = quantized.plane.astype(np.int16) - np.int16(quantized.radius)
             width = row_width(*matrix_shape(spec.shape))
             payload = encode_matrix(levels, None, width=width, predictable=True)
             params: dict[str, JSON] = {"step": float(quantized.step), "radius": quantized.radius}
             params["centroids"] = list(quantized.centroids)
-            encoded = EncodedTensor(self.id, params, {_PLANE: payload, **quantized.sections})
-            return Coded(encoded, {}, value)
+            return EncodedTensor(self.id, params, {_PLANE: payload, **quantized.sections}), {}
 
-        return Staged(value, coded)
+        return Staged(value, emit)
 
     def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
         from shrinkpoint.schemes.auto import moment_kernels  # numba

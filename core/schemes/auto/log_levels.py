@@ -13,7 +13,6 @@ hardly changed since the last one costs next to nothing.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,14 +28,12 @@ from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import ConfigError, FormatError
 from shrinkpoint.schemes.auto.factors import EMPTY, Factors
 from shrinkpoint.schemes.base import (
-    Coded,
     Context,
     EncodedTensor,
     PackedPlanes,
     Planes,
     ReferenceState,
     Staged,
-    Stages,
 )
 from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
@@ -75,7 +72,7 @@ _NO_BITS, _NO_EXPONENTS, _NO_FACTORS = np.zeros(0, np.bool_), np.zeros(0, np.int
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogLevelsCodec(Stages):
+class LogLevelsCodec:
     """Sizes as ``2 ** (k / 16)``, and signs where there are any.
 
     Guarantees: zeros alone are restored as zeros, signs are kept, and no element is restored farther from itself than a factor of
@@ -103,7 +100,7 @@ class LogLevelsCodec(Stages):
             raise ConfigError(f"seed={self.seed!r} must be an integer from 0 to {SEEDS - 1}, or None")
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `Stages.stage`; refuses what is not finite."""
+        """See `TensorCodec.stage`; refuses what is not finite."""
         values = as_float32(tensor, spec, CODED_DTYPES)
         before, known = _exponents_before(context.reference, spec), context.reference
         seed = self.seed if self.seed is not None else known.params.get("seed") if known is not None else None
@@ -124,16 +121,15 @@ class LogLevelsCodec(Stages):
         value = emitted(_values_of(levels.exponents, negative), spec, nonzero=values)
         del levels, prediction  # they take as much memory as the tensor
 
-        def coded() -> Coded:
+        def emit() -> tuple[EncodedTensor, Planes]:
             sections = _encoded(away, zeros, spec)
             if factors is not None:
                 sections["factors"] = factors.encode()
             if negative is not None:
                 sections["signs"] = encode_numbers(np.packbits(negative))
-            encoded = EncodedTensor(self.id, params, sections, factors is None)
-            return Coded(encoded, planes, value)
+            return EncodedTensor(self.id, params, sections, factors is None), planes
 
-        return Staged(value, coded)
+        return Staged(value, emit)
 
     def _nearest(self, values: Float32s, seed: int) -> Int16s:
         from shrinkpoint.schemes.auto import log_kernels  # numba
@@ -148,7 +144,6 @@ class LogLevelsCodec(Stages):
         encoded: EncodedTensor,
         reference: ReferenceState,
         spec: TensorSpec,
-        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`."""
         exponents = _exponents_before(reference, spec)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged, Stages
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.codec_io import check_sections
 from shrinkpoint.state.training import Role, TensorSpec
 
@@ -20,7 +20,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundedCodec(Stages):
+class RoundedCodec:
     """Stores nothing; the weight is its restored master, rounded to nearest even.
 
     Guarantees: where the master is restored exactly, so is the weight, bit for bit.
@@ -35,7 +35,7 @@ class RoundedCodec(Stages):
     master: torch.Tensor | None = None
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `Stages.stage`; refuses a weight of which one bit is not that of its master, rounded."""
+        """See `TensorCodec.stage`; refuses a weight of which one bit is not that of its master, rounded."""
         if self.master is None or spec.dtype not in _HALVES or self.master.dtype is not torch.float32:
             raise CannotRepresentError(f"{spec.name} is no rounded master: stored exactly")
         if self.master.shape != tensor.shape or not _same_bits(self.master.to(spec.dtype), tensor):
@@ -47,7 +47,7 @@ class RoundedCodec(Stages):
             raise CannotRepresentError(
                 f"{spec.name} is not finite where its master is rounded: stored exactly"
             )
-        return Staged(value, lambda: Coded(EncodedTensor(self.id, {}, {}), {}, value))
+        return Staged(value, lambda: (EncodedTensor(self.id, {}, {}), {}))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`; the next checkpoint's weight follows from its own master."""

@@ -18,7 +18,7 @@ import torch
 from shrinkpoint.arrays import Float32s, Float64s
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.auto.factors import Factors
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged, Stages
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
     as_float32,
@@ -39,7 +39,7 @@ beta2 = 0.999, ended 3.8 to 5.1 and 2.1 to 4.4 % worse with 1, 1.5 to 2.1 and 1.
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactoredSecondMomentCodec(Stages):
+class FactoredSecondMomentCodec:
     """``v = row x column``, each a power of ``2 ** (1/4)``.
 
     Rows are half the way from a mean of ``v / v'`` of 1, v' being what is restored, to the length of ``m / sqrt(v)``; without a first
@@ -55,15 +55,7 @@ class FactoredSecondMomentCodec(Stages):
     """Of `rank_one`, where it is known; only encoding needs them."""
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `Stages.stage`; refuses what is negative or not finite."""
-        factors, value = self._factored(tensor, spec)
-
-        def coded() -> Coded:
-            return Coded(EncodedTensor(self.id, {}, {"factors": factors.encode()}), {}, value)
-
-        return Staged(value, coded)
-
-    def _factored(self, tensor: torch.Tensor, spec: TensorSpec) -> tuple[Factors, torch.Tensor]:
+        """See `TensorCodec.stage`; refuses what is negative or not finite."""
         values = as_float32(tensor, spec, CODED_DTYPES)
         matrix = values.reshape(matrix_shape(spec.shape))
         factors = self.factors if self.factors is not None else _factors_of(matrix)
@@ -75,7 +67,8 @@ class FactoredSecondMomentCodec(Stages):
         product = factors.product()
         if not finite(product):
             raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
-        return factors, emitted(product, spec, nonzero=values)
+        value = emitted(product, spec, nonzero=values)
+        return Staged(value, lambda: (EncodedTensor(self.id, {}, {"factors": factors.encode()}), {}))
 
     def _first_moment(self, spec: TensorSpec) -> Float32s | None:
         first = self.first_moment

@@ -11,8 +11,8 @@ After a restore a weight was where the file said, and the filter begins anew the
 Rows that training has not moved are kept as they were restored before: nothing is written of them, and no noise is added.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -43,14 +43,12 @@ from shrinkpoint.schemes.auto.trellis import (
     zero_places,
 )
 from shrinkpoint.schemes.base import (
-    Coded,
     Context,
     EncodedTensor,
     PackedPlanes,
     Planes,
     ReferenceState,
     Staged,
-    Stages,
 )
 from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
@@ -70,7 +68,7 @@ _FARTHEST = 30_000  # half steps from 0 that a point lies at most
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrellisWeightCodec(Stages):
+class TrellisWeightCodec:
     """Codes each weight's point on a trellis, given where it is expected.
 
     Guarantees: the error of a weight is independent of it, of a mean square of 0.0663 square steps, and less than two steps, but for a
@@ -105,16 +103,12 @@ class TrellisWeightCodec(Stages):
             raise ConfigError(f"slack={self.slack} must be between 0 and 100")
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `Stages.stage`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
+        """See `TensorCodec.stage`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
         found = self._quantize(tensor, spec, context)
         value = _tensor(_checked(found.restored(spec), spec), spec)
+        return Staged(value, partial(self._emit, found, spec))
 
-        def coded() -> Coded:
-            return Coded(*self._coded(found, spec), value)
-
-        return Staged(value, coded)
-
-    def _coded(self, found: "_Quantized", spec: TensorSpec) -> tuple[EncodedTensor, PackedPlanes]:
+    def _emit(self, found: "_Quantized", spec: TensorSpec) -> tuple[EncodedTensor, PackedPlanes]:
         grid, is_delta = found.grid, found.offsets is not None
         params: dict[str, JSON] = {"step": float(grid.step), "seed": grid.seed, "walk": found.walk}
         params["variance_code"] = found.expectation.variance_code
@@ -163,7 +157,6 @@ class TrellisWeightCodec(Stages):
         encoded: EncodedTensor,
         reference: ReferenceState,
         spec: TensorSpec,
-        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`; rows that were kept lie on the points of other checkpoints, and cannot be coded by these."""
         known = TrellisReference.of(reference, spec)

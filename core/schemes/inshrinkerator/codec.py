@@ -4,7 +4,6 @@ Source: Inshrinkerator (arXiv 2306.11800), sections 4.2-4.4. Values are quantize
 accumulates along a chain; only the levels are delta-coded, losslessly.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +14,7 @@ from shrinkpoint.arrays import UInt8s
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.clustering import assign, optimal_clusters, sample_weights
 from shrinkpoint.quantize.sketch import SignedHistogram
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.inshrinkerator.level_deltas import decode_levels, encode_levels
 from shrinkpoint.schemes.inshrinkerator.partition import Thresholds, partition
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
@@ -98,20 +97,24 @@ class InshrinkeratorWeightCodec:
         weights = sample_weights(histogram, self.magnitude_weight)
         return optimal_clusters(histogram.values, weights, self.bins)
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`."""
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `TensorCodec.stage`."""
         quantized = self.quantize(tensor, spec.name)
-        levels = quantized.levels.contiguous().reshape(-1).numpy()
-        count = quantized.codebook.numel() + _FIRST
-        previous, previous_count = _previous(context.reference, spec)
-        payload = encode_levels(levels, count, previous, previous_count, self.coder)
-        sections = {
-            "codebook": quantized.codebook.numpy().astype("<f4").tobytes(),
-            "protected": tensor_to_bytes(quantized.protected).tobytes(),
-            "levels": payload,
-        }
-        encoded = EncodedTensor(self.id, {"levels": count}, sections, previous is not None)
-        return Coded(encoded, {"levels": levels}, quantized.value(tensor.dtype))
+
+        def emit() -> tuple[EncodedTensor, Planes]:
+            levels = quantized.levels.contiguous().reshape(-1).numpy()
+            count = quantized.codebook.numel() + _FIRST
+            previous, previous_count = _previous(context.reference, spec)
+            payload = encode_levels(levels, count, previous, previous_count, self.coder)
+            sections = {
+                "codebook": quantized.codebook.numpy().astype("<f4").tobytes(),
+                "protected": tensor_to_bytes(quantized.protected).tobytes(),
+                "levels": payload,
+            }
+            encoded = EncodedTensor(self.id, {"levels": count}, sections, previous is not None)
+            return encoded, {"levels": levels}
+
+        return Staged(quantized.value(tensor.dtype), emit)
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
@@ -140,7 +143,6 @@ class InshrinkeratorWeightCodec:
         encoded: EncodedTensor,
         reference: ReferenceState,
         spec: TensorSpec,
-        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`."""
         levels = np.ascontiguousarray(reference.planes["levels"], dtype=np.uint8)

@@ -15,7 +15,7 @@ import torch
 from shrinkpoint.arrays import Bools, Float32s, UInt8s
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.clustering import assign
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add
 from shrinkpoint.schemes.codec_io import (
     WEIGHT_DTYPES,
@@ -271,8 +271,8 @@ class ExcpMomentCodec:
     keep: Bools | None = None
     """Which elements are not pruned, flat; None for all."""
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; refuses NaN and infinity."""
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `TensorCodec.stage`; refuses NaN and infinity."""
         values = as_float32(tensor, spec)
         keep = self.keep if self.keep is not None else np.ones(values.size, dtype=np.bool_)
         symbols = cluster(values, keep, self.options.bits, self.options.codebook)
@@ -284,7 +284,7 @@ class ExcpMomentCodec:
         if not bool(torch.isfinite(value).all()):
             raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
         encoded = EncodedTensor(self.id, params, sections, uses_previous(sections["symbols"]))
-        return Coded(encoded, {SYMBOLS: symbols.plane}, value)
+        return Staged(value, lambda: (encoded, {SYMBOLS: symbols.plane}))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""

@@ -230,9 +230,10 @@ def merge_super_step(deltas: Sequence[EncodedTensor], spec: TensorSpec) -> Encod
         >>> spec = TensorSpec(name="weight", dtype=torch.float32, shape=(64, 64))
         >>> codec, weight, context, chain = LCCheckpointWeightCodec(), torch.randn(64, 64), Context(), []
         >>> for step in range(3):
-        ...     coded = codec.encode(weight + 0.01 * step * torch.randn(64, 64), spec, context)
-        ...     chain.append(coded.encoded)
-        ...     context = Context(ReferenceState(codec.id, coded.encoded.params, coded.planes))
+        ...     moved = weight + 0.01 * step * torch.randn(64, 64)
+        ...     encoded, planes = codec.stage(moved, spec, context).emit()
+        ...     chain.append(encoded)
+        ...     context = Context(ReferenceState(codec.id, encoded.params, planes))
         >>> merged = merge_super_step(chain[1:], spec)
         >>> merged.uses_reference, merged.nbytes < chain[1].nbytes + chain[2].nbytes
         (True, True)

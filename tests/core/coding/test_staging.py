@@ -7,8 +7,7 @@ import torch
 from support.adopting import OPTIMIZERS, Training
 from support.chains import decode_chain
 
-from shrinkpoint.coding.encode import encode_state
-from shrinkpoint.coding.staging import stage_state
+from shrinkpoint.coding.encode import encode_state, stage_state
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quantize.movement import MovementTracker
@@ -81,7 +80,7 @@ def test_staged_state_is_coded_as_at_once(case):
         staged=staged,
     )
     assert later.checkpoint.entries == at_once.checkpoint.entries
-    assert not staged.stood_in
+    assert not later.kept_exactly.keys() & staged.rows.keys()
     restored = decode_chain([base.checkpoint, later.checkpoint]).state.tensors
     assert all(torch.equal(value, restored[name]) for name, value in staged.state.tensors.items())
     assert any(not torch.equal(value, state.tensors[name]) for name, value in restored.items())

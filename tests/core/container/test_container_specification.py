@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support import format_baselines, golden  # noqa: F401 - with the baselines' codecs
-from support.chains import decode_chain, spec_of
+from support.chains import Coded, decode_chain, encode, spec_of
 from support.containers import identical
 from support.format_codecs import CODECS, Tensor, read_chain
 from support.format_matrix import coder_width, read_matrix
@@ -34,7 +34,7 @@ from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, Cen
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
-from shrinkpoint.schemes.base import Coded, Context, ReferenceState
+from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.schemes.catalogue import CODECS as LIBRARY
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.inshrinkerator.level_deltas import encode_runs
@@ -288,7 +288,7 @@ def check_chain(codecs, tensors, siblings):
     chain: list[Coded] = []
     for codec, tensor, beside in zip(codecs, tensors, siblings, strict=True):
         spec = spec_of(tensor)
-        coded = codec.encode(tensor, spec, Context(writing, siblings=beside))
+        coded = encode(codec, tensor, spec, Context(writing, siblings=beside))
         planes = type(codec)().decode(coded.encoded, spec, Context(reading))
         ours = type(codec)().reconstruct(coded.encoded, planes, spec, Context(siblings=beside))
         found, before = read_next(coded.encoded, tensor, before, beside)
@@ -327,7 +327,7 @@ def test_trellis_weights(dtype):
 def test_trellis_weights_that_are_made_a_base():
     *_, last = check_weights([{}] * 5, walk=0.004)
     reference = ReferenceState(last.encoded.codec, last.encoded.params, last.planes)
-    base = TrellisWeightCodec().rebase(last.encoded, reference, spec_of(last.value), {})
+    base = TrellisWeightCodec().rebase(last.encoded, reference, spec_of(last.value))
     found, _ = read_next(base, last.value, None, {})
     assert found == last.value.view(torch.uint8).numpy().tobytes()
 

@@ -47,9 +47,10 @@ def test_declared_sizes_are_compared_first(
 class _Nothing(ExactCodec):
     """A codec that stores next to nothing."""
 
-    def encode(self, tensor: torch.Tensor, spec: Any, context: Any) -> Any:
-        coded = super().encode(tensor, spec, context)
-        return replace(coded, encoded=replace(coded.encoded, sections={"bits": b"x"}))
+    def stage(self, tensor: torch.Tensor, spec: Any, context: Any) -> Any:
+        staged = super().stage(tensor, spec, context)
+        encoded, planes = staged.emit()
+        return replace(staged, emit=lambda: (replace(encoded, sections={"bits": b"x"}), planes))
 
 
 class _Scheme:

@@ -11,7 +11,7 @@ import torch
 from support.cli_runs import STEPS, make_run
 from support.containers import identical
 
-import shrinkpoint.engine.compaction as compaction
+import shrinkpoint.coding.encode as encode
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.compaction import compact, rebase
 from shrinkpoint.errors import (
@@ -105,7 +105,7 @@ def test_what_a_codec_cannot_rebase_is_stored_exactly(
 ) -> None:
     before = restored(folder)
     lossy = store.manifests()[0].meta["save"]["scheme"] != "lossless"
-    monkeypatch.setattr(compaction, "Rebasable", int)
+    monkeypatch.setattr(encode, "Rebasable", int)
     rebased = rebase(store, store.manifests()[0])
     assert bool(rebased.stored_exactly) == lossy
     compact(store, rebased)

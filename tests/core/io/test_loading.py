@@ -310,8 +310,8 @@ def test_headers_alone_decide_what_is_needed(folder: Path) -> None:
     reader = ContainerReader(lambda offset, length: base[offset : offset + length], len(base))
     records = reader.header.tensors.values()
     names = {name for name in reader.header.tensors if name.startswith("state_dict/")}
-    assert decode.required(names, records, values=True) >= names
-    assert decode.required(["absent"], records, values=True) == set()
+    assert decode.required(names, records) >= names
+    assert decode.required(["absent"], records) == set()
 
 
 def test_what_is_not_finite_is_told(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_a_restore_passes_over_damage_that_it_does_not_need_and_verify_does_not(
     after = ContainerReader(_ranges(newest), newest.stat().st_size).header.tensors
     reader = ContainerReader(_ranges(base), base.stat().st_size)
     records = reader.header.tensors
-    needed = decode.required({n for n in after if after[n].uses_reference}, records.values(), values=False)
+    needed = {n for n in after if after[n].uses_reference} & records.keys()
     unneeded = [name for name, record in records.items() if name not in needed and record.nbytes]
     assert unneeded
     data = bytearray(base.read_bytes())

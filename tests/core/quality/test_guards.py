@@ -18,7 +18,7 @@ from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quantize.movement import Movement, MovementTracker, sampled_parameters
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
-from shrinkpoint.schemes.base import Coded, EncodedTensor, SaveContext
+from shrinkpoint.schemes.base import EncodedTensor, SaveContext, Staged
 from shrinkpoint.schemes.catalogue import SCHEMES, build
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.state.training import Role, Tag, TrainingState
@@ -32,8 +32,8 @@ class Changing:
     id = "changing"
     needs = ()
 
-    def encode(self, tensor, spec, context):
-        return Coded(EncodedTensor(self.id, {}, {}), {}, self.change(tensor))
+    def stage(self, tensor, spec, context):
+        return Staged(self.change(tensor), lambda: (EncodedTensor(self.id, {}, {}), {}))
 
 
 @dataclass(frozen=True)

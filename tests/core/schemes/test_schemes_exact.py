@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.chains import encode
 from support.containers import identical
 from support.states import tensors
 from support.teams import in_team
@@ -30,7 +31,7 @@ def spec_of(tensor: torch.Tensor, name: str = "t") -> TensorSpec:
 def round_trip(tensor, reference=None):
     """Encode, decode as a reader does, check the closed loop; what the reader then holds."""
     spec, context = spec_of(tensor), Context(reference)
-    coded = CODEC.encode(tensor, spec, context)
+    coded = encode(CODEC, tensor, spec, context)
     planes = CODEC.decode(coded.encoded, spec, context if coded.encoded.uses_reference else Context())
     restored = CODEC.reconstruct(coded.encoded, planes, spec, context)
     dense = tensor.detach().resolve_conj().resolve_neg()
@@ -115,7 +116,7 @@ def test_noise_is_not_stored_as_a_difference_to_other_noise():
 
 def test_what_is_held_does_not_change_with_the_restored_tensor():
     tensor = torch.randn(100)
-    coded = CODEC.encode(tensor, spec_of(tensor), Context())
+    coded = encode(CODEC, tensor, spec_of(tensor), Context())
     plane = coded.planes["bits"].copy()
     coded.value.zero_()
     tensor.zero_()
@@ -143,7 +144,7 @@ def test_flipped_bytes_give_wrong_values_or_the_projects_own_error(data):
     tensor = torch.randn(400, generator=torch.Generator().manual_seed(1))
     reference, _ = round_trip(tensor)
     after = tensor + 1e-4
-    encoded = CODEC.encode(after, spec_of(after), Context(reference)).encoded
+    encoded = encode(CODEC, after, spec_of(after), Context(reference)).encoded
     payload = bytearray(encoded.sections["bits"])
     for _ in range(data.draw(st.integers(1, 3))):
         payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
@@ -304,11 +305,11 @@ def test_flushing_subnormals_changes_nothing():
     before, after = before * 2.0**-100, after * 2.0**-100
     assert ((after < torch.finfo(torch.float32).tiny) & (after > 0)).any()
     spec, reference = spec_of(after), round_trip(before)[0]
-    encoded = CODEC.encode(after, spec, Context(reference)).encoded
+    encoded = encode(CODEC, after, spec, Context(reference)).encoded
     assert "scale" in encoded.params
     torch.set_flush_denormal(True)
     try:
-        there = CODEC.encode(after, spec, Context(reference)).encoded
+        there = encode(CODEC, after, spec, Context(reference)).encoded
         planes = CODEC.decode(encoded, spec, Context(reference))
     finally:
         torch.set_flush_denormal(False)
@@ -323,7 +324,7 @@ def test_the_bytes_do_not_depend_on_threads(count):
     reference, _ = round_trip(before)
     for context in (Context(), Context(reference)):
         one, two = (
-            in_team(n, lambda context=context: CODEC.encode(after, spec_of(after), context)).encoded
+            in_team(n, lambda context=context: encode(CODEC, after, spec_of(after), context)).encoded
             for n in (1, 2)
         )
         assert one == two

@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chains import encode
 from support.containers import identical
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
@@ -20,7 +21,7 @@ def spec_of(tensor: torch.Tensor, name: str = "m") -> TensorSpec:
 def round_trip(codec, tensor, reference=None, second=None):
     spec, siblings = spec_of(tensor), {} if second is None else {"exp_avg_sq": second}
     context = Context(reference, siblings)
-    coded = codec.encode(tensor, spec, context)
+    coded = encode(codec, tensor, spec, context)
     reader, seen = type(codec)(), Context(reference if coded.encoded.uses_reference else None)
     planes = reader.decode(coded.encoded, spec, seen)
     restored = reader.reconstruct(coded.encoded, planes, spec, Context(None, siblings))
@@ -125,8 +126,8 @@ def test_decoding_does_not_depend_on_how_the_process_treats_subnormals(fill):
     if not torch.set_flush_denormal(True):
         pytest.skip("this machine does not flush subnormals")
     try:
-        flushed = SecondMomentCodec().encode(v, spec_of(v), Context())
-        first = FirstMomentCodec().encode(m, spec_of(m), Context(None, {"exp_avg_sq": flushed.value}))
+        flushed = encode(SecondMomentCodec(), v, spec_of(v), Context())
+        first = encode(FirstMomentCodec(), m, spec_of(m), Context(None, {"exp_avg_sq": flushed.value}))
     finally:
         torch.set_flush_denormal(False)
     v_again = SecondMomentCodec().reconstruct(flushed.encoded, flushed.planes, spec_of(v), Context())
@@ -140,7 +141,7 @@ def test_decoding_does_not_depend_on_how_the_process_treats_subnormals(fill):
 def test_the_end_of_the_range_is_refused_rather_than_restored_as_infinite():
     v = torch.tensor([[3.4e38, 1.5e38], [1.5e38, 3.4e38]])
     with pytest.raises(CannotRepresentError, match="fp32"):
-        SecondMomentCodec(step=0.5).encode(v, spec_of(v), Context())
+        encode(SecondMomentCodec(step=0.5), v, spec_of(v), Context())
     check_second(v, round_trip(SecondMomentCodec(), v)[1], 1.0)
 
 
@@ -150,7 +151,7 @@ def test_moments_that_are_not_finite_are_refused_with_the_reason(codec, value):
     moment = torch.ones(5, 5)
     moment[2, 2] = value
     with pytest.raises(CannotRepresentError, match="NaN or infinity"):
-        codec.encode(moment, spec_of(moment), Context(None, {"exp_avg_sq": torch.ones(5, 5)}))
+        encode(codec, moment, spec_of(moment), Context(None, {"exp_avg_sq": torch.ones(5, 5)}))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
@@ -159,14 +160,14 @@ def test_a_first_moment_beside_a_second_one_without_root_is_refused(value):
     v = torch.ones(5, 5)
     v[1, 1] = value
     with pytest.raises(CannotRepresentError, match="second moment"):
-        FirstMomentCodec().encode(torch.ones(5, 5), spec_of(v), Context(None, {"exp_avg_sq": v}))
+        encode(FirstMomentCodec(), torch.ones(5, 5), spec_of(v), Context(None, {"exp_avg_sq": v}))
 
 
 @pytest.mark.parametrize("second", [None, torch.ones(5, 4), torch.ones(5, 5).bfloat16()])
 def test_a_first_moment_without_its_second_one_is_refused(second):
     siblings = {} if second is None else {"exp_avg_sq": second}
     with pytest.raises(CannotRepresentError, match="second moment"):
-        FirstMomentCodec().encode(torch.ones(5, 5), spec_of(torch.ones(5, 5)), Context(None, siblings))
+        encode(FirstMomentCodec(), torch.ones(5, 5), spec_of(torch.ones(5, 5)), Context(None, siblings))
 
 
 def test_a_first_moment_that_its_second_one_cannot_measure_is_refused():
@@ -185,13 +186,13 @@ def test_a_first_moment_that_its_second_one_cannot_measure_is_refused():
 def test_moments_that_are_not_fp32_are_refused(moment):
     for codec in (SecondMomentCodec(), FirstMomentCodec()):
         with pytest.raises(CannotRepresentError, match="dtype"):
-            codec.encode(moment, spec_of(moment), Context(None, {"exp_avg_sq": torch.ones(5, 5)}))
+            encode(codec, moment, spec_of(moment), Context(None, {"exp_avg_sq": torch.ones(5, 5)}))
 
 
 def test_negative_and_empty_second_moments_are_refused():
     for v, why in ((torch.tensor([[1.0, -1e-30]]), "negative"), (torch.ones(0, 5), "empty")):
         with pytest.raises(CannotRepresentError, match=why):
-            SecondMomentCodec().encode(v, spec_of(v), Context())
+            encode(SecondMomentCodec(), v, spec_of(v), Context())
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_steps_that_cannot_work_are_refused(codec, step):
 def test_moments_that_hardly_changed_cost_little():
     v = torch.rand(100, 100) + 0.5
     reference, _ = round_trip(SecondMomentCodec(), v)
-    encoded = SecondMomentCodec().encode(v * 0.999, spec_of(v), Context(reference)).encoded
+    encoded = encode(SecondMomentCodec(), v * 0.999, spec_of(v), Context(reference)).encoded
     assert encoded.uses_reference
     assert len(encoded.sections["levels"]) < 100
 
@@ -235,7 +236,7 @@ def test_damaged_sections_and_params_give_wrong_values_or_the_projects_own_error
     siblings = {"exp_avg_sq": torch.ones(20, 20)}
     reference, _ = round_trip(codec, tensor, None, siblings["exp_avg_sq"])
     after = tensor * (1 + torch.rand(20, 20, generator=torch.Generator().manual_seed(2)))
-    encoded = codec.encode(after, spec_of(after), Context(reference, siblings)).encoded
+    encoded = encode(codec, after, spec_of(after), Context(reference, siblings)).encoded
     sections = {name: bytearray(section) for name, section in encoded.sections.items()}
     target = sections[data.draw(st.sampled_from(sorted(sections)))]
     for _ in range(data.draw(st.integers(0, 3))):

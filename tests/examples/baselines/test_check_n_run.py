@@ -9,7 +9,7 @@ from baselines.check_n_run import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chains import check_chain, check_malformed, relative_step, spec_of, walks
+from support.chains import check_chain, check_malformed, encode, relative_step, spec_of, walks
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.schemes.base import Context
@@ -34,7 +34,7 @@ def test_chains_are_restored_as_encoded(states, chosen):
 def test_rows_have_their_own_bounds():
     weight = torch.tensor([[0.0, 1.0, 2.0, 3.0], [-10.0, 20.0, 50.0, 80.0], [7.0, 7.0, 7.0, 7.0]])
     codec = CheckNRunWeightCodec(options=AdaptiveOptions(bits=2))
-    assert torch.equal(codec.encode(weight, spec_of(weight), Context()).value, weight)
+    assert torch.equal(encode(codec, weight, spec_of(weight), Context()).value, weight)
 
 
 def test_the_search_by_hand():
@@ -62,7 +62,7 @@ def test_the_search_never_loses(seed, bits):
 
     def error(ratio):
         codec = CheckNRunWeightCodec(options=AdaptiveOptions(bits=bits, ratio=ratio))
-        value = codec.encode(weight, spec_of(weight), Context()).value
+        value = encode(codec, weight, spec_of(weight), Context()).value
         return (value - weight).square().sum(dim=1)
 
     assert bool((error(1.0) <= error(0.0) * (1 + 1e-4)).all())
@@ -76,14 +76,14 @@ def test_only_changed_rows_are_stored():
     for changed, count in ((after, 3), (before, 0)):
         coded, restored = relative_step(CheckNRunWeightCodec(), before, changed)
         assert len(coded.encoded.sections["bounds"]) == 8 * count
-        alone = CheckNRunWeightCodec().encode(changed, spec_of(changed), Context())
+        alone = encode(CheckNRunWeightCodec(), changed, spec_of(changed), Context())
         assert torch.equal(restored, alone.value)
 
 
 def test_ranges_beyond_fp32_are_refused():
     weight = torch.tensor([[3e38, -3e38], [0.0, 1.0]])
     with pytest.raises(CannotRepresentError, match="range"):
-        CheckNRunWeightCodec().encode(weight, spec_of(weight), Context())
+        encode(CheckNRunWeightCodec(), weight, spec_of(weight), Context())
 
 
 @pytest.mark.parametrize("coder", ["packed", "rans"])

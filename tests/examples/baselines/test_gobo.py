@@ -4,7 +4,7 @@ import torch
 from baselines.gobo import Gobo, GoboCodec, GoboOptions, l1_centroids, outliers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chains import check_chain, check_malformed, spec_of, walks
+from support.chains import check_chain, check_malformed, encode, spec_of, walks
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.schemes.base import Context
@@ -54,7 +54,7 @@ def test_centroids_by_hand():
 def test_outliers_are_kept_exactly_and_others_by_the_nearest_centroid():
     weight = torch.randn(60, 60, generator=torch.Generator().manual_seed(0)) * 0.03
     weight[3, 4], weight[5, 6] = 1.2345678, -0.987654
-    coded = GoboCodec().encode(weight, spec_of(weight), Context())
+    coded = encode(GoboCodec(), weight, spec_of(weight), Context())
     assert coded.value[3, 4] == weight[3, 4]
     assert coded.value[5, 6] == weight[5, 6]
     centroids = torch.from_numpy(np.frombuffer(coded.encoded.sections["centroids"], "<f4").copy())
@@ -67,7 +67,7 @@ def test_outliers_are_kept_exactly_and_others_by_the_nearest_centroid():
 def test_what_has_no_group_is_refused():
     weight = torch.tensor([[-30.0, 30.0]])
     with pytest.raises(CannotRepresentError, match="outliers"):
-        GoboCodec().encode(weight, spec_of(weight), Context())
+        encode(GoboCodec(), weight, spec_of(weight), Context())
 
 
 @pytest.mark.parametrize("coder", ["packed", "rans"])

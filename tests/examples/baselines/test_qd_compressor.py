@@ -4,7 +4,7 @@ import torch
 from baselines.qd_compressor import Uniform, UniformCodec, UniformOptions, entropy_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chains import check_chain, check_malformed, relative_step, spec_of, walks
+from support.chains import check_chain, check_malformed, encode, relative_step, spec_of, walks
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.schemes.base import Context
@@ -52,7 +52,7 @@ def test_the_width_is_the_entropy():
 @given(st.integers(1, 8), st.integers(0, 99))
 def test_errors_are_at_most_half_a_step(bits, seed):
     weight = torch.randn(20, 20, generator=torch.Generator().manual_seed(seed))
-    value = UniformCodec(options=UniformOptions(bits=bits)).encode(weight, spec_of(weight), Context()).value
+    value = encode(UniformCodec(options=UniformOptions(bits=bits)), weight, spec_of(weight), Context()).value
     step = float(weight.max() - weight.min()) / ((1 << bits) - 1)
     assert float((value - weight).abs().max()) <= step / 2 * (1 + 1e-5)
 
@@ -61,7 +61,7 @@ def test_ranges_that_cannot_be_divided_are_refused():
     for weight in (torch.tensor([[3e38, -3e38]]), torch.tensor([[1e-37, 1.0000001e-37]])):
         codec = UniformCodec(options=UniformOptions(bits=1))
         with pytest.raises(CannotRepresentError, match=r"divide|range"):
-            codec.encode(weight, spec_of(weight), Context())
+            encode(codec, weight, spec_of(weight), Context())
 
 
 @pytest.mark.parametrize("coder", ["cyclic", "rans"])

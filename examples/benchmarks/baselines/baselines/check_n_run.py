@@ -21,7 +21,7 @@ import torch
 from shrinkpoint.arrays import Float32s, Float64s, UInt8s
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, TensorCodec
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, Staged, TensorCodec
 from shrinkpoint.schemes.closed_loop import VALUE, previous_value
 from shrinkpoint.schemes.codec_io import as_float32, check_sections, emit, floats, integer, normal, section
 from shrinkpoint.schemes.recipe import WeightOptions, check_number, described, weight_codecs
@@ -141,8 +141,8 @@ class CheckNRunWeightCodec:
 
     options: AdaptiveOptions = field(default_factory=AdaptiveOptions)
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; refuses ranges beyond fp32."""
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `TensorCodec.stage`; refuses ranges beyond fp32."""
         rows = as_float32(tensor, spec).reshape(_height(spec), -1)
         with np.errstate(over="ignore", invalid="ignore"):  # seen in the value
             levels, low, scale = self._quantize(rows)
@@ -164,7 +164,7 @@ class CheckNRunWeightCodec:
             "levels": encode_plane(plane, 1 << self.options.bits, self.options.coder, None),
         }
         encoded = EncodedTensor(self.id, {"bits": self.options.bits}, sections, previous is not None)
-        return Coded(encoded, {VALUE: value.reshape(-1)}, restored)
+        return Staged(restored, lambda: (encoded, {VALUE: value.reshape(-1)}))
 
     def _quantize(self, rows: Float32s) -> tuple[UInt8s, Float32s, Float32s]:
         bits = self.options.bits

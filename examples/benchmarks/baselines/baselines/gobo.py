@@ -20,7 +20,7 @@ from shrinkpoint.arrays import Bools, Float32s, UInt8s, widened
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.clustering import assign
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, TensorCodec
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged, TensorCodec
 from shrinkpoint.schemes.codec_io import (
     WEIGHT_DTYPES,
     as_float32,
@@ -119,8 +119,8 @@ class GoboCodec:
 
     options: GoboOptions = field(default_factory=GoboOptions)
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`."""
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `TensorCodec.stage`."""
         values = as_float32(tensor, spec)
         kept = outliers(values, self.options.threshold, self.options.standardized)
         if kept.all():
@@ -142,7 +142,7 @@ class GoboCodec:
             _LEVELS: payload,
         }
         encoded = EncodedTensor(self.id, {"levels": alphabet}, sections, uses_previous(payload))
-        return Coded(encoded, {_LEVELS: levels}, value)
+        return Staged(value, lambda: (encoded, {_LEVELS: levels}))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""

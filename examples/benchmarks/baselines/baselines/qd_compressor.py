@@ -20,7 +20,7 @@ import torch
 
 from shrinkpoint.arrays import Float32s, UInt8s
 from shrinkpoint.errors import CannotRepresentError, ConfigError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, TensorCodec
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged, TensorCodec
 from shrinkpoint.schemes.codec_io import (
     as_float32,
     check_sections,
@@ -88,8 +88,8 @@ class UniformCodec:
 
     options: UniformOptions = field(default_factory=UniformOptions)
 
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; refuses ranges that fp32 cannot divide."""
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `TensorCodec.stage`; refuses ranges that fp32 cannot divide."""
         values = normal(as_float32(tensor, spec))
         bits = self.options.bits or entropy_bits(values, self.options.max_bits)
         low = float(values.min())
@@ -106,7 +106,7 @@ class UniformCodec:
         payload = encode_plane(plane, 1 << bits, self.options.coder, previous)
         params: dict[str, JSON] = {"bits": bits, "low": low, "step": step}
         encoded = EncodedTensor(self.id, params, {_LEVELS: payload}, uses_previous(payload))
-        return Coded(encoded, {_LEVELS: plane}, value)
+        return Staged(value, lambda: (encoded, {_LEVELS: plane}))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.baseline_schemes import BASELINES
-from support.chains import check_malformed, decode_chain, save_chain, spec_of, state_of
+from support.chains import Coded, check_malformed, decode_chain, encode, save_chain, spec_of, state_of
 from support.moments import KINDS, SCALES, SHAPES, given_second, moments
 from support.teams import in_team
 
@@ -17,7 +17,7 @@ from shrinkpoint.schemes.auto import moment_kernels
 from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, SaveContext, Stages
+from shrinkpoint.schemes.base import Context, EncodedTensor, SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
 from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.schemes.moments import FirstMomentCodec
@@ -35,15 +35,12 @@ def read(codec: Any, encoded: EncodedTensor, spec: Any, context: Context) -> tor
 def code(codec: Any, first: torch.Tensor, context: Context) -> tuple[Coded, torch.Tensor]:
     """What was coded, and the tensor that a reader gets, in a process with what is stored alone."""
     spec = spec_of(first, "m", Role.EXP_AVG)
-    coded = codec.encode(first, spec, context)
+    coded = encode(codec, first, spec, context)
     assert coded.planes == {}
     assert not coded.encoded.uses_reference
     restored = read(type(codec)(), coded.encoded, spec, context)
     assert restored.dtype == first.dtype
     assert torch.equal(restored.view(torch.int32), coded.value.view(torch.int32))
-    assert torch.equal(
-        codec.stage(first, spec, context).value.view(torch.int32), coded.value.view(torch.int32)
-    )
     return coded, restored
 
 
@@ -81,8 +78,6 @@ def test_first_moments_are_read_as_written_never_longer_and_never_worse_than_zer
     try:
         _, restored = code(codec, first, context)
     except CannotRepresentError:  # a gradient whose square is not to be told
-        with pytest.raises(CannotRepresentError):
-            codec.stage(first, spec_of(first), context)
         return
     units = units_of(codec, first, context)
     assert not bool(restored[units == 0].any())
@@ -201,9 +196,9 @@ def test_the_step_is_the_widest_that_loses_no_more():
             )
             <= loss
         ]
-        coded = codec.encode(first, spec_of(first), context)
+        coded = encode(codec, first, spec_of(first), context)
         assert coded.value.equal(
-            CentroidFirstMomentCodec(step=max(fits)).encode(first, spec_of(first), context).value
+            encode(CentroidFirstMomentCodec(step=max(fits)), first, spec_of(first), context).value
         )
         steps[loss] = coded.encoded.nbytes
     assert list(steps.values()) == sorted(steps.values(), reverse=True)
@@ -280,7 +275,7 @@ def test_other_gradients_and_odd_values_are_refused():
     first, second = moments(30, 30)
     spec = spec_of(first)
     with pytest.raises(CannotRepresentError, match="too large"):
-        CentroidFirstMomentCodec().encode(first, spec, given_second(second * 1e-8))
+        encode(CentroidFirstMomentCodec(), first, spec, given_second(second * 1e-8))
     for context in (
         Context(),
         given_second(second.int()),
@@ -289,7 +284,7 @@ def test_other_gradients_and_odd_values_are_refused():
         given_second(second / 0),
     ):
         with pytest.raises(CannotRepresentError, match="no second moment"):
-            CentroidFirstMomentCodec().encode(first, spec, context)
+            encode(CentroidFirstMomentCodec(), first, spec, context)
     for wrong in (
         first.int(),
         first * torch.inf,
@@ -299,13 +294,13 @@ def test_other_gradients_and_odd_values_are_refused():
         first.to(torch.float8_e5m2),
     ):
         with pytest.raises(CannotRepresentError):
-            CentroidMomentumCodec().encode(wrong, spec_of(wrong), Context())
+            encode(CentroidMomentumCodec(), wrong, spec_of(wrong), Context())
         with pytest.raises(CannotRepresentError):
-            CentroidFirstMomentCodec().encode(wrong, spec_of(wrong), given_second(wrong.float().square()))
+            encode(CentroidFirstMomentCodec(), wrong, spec_of(wrong), given_second(wrong.float().square()))
     large = torch.zeros(30, 32)
     large[:, :8] = 3.3e38
     with pytest.raises(CannotRepresentError, match="fp32's range"):
-        CentroidMomentumCodec().encode(large, spec_of(large), Context())
+        encode(CentroidMomentumCodec(), large, spec_of(large), Context())
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -342,7 +337,7 @@ PARAMS = [
 def test_malformed_params_are_refused(codec, key, value):
     first, second = moments(30, 20)
     spec, context = spec_of(first), given_second(second)
-    coded = codec(step=0.3).encode(first, spec, context).encoded
+    coded = encode(codec(step=0.3), first, spec, context).encoded
     radius = coded.params["radius"]
     assert radius == len(coded.params["centroids"]) > 1
     if isinstance(value, list) and len(value) == 4:
@@ -358,7 +353,7 @@ def test_malformed_params_are_refused(codec, key, value):
 def test_damaged_first_moments_are_refused(codec):
     first, second = moments(30, 70)
     spec, context = spec_of(first), given_second(second)
-    coded = codec(step=0.3).encode(first, spec, context).encoded
+    coded = encode(codec(step=0.3), first, spec, context).encoded
     payload = coded.sections["levels"]
     others = {name: data for name, data in coded.sections.items() if name != "levels"}
     for sections in (
@@ -383,7 +378,7 @@ def test_damaged_copies_of_a_momentum_are_refused():
 def test_a_second_moment_that_is_missing_or_another_ones_is_refused():
     first, second = moments(30, 20)
     spec = spec_of(first)
-    coded = CentroidFirstMomentCodec().encode(first, spec, given_second(second)).encoded
+    coded = encode(CentroidFirstMomentCodec(), first, spec, given_second(second)).encoded
     for context in (
         Context(),
         given_second(second[:7]),
@@ -398,7 +393,7 @@ def test_a_second_moment_that_is_missing_or_another_ones_is_refused():
 def test_stored_tensors_of_no_elements_or_other_dtypes_are_refused():
     first, second = moments(30, 20)
     for codec in CODECS:
-        coded = codec().encode(first, spec_of(first), given_second(second)).encoded
+        coded = encode(codec(), first, spec_of(first), given_second(second)).encoded
         for strange in (first[:0], first.to(torch.float8_e5m2), first.int()):
             with pytest.raises(FormatError, match="stored exactly"):
                 read(codec(), coded, spec_of(strange), given_second(strange.float()))
@@ -408,7 +403,7 @@ def test_levels_may_be_as_large_as_numbers_are():
     """What a malformed file says is restored or refused, and overflows nothing."""
     first, second = moments(30, 20)
     spec, context = spec_of(first), given_second(second.new_full((30, 20), 3e38))
-    coded = CentroidFirstMomentCodec(step=0.3).encode(first, spec, given_second(second)).encoded
+    coded = encode(CentroidFirstMomentCodec(step=0.3), first, spec, given_second(second)).encoded
     value = read(
         CentroidFirstMomentCodec(), replace(coded, params={**coded.params, "step": 9e29}), spec, context
     )
@@ -419,10 +414,9 @@ def test_levels_may_be_as_large_as_numbers_are():
 def test_bytes_do_not_depend_on_threads(codec):
     first, second = moments(600, 700)
     made = codec(step=1.0)
-    assert isinstance(made, Stages)
     siblings = {Role.EXP_AVG_SQ.value: second}
     context = Context(siblings=siblings)
-    one, two = (in_team(n, lambda: made.encode(first, spec_of(first), context)) for n in (1, 2))
+    one, two = (in_team(n, lambda: encode(made, first, spec_of(first), context)) for n in (1, 2))
     assert one.encoded == two.encoded
     assert torch.equal(one.value, two.value)
 
@@ -432,9 +426,9 @@ def test_bytes_do_not_depend_on_threads(codec):
 def test_a_process_without_subnormals_restores_the_same_bits(kind, scale):
     first, second = moments(40, 30, scale=scale, kind=kind)
     spec = spec_of(first)
-    context = given_second(FactoredSecondMomentCodec().encode(second, spec, Context()).value)
+    context = given_second(encode(FactoredSecondMomentCodec(), second, spec, Context()).value)
     made = [CentroidMomentumCodec(step=0.5), CentroidMomentumCodec(), CentroidFirstMomentCodec(step=30.0)]
-    coded = [(codec, codec.encode(first, spec, context)) for codec in made]
+    coded = [(codec, encode(codec, first, spec, context)) for codec in made]
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor always has subnormals")
     try:
@@ -451,7 +445,7 @@ def test_a_root_of_a_second_moment_below_the_normal_numbers_is_zero_in_every_pro
     first, second = 1e-20 * torch.randn(16, 16), torch.full((16, 16), 1e-40)
     spec, context = spec_of(first), given_second(second)
     second[0] = 1e-38
-    coded = codec(step=3.0).encode(first, spec, context)
+    coded = encode(codec(step=3.0), first, spec, context)
     assert not coded.value[1:].any()
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor always has subnormals")

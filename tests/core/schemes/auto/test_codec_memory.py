@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.chains import spec_of
+from support.chains import encode, spec_of
 
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
@@ -30,7 +30,7 @@ def peak(action: Callable[[], Any], elements: int = ROWS * COLUMNS) -> tuple[flo
 
 
 @pytest.mark.parametrize(
-    ("codec", "role", "encode", "decode", "reconstruct"),
+    ("codec", "role", "encoding", "decoding", "reconstructing"),
     [
         (LogLevelsCodec(), Role.STATE, 18, 9, 8),
         (TrellisWeightCodec(step=1e-2), Role.WEIGHT, 24, 18, 8),
@@ -39,7 +39,7 @@ def peak(action: Callable[[], Any], elements: int = ROWS * COLUMNS) -> tuple[flo
 )
 @pytest.mark.parametrize("delta", [False, True], ids=["base", "delta"])
 def test_a_large_tensor_takes_little_more_than_itself(
-    codec: Any, role: Role, encode: float, decode: float, reconstruct: float, delta: bool
+    codec: Any, role: Role, encoding: float, decoding: float, reconstructing: float, delta: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(ROWS, COLUMNS, generator=generator) / 16
@@ -47,12 +47,12 @@ def test_a_large_tensor_takes_little_more_than_itself(
     second = first * (1 + 0.01 * torch.randn(ROWS, COLUMNS, generator=generator)).abs()
     spec, context = spec_of(first, "s", role), Context()
     if delta:
-        base = codec.encode(first, spec, context)
+        base = encode(codec, first, spec, context)
         context = Context(ReferenceState(base.encoded.codec, base.encoded.params, base.planes))
-    taken, coded = peak(lambda: codec.encode(second, spec, context))
-    assert taken <= encode, taken
+    taken, coded = peak(lambda: encode(codec, second, spec, context))
+    assert taken <= encoding, taken
     assert coded.encoded.uses_reference == delta
     taken, planes = peak(lambda: codec.decode(coded.encoded, spec, context))
-    assert taken <= decode, taken
+    assert taken <= decoding, taken
     taken, _ = peak(lambda: codec.reconstruct(coded.encoded, planes, spec, context))
-    assert taken <= reconstruct, taken
+    assert taken <= reconstructing, taken

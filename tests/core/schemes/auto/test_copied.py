@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.chains import decode_chain
+from support.chains import decode_chain, encode
 from support.containers import identical
 
 from shrinkpoint.coding.encode import encode_state, restored_values
@@ -84,7 +84,7 @@ def test_a_weight_that_is_missing_or_another_is_refused():
     spec, codec = state.specs["optimizer/0/ax"], CopiedCodec(weight=weight)
     for sibling in ({}, {"weight": weight.double()}, {"weight": weight.reshape(3, 4)}):
         with pytest.raises(CannotRepresentError, match="before"):
-            codec.encode(weight, spec, Context(siblings=sibling))
+            encode(codec, weight, spec, Context(siblings=sibling))
         with pytest.raises(FormatError, match="missing"):
             CopiedCodec().reconstruct(
                 EncodedTensor("copied-average", {}, {}), {}, spec, Context(siblings=sibling)

@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chains import check_malformed, spec_of
+from support.chains import Coded, check_malformed, encode, spec_of
 from support.moments import KINDS, SCALES, SHAPES, moments
 from support.teams import in_team
 
@@ -11,7 +11,7 @@ from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.quantize import matrix_kernels
 from shrinkpoint.schemes.auto.factors import EMPTY, Factors
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, rank_one
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Stages
+from shrinkpoint.schemes.base import Context, EncodedTensor
 from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.state.training import Role
 
@@ -22,16 +22,13 @@ LONGEST = 2 ** (1 / 16) * 1.0001
 def code(second: torch.Tensor, first: torch.Tensor | None = None) -> tuple[Coded, torch.Tensor]:
     """What was coded, and the tensor that a reader gets, of what is stored alone."""
     spec, codec = spec_of(second, "v", Role.EXP_AVG_SQ), FactoredSecondMomentCodec(first_moment=first)
-    coded = codec.encode(second, spec, Context())
+    coded = encode(codec, second, spec, Context())
     assert coded.planes == coded.encoded.params == {}
     reader = FactoredSecondMomentCodec()
     restored = reader.reconstruct(
         coded.encoded, reader.decode(coded.encoded, spec, Context()), spec, Context()
     )
     assert torch.equal(restored.view(torch.int32), coded.value.view(torch.int32))
-    assert torch.equal(
-        codec.stage(second, spec, Context()).value.view(torch.int32), coded.value.view(torch.int32)
-    )
     return coded, restored
 
 
@@ -298,8 +295,7 @@ def test_malformed_factors_are_refused(section):
 def test_bytes_do_not_depend_on_threads():
     first, second = moments(600, 700)
     codec = FactoredSecondMomentCodec(first_moment=first)
-    assert isinstance(codec, Stages)
-    one, two = (in_team(n, lambda: codec.encode(second, spec_of(second), Context())) for n in (1, 2))
+    one, two = (in_team(n, lambda: encode(codec, second, spec_of(second), Context())) for n in (1, 2))
     assert one.encoded == two.encoded
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chains import check_malformed, spec_of
+from support.chains import Coded, check_malformed, encode, spec_of
 from support.moments import KINDS, SCALES, SHAPES, moments
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, ReferenceState
+from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
 from shrinkpoint.state.training import Role, TensorSpec
 
 TINY = torch.finfo().tiny
@@ -28,7 +28,7 @@ def code(
 ) -> tuple[Coded, ReferenceState]:
     """What was coded, and what a reader holds of it, who gets the same."""
     codec = LogLevelsCodec(**options)
-    coded = codec.encode(tensor, spec(tensor), Context(reference=reference))
+    coded = encode(codec, tensor, spec(tensor), Context(reference=reference))
     context = Context(reference=reference if coded.encoded.uses_reference else None)
     planes = LogLevelsCodec().decode(coded.encoded, spec(tensor), context)
     restored = LogLevelsCodec().reconstruct(coded.encoded, planes, spec(tensor), context)
@@ -123,7 +123,7 @@ def test_a_delta_is_rebased_to_the_same_values(signed):
     _, reference = code(tensor)
     delta, held_next = code(tensor * 1.3, reference, seed=None)
     assert delta.encoded.uses_reference
-    rebased = LogLevelsCodec().rebase(delta.encoded, held_next, spec(tensor), {})
+    rebased = LogLevelsCodec().rebase(delta.encoded, held_next, spec(tensor))
     assert rebased is not None
     assert not rebased.uses_reference
     assert torch.equal(read(rebased, tensor, Context()), delta.value)
@@ -132,13 +132,13 @@ def test_a_delta_is_rebased_to_the_same_values(signed):
 @pytest.mark.parametrize("bad", [torch.full((3, 3), torch.nan), torch.full((3, 3), torch.inf), torch.ones(0)])
 def test_what_cannot_be_coded_is_refused(bad):
     with pytest.raises(CannotRepresentError):
-        LogLevelsCodec().encode(bad, spec(bad), Context())
+        encode(LogLevelsCodec(), bad, spec(bad), Context())
 
 
 def test_half_precision_that_would_become_infinite_is_refused():
     tensor = torch.full((8, 8), 60_000.0, dtype=torch.float16)
     with pytest.raises(CannotRepresentError, match="range"):
-        LogLevelsCodec(step=32).encode(tensor, spec(tensor), Context())
+        encode(LogLevelsCodec(step=32), tensor, spec(tensor), Context())
 
 
 @pytest.mark.parametrize("options", [{"step": 0}, {"step": 33}, {"step": 1.0}, {"seed": -1}, {"seed": 2**32}])
@@ -246,7 +246,7 @@ def test_damaged_copies_are_refused():
 def test_what_another_codec_holds_is_no_predecessor():
     """Weights on a trellis hold a plane of exponents, too."""
     tensor = torch.rand(30, 40) + 0.1
-    other = TrellisWeightCodec(step=0.1).encode(tensor, spec(tensor), Context())
+    other = encode(TrellisWeightCodec(step=0.1), tensor, spec(tensor), Context())
     assert other.planes["exponent"].size == tensor.numel()
     before = ReferenceState(other.encoded.codec, other.encoded.params, other.planes)
     coded, _ = code(tensor, before, seed=None)

@@ -5,19 +5,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chains import spec_of
+from support.chains import Coded, encode, spec_of
 
 from shrinkpoint.arrays import Int16s
 from shrinkpoint.schemes.auto.log_kernels import HIGH, LOW, NONE
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
-from shrinkpoint.schemes.base import Coded, Context, ReferenceState
+from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.state.training import Role
 
 
 def coded(tensor: torch.Tensor, step: int, seed: int = 0) -> Coded:
     spec = spec_of(tensor, "s", Role.STATE)
     codec = LogLevelsCodec(step=step, seed=seed)
-    found = codec.encode(tensor, spec, Context())
+    found = encode(codec, tensor, spec, Context())
     planes = codec.decode(found.encoded, spec, Context())
     assert planes["exponent"].tobytes() == found.planes["exponent"].tobytes()
     assert torch.equal(codec.reconstruct(found.encoded, planes, spec, Context()), found.value)

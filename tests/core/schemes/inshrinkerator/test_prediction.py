@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chains import encode
 
 from shrinkpoint.schemes.base import Context
 from shrinkpoint.schemes.inshrinkerator.prediction import PredictedSizes, SizePredictor
@@ -26,7 +27,7 @@ def weights_of(*tensors, layer_type=LayerType.LINEAR, options=OPTIONS):
 
 def coded_bytes(weights, configuration):
     return sum(
-        weights.codec(spec, configuration).encode(weights.tensors[spec.name], spec, Context()).encoded.nbytes
+        encode(weights.codec(spec, configuration), weights.tensors[spec.name], spec, Context()).encoded.nbytes
         for spec in weights.specs
     )
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from support.chains import encode
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, capture, train
 from torch import nn
 
@@ -98,7 +99,7 @@ def test_restored_is_what_the_codec_stores():
     restored = weights.restored(CONFIGURATION)
     assert set(restored) == set(weights.true()) >= {spec.tag.parameter for spec in weights.specs}
     for spec in weights.specs:
-        coded = weights.codec(spec, CONFIGURATION).encode(weights.tensors[spec.name], spec, Context())
+        coded = encode(weights.codec(spec, CONFIGURATION), weights.tensors[spec.name], spec, Context())
         assert torch.equal(coded.value, restored[spec.tag.parameter])
 
 

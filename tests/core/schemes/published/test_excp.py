@@ -5,7 +5,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chains import check_chain, check_malformed, relative_step, save_chain, spec_of, state_of, walks
+from support.chains import (
+    check_chain,
+    check_malformed,
+    encode,
+    relative_step,
+    save_chain,
+    spec_of,
+    state_of,
+    walks,
+)
 from support.containers import identical
 from support.training import OPTIMIZERS, TinyMLP, capture, train
 
@@ -121,7 +130,7 @@ def test_there_are_at_most_fifteen_clusters_and_zero():
 def test_an_fp16_codebook_loses_second_moments_and_an_fp32_one_does_not(codebook):
     second = torch.rand(50, 50, generator=torch.Generator().manual_seed(0)) * 1e-9 + 1e-10
     spec = spec_of(second, "v", Role.EXP_AVG_SQ)
-    value = ExcpMomentCodec(options=ExcpOptions(codebook=codebook)).encode(second, spec, Context()).value
+    value = encode(ExcpMomentCodec(options=ExcpOptions(codebook=codebook)), second, spec, Context()).value
     assert bool((value == 0).all()) is (codebook == "float16")
 
 
@@ -131,7 +140,7 @@ def test_pruned_second_moments_are_refilled_and_first_ones_are_not(refill):
     second = torch.rand(30, 50, generator=generator).exp() * torch.logspace(-9, -7, 30)[:, None]
     keep = torch.rand(30 * 50, generator=generator).numpy() > 0.9
     codec = ExcpMomentCodec(options=ExcpOptions(refill=refill), keep=keep)
-    value = codec.encode(second, spec_of(second, "v", Role.EXP_AVG_SQ), Context()).value
+    value = encode(codec, second, spec_of(second, "v", Role.EXP_AVG_SQ), Context()).value
     pruned = ~torch.from_numpy(keep).reshape(30, 50)
     if refill == "none":
         assert not value[pruned].any()
@@ -141,7 +150,7 @@ def test_pruned_second_moments_are_refilled_and_first_ones_are_not(refill):
         assert torch.allclose(value[pruned], second.mean())
     if refill == "factored-second-moment":
         assert bool(((value / second)[pruned].log2().abs() < 1).all())
-    first = codec.encode(second, spec_of(second, "m", Role.EXP_AVG), Context())
+    first = encode(codec, second, spec_of(second, "m", Role.EXP_AVG), Context())
     assert not first.value[pruned].any()
     assert first.encoded.sections["refill"] == b""
 
@@ -151,7 +160,7 @@ def test_a_refill_that_is_not_finite_is_refused(value):
     second = torch.rand(30, 50)
     spec = spec_of(second, "v", Role.EXP_AVG_SQ)
     codec = ExcpMomentCodec(options=ExcpOptions(refill="factored"), keep=np.arange(1500) % 3 == 0)
-    coded = codec.encode(second, spec, Context())
+    coded = encode(codec, second, spec, Context())
     damaged = np.frombuffer(coded.encoded.sections["refill"], "<f4").copy()
     damaged[3] = value
     encoded = replace(coded.encoded, sections={**coded.encoded.sections, "refill": damaged.tobytes()})
@@ -206,12 +215,12 @@ def test_malformed_bytes_are_refused():
 def test_a_cluster_beyond_fp16_is_refused():
     spec = spec_of(torch.zeros(2, 2))
     with pytest.raises(CannotRepresentError, match="fp16"):
-        ExcpMomentCodec(options=ExcpOptions(codebook="float16")).encode(
-            torch.full((2, 2), 1e6), spec, Context()
+        encode(
+            ExcpMomentCodec(options=ExcpOptions(codebook="float16")), torch.full((2, 2), 1e6), spec, Context()
         )
     reference = ReferenceState(ExcpWeightCodec.id, {}, {"value": np.full(4, 3e38, np.float32)})
     with pytest.raises(CannotRepresentError, match="fp32 can represent"):
-        ExcpWeightCodec().encode(torch.full((2, 2), -3e38), spec, Context(reference))
+        encode(ExcpWeightCodec(), torch.full((2, 2), -3e38), spec, Context(reference))
 
 
 @pytest.mark.parametrize(

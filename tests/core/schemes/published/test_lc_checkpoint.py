@@ -9,6 +9,7 @@ from support.chains import (
     check_chain,
     check_malformed,
     decode_chain,
+    encode,
     relative_step,
     save_chain,
     spec_of,
@@ -105,7 +106,7 @@ def test_the_code_table_is_taken_from_the_predecessor():
     spec = spec_of(weights[0])
     codec, lengths, reference = LCCheckpointWeightCodec(), [], None
     for weight in (torch.zeros(40, 40), *weights):
-        one = codec.encode(weight, spec, Context(reference))
+        one = encode(codec, weight, spec, Context(reference))
         reference = ReferenceState(codec.id, one.encoded.params, one.planes)
         lengths.append(one.encoded.params.get("lengths"))
     assert lengths[1] == lengths[2] == lengths[3]
@@ -132,13 +133,13 @@ def test_a_super_step_restores_the_same_bits():
 
 def test_what_cannot_be_merged():
     spec = spec_of(torch.zeros(1, 4000))
-    base = LCCheckpointWeightCodec().encode(torch.randn(1, 4000), spec, Context())
+    base = encode(LCCheckpointWeightCodec(), torch.randn(1, 4000), spec, Context())
     with pytest.raises(ConfigError, match="only deltas"):
         merge_super_step([base.encoded], spec)
     with pytest.raises(ConfigError, match="fewer"):
         merge_super_step([], spec)
     reference = ReferenceState(base.encoded.codec, base.encoded.params, base.planes)
-    delta = LCCheckpointWeightCodec().encode(torch.randn(1, 4000), spec, Context(reference)).encoded
+    delta = encode(LCCheckpointWeightCodec(), torch.randn(1, 4000), spec, Context(reference)).encoded
     with pytest.raises(ConfigError, match="fewer"):
         merge_super_step([delta] * 6, spec)
 
@@ -146,7 +147,7 @@ def test_what_cannot_be_merged():
 def test_a_super_step_has_no_more_steps_than_memory_is_bounded_for():
     spec = spec_of(torch.zeros(4, 4))
     reference = ReferenceState(LCCheckpointWeightCodec.id, {}, {"value": np.zeros(16, np.float32)})
-    still = LCCheckpointWeightCodec().encode(torch.zeros(4, 4), spec, Context(reference)).encoded
+    still = encode(LCCheckpointWeightCodec(), torch.zeros(4, 4), spec, Context(reference)).encoded
     assert merge_super_step([still] * 32, spec).params == {"symbols": [1] * 32}
     with pytest.raises(ConfigError, match="fewer"):
         merge_super_step([still] * 33, spec)
@@ -167,10 +168,10 @@ def test_malformed_bytes_are_refused(bits):
 
 def test_differences_beyond_the_range_are_refused():
     spec = spec_of(torch.zeros(1, 2))
-    base = LCCheckpointWeightCodec().encode(torch.tensor([[3e38, 0.0]]), spec, Context())
+    base = encode(LCCheckpointWeightCodec(), torch.tensor([[3e38, 0.0]]), spec, Context())
     reference = ReferenceState(base.encoded.codec, base.encoded.params, base.planes)
     with pytest.raises(CannotRepresentError, match="fp32 can represent"):
-        LCCheckpointWeightCodec().encode(torch.tensor([[-3e38, 0.0]]), spec, Context(reference))
+        encode(LCCheckpointWeightCodec(), torch.tensor([[-3e38, 0.0]]), spec, Context(reference))
 
 
 def test_decoding_does_not_depend_on_how_the_process_treats_subnormals():
