@@ -35,8 +35,7 @@ from shrinkpoint.loop.options import (
     warn_of_copies,
     way_back,
 )
-from shrinkpoint.loop.replicas import CopiedObjects, ReplicatedObjects
-from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspeed
+from shrinkpoint.loop.sharded import CopiedObjects, ShardedObjects, has_shards, refuse_deepspeed
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
@@ -85,7 +84,7 @@ class Checkpointer:
         url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several
             stores, or `Stores` with options (docs/stores.md).
         model: the module. Of a DDP training every process makes a Checkpointer, and gives it the DDP wrapper: each stores a share of
-            the state, or with ``adopt=True`` or a step log the first one stores all. Of other wrappers give the inner one.
+            the state. Of other wrappers give the inner one.
         optimizer: one or several.
         every: save whenever a multiple of so many steps is reached, and once more when training ends: at `close`, and after a
             Ctrl-C or SIGTERM, which takes effect at the next `step`. A second signal ends the process at once. None saves on `save`
@@ -177,23 +176,15 @@ class Checkpointer:
         sharded, several = has_shards(model), world().size > 1
         if config.adopt:
             check_adoption(config, every, step_log)
-        # Who gives the wrapper calls on every process; a log needs that, and adoption does.
-        wrapped = several and not sharded and isinstance(model, nn.parallel.DistributedDataParallel)
-        replicated = several and not sharded and (config.adopt or (wrapped and step_log is not None))
-        kind = (
-            ReplicatedObjects
-            if replicated
-            else CopiedObjects
-            if wrapped
-            else ShardedObjects
-            if sharded
-            else LoopObjects
-        )
-        if wrapped or replicated:
+        # Who gives the wrapper calls on every process, and so does who adopts.
+        wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+        copied = several and not sharded and bool(wrapped or config.adopt)
+        kind = ShardedObjects if sharded else CopiedObjects if copied else LoopObjects
+        if copied:
             rule = "of a DDP training every process makes a Checkpointer, and gives it the DDP wrapper"
             with waiting_for(f"waiting for the other processes: {rule}"):
                 await_all(rule)
-        if wrapped or sharded:
+        if copied or sharded:
             given, missing = world().any_of(evaluate is not None, evaluate is None)
             if given and missing:
                 raise ConfigError(
@@ -227,18 +218,12 @@ class Checkpointer:
                 run_url=url,
                 storage_options=storage_options,
                 config=config,
-                alone=bool(replicated) or not (sharded or several),
+                alone=copied or not (sharded or several),
                 read_base=lambda step: weights_of_step(url, step, storage_options),
             )
         self._committed = 0
         self._overdue = self._warned_of_monitor = self._lacked = False
-        self.saver = saver_for(
-            self._objects,
-            url,
-            config,
-            storage_options=storage_options,
-            tried=train_loss is not None,
-        )
+        self.saver = saver_for(self._objects, url, config, storage_options=storage_options)
         """The saver, which has the reports of the saves."""
         if not isinstance(self.saver, ShardedSaver):
             self.saver.refer_to(self._objects.model, logged=step_log is not None)

@@ -5,12 +5,12 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
+from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.config import SaverConfig, whereabouts
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.loop.objects import LoopObjects
-from shrinkpoint.loop.replicas import ReplicatedObjects, ReplicatedSaver, replicated_saver
-from shrinkpoint.loop.sharded import ShardedObjects, sharded_saver
+from shrinkpoint.loop.sharded import ShardedObjects
 from shrinkpoint.saver import Saver
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.store.connect import StorageOptions
@@ -102,16 +102,11 @@ def check_adoption(config: SaverConfig, every: int | None, step_log: object) -> 
         raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")
 
 
-LoopSaver = Saver | ShardedSaver | ReplicatedSaver
+LoopSaver = Saver | ShardedSaver
 
 
 def saver_for(
-    objects: LoopObjects,
-    url: RunUrl,
-    config: SaverConfig,
-    *,
-    storage_options: StorageOptions,
-    tried: bool,
+    objects: LoopObjects, url: RunUrl, config: SaverConfig, *, storage_options: StorageOptions
 ) -> LoopSaver:
     """The saver for the objects' kind.
 
@@ -120,15 +115,17 @@ def saver_for(
         url: as of `Checkpointer`, like `config` and `storage_options`.
         config: see there.
         storage_options: see there.
-        tried: whether steps from a restored state can be tried.
     """
-    match objects:
-        case ShardedObjects():
-            return sharded_saver(url, config, objects, storage_options=storage_options)
-        case ReplicatedObjects():
-            return replicated_saver(url, config, storage_options=storage_options, tried=tried)
-        case _:
-            return Saver(url, config, storage_options=storage_options)
+    if not isinstance(objects, ShardedObjects):
+        return Saver(url, config, storage_options=storage_options)
+    return ShardedSaver(
+        url,
+        config,
+        targets=objects.targets,
+        own=objects.own,
+        copied=objects.copied,
+        storage_options=storage_options,
+    )
 
 
 def warn_of_copies() -> None:
@@ -158,11 +155,7 @@ def way_back(objects: LoopObjects, saver: LoopSaver, manifest: Manifest | None) 
         if manifest is None:  # a copy, since an optimizer may keep and change it
             LoopObjects.load(objects, copy.deepcopy(fresh), saver.url, warns=False)
             return
-        if isinstance(saver, ReplicatedSaver):
-            again = saver.restore_alone(manifest)
-        else:
-            again = saver.restore(manifest, adopt=False)
-        assert again is not None
+        again = decode_checkpoint(saver.store, manifest, threads=saver.config.encoder_threads)
         LoopObjects.load(objects, again.state.to_object(), saver.url, warns=False)
 
     return reload

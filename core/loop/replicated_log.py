@@ -5,7 +5,9 @@ from typing import Any
 
 from shrinkpoint.group.group import world
 from shrinkpoint.loop.objects import LoopObjects
-from shrinkpoint.loop.replicas import ReplicatedObjects
+from shrinkpoint.loop.sharded import BUCKETS, CopiedObjects
+from shrinkpoint.sharded.restoring import RANKS_KEY
+from shrinkpoint.sharded.trees import own_of
 from shrinkpoint.steps.capture import parameters_of
 from shrinkpoint.steps.exact import ExactLog
 from shrinkpoint.steps.opening import TrainingLog, log_of_training
@@ -13,6 +15,8 @@ from shrinkpoint.steps.options import StepLog
 from shrinkpoint.steps.replicated import ReplicatedLog, on_host
 
 __all__ = ["log_of_loop"]
+
+_RANKS = "ranks"
 
 
 def log_of_loop(
@@ -29,21 +33,22 @@ def log_of_loop(
     Raises:
         ConfigError: there can be no such log of this training; on every rank.
     """
-    if not isinstance(objects, ReplicatedObjects):
+    if not isinstance(objects, CopiedObjects):
         return log_of_training(objects.model, objects.optimizers, stateful, options, **run)
 
     def capture() -> Mapping[str, Any]:
         accumulates = isinstance(log.log, ExactLog) and log.log.accumulates()
         log.states.obstacle = _obstacle(accumulates, objects.stateful_hook)
-        return objects.of_ranks()
+        return _of_ranks(objects)
 
     def share(step: int) -> None:
         parameters = [parameter for one in objects.optimizers for parameter in parameters_of(one)]
-        state = gradients = None
+        state: dict[str, Any] = {}
+        gradients = None
         if world().is_first:
             state = on_host({**LoopObjects.state(objects, step), **log.states.replayed})
             gradients = [on_host(parameter.grad) for parameter in parameters]
-        objects.load(world().broadcast(state), "", warns=False)
+        objects.load(_with_own(world().broadcast(state)), "", warns=False)
         found = world().broadcast(gradients)
         if not world().is_first:
             for parameter, gradient in zip(parameters, found or (), strict=True):
@@ -53,6 +58,29 @@ def log_of_loop(
         objects.model, objects.optimizers, stateful, options, capture=capture, share=share, **run
     )
     return log
+
+
+def _of_ranks(objects: CopiedObjects) -> dict[str, Any]:
+    """What is each rank's own, where it differs from the first one's; a collective."""
+    group = world()
+    own = group.on_every(lambda: own_of(objects.own(), group.rank))
+    known = group.broadcast(own.digests())
+    kept: dict[str, dict[str, Any]] = {}
+    for (of, name), part in own.without(known).parts.items():
+        kept.setdefault(of, {})[name] = part.to_object()
+    return {_RANKS: group.gather(kept), BUCKETS: objects.buckets()}
+
+
+def _with_own(state: dict[str, Any]) -> dict[str, Any]:
+    """The first rank's state with what is this one's own, if a rank of this number has written some."""
+    ranks, here = state.pop(_RANKS), world()
+    own = ranks[here.rank] if here.rank < len(ranks) else {}
+    merged = {of: {**state[of], **values} for of, values in own.items()}
+    return {
+        **state,
+        **merged,
+        RANKS_KEY: {"stored": len(ranks), "here": here.size, "rank": here.rank},
+    }
 
 
 def _obstacle(accumulates: bool, hook: str | None) -> str | None:

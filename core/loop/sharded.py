@@ -1,4 +1,4 @@
-"""The objects of a hand-written loop whose model is sharded: what of their state each rank holds, and how it is filled again."""
+"""The objects of a hand-written loop that several processes run: what of their state each rank holds, and how it is filled again."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -7,24 +7,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import world
+from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets, stateful_hook
 from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.restoring import RANKS_KEY
-from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets, reshard, swapped_shards, unreduced
 from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.rng import capture_rng, diverge_rng
 from shrinkpoint.state.stateful import state_of
-from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
-from shrinkpoint.store.connect import StorageOptions
-from shrinkpoint.store.urls import RunUrl
+from shrinkpoint.state.training import Describe, Role, TensorSpec, TrainingState, plain
 from shrinkpoint.warn import warn
 
-__all__ = ["ShardedObjects", "has_shards", "refuse_deepspeed", "sharded_saver"]
+__all__ = ["BUCKETS", "CopiedObjects", "ShardedObjects", "has_shards", "refuse_deepspeed"]
+
+BUCKETS = "buckets"
+"""The entry of a state that has the order in which DDP sums gradients."""
 
 
 def has_shards(model: Any) -> bool:
@@ -71,31 +73,6 @@ def refuse_deepspeed(model: Any, optimizers: Sequence[Any]) -> None:
             "the model or its optimizer is DeepSpeed's, whose state no state_dict shows in whole: it is not supported. Use"
             " torch.distributed.fsdp.fully_shard (FSDP2), or save with the engine's save_checkpoint"
         )
-
-
-def sharded_saver(
-    url: RunUrl,
-    config: SaverConfig,
-    objects: "ShardedObjects",
-    *,
-    storage_options: StorageOptions,
-) -> ShardedSaver:
-    """The saver of a loop whose model is sharded.
-
-    Args:
-        url: as of `Checkpointer`.
-        config: how to save.
-        objects: of the loop.
-        storage_options: as of `Checkpointer`.
-    """
-    return ShardedSaver(
-        url,
-        config,
-        targets=objects.targets,
-        own=objects.own,
-        copied=objects.copied,
-        storage_options=storage_options,
-    )
 
 
 class ShardedObjects(LoopObjects):
@@ -174,3 +151,62 @@ class ShardedObjects(LoopObjects):
                 f"the run was written by {ranks['stored']} ranks, and is continued by {ranks['here']}: it goes on from the same weights,"
                 f" but not bit by bit{theirs}"
             )
+
+
+class CopiedObjects(ShardedObjects):
+    """As `ShardedObjects`, of a model that every rank has in whole, and stores a share of.
+
+    Args:
+        model: as it is trained: the ``DistributedDataParallel``, whose order of sums is stored then, or another one.
+        optimizer: see `LoopObjects`.
+        stateful: see `LoopObjects`.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, stateful: Mapping[str, Stateful]) -> None:
+        self._wrapper = model if isinstance(model, DistributedDataParallel) else None
+        super().__init__(model if self._wrapper is None else model.module, optimizer, stateful)
+        if world().is_first:
+            self._warn_of_differences()
+
+    def _warn_of_differences(self) -> None:
+        if self._wrapper is None:
+            if world().size > 2:  # a + b = b + a
+                warn(
+                    "the model that the Checkpointer was given is no DistributedDataParallel: where it is inside of one, give that one,"
+                    " for the order in which it sums gradients is needed to continue bit by bit"
+                )
+            return
+        if self.stateful_hook is not None:
+            warn(
+                f"checkpoints leave out the state of the DDP communication hook, a {self.stateful_hook}: a continued run starts with a"
+                " fresh one, and is not bit-identical"
+            )
+        if not self._wrapper.broadcast_buffers and any(True for _ in self.model.buffers()):
+            warn("DDP(broadcast_buffers=False): a resume gives every process the buffers of the first one")
+
+    def state(self, step: int) -> dict[str, Any]:
+        """See `LoopObjects.state`; a collective, since one process alone may fail to give its own."""
+        state = world().on_every(lambda: ShardedObjects.state(self, step))
+        return {**state, BUCKETS: self.buckets()}
+
+    def buckets(self) -> list[list[int]]:
+        """The order in which DDP sums gradients; a collective."""
+        return bucket_order(self._wrapper)
+
+    @property
+    def stateful_hook(self) -> str | None:
+        """The name of the state of DDP's communication hook, which is in no state here; None where it has none."""
+        return stateful_hook(self._wrapper)
+
+    def copied(self, spec: TensorSpec) -> bool:
+        """Parameters and their optimizers' state; of buffers the first rank's counts, whose DDP gives them to all."""
+        return spec.tag.role is Role.WEIGHT or spec.name.startswith("optimizers/")
+
+    def obstacle(self) -> str | None:
+        """See `LoopObjects.obstacle`."""
+        return "several processes train copies of the model"
+
+    def load(self, state: Any, url: str, *, warns: bool = True) -> None:
+        """See `LoopObjects.load`."""
+        super().load(state, url, warns=warns)
+        restore_buckets(self._wrapper, state.get(BUCKETS) or [])

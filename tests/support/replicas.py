@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from support.options import grouped, leave
 from support.sharded import warm
+from support.sharded_adopting import damage_exchange
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -125,9 +126,9 @@ def journey(rank: int, world: int, url: str, stop: int | None = None, adopts: bo
     With ``adopts=False`` it stores what it would with adoption, and goes on from its own values: nothing else differs.
     """
     if not adopts:
-        from shrinkpoint.engine import takeover
+        from shrinkpoint.sharded import adopting
 
-        takeover.write = lambda live, values: None
+        adopting.spread = lambda *arguments, **named: None
     replica = Replica(rank, world, url).run(stop or STEPS)
     if stop is not None:
         replica.checkpointer.flush()
@@ -193,18 +194,8 @@ def asked_to_end(rank: int, world: int, url: str) -> str:
 
 
 def corrupted(rank: int, world: int, url: str) -> str:
-    """What is raised where the second process gets another value of the second tensor than the first one has adopted."""
-    from shrinkpoint.sharded import spreading
-
-    original = spreading.broadcast_tensors
-
-    def damaging(ranks: Any, tensors: Any) -> None:
-        original(ranks, tensors)
-        if rank == 1:
-            with torch.no_grad():
-                tensors[1].view(-1)[:1] += 1
-
-    spreading.broadcast_tensors = damaging
+    """What is raised where the second process gets another value of one tensor than its owner has restored."""
+    damage_exchange(rank)
     try:
         Replica(rank, world, url).run(STEPS)
     except Exception as error:  # noqa: BLE001 - compared

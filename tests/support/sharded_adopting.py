@@ -22,6 +22,7 @@ __all__ = [
     "behind_a_kill",
     "continued",
     "corrupted",
+    "damage_exchange",
     "failing",
     "from_an_exact_save",
     "measured",
@@ -166,8 +167,8 @@ def until_killed(rank: int, world: int, folder: str, noted: str) -> bool:
     return True
 
 
-def corrupted(rank: int, world: int, folder: str) -> str:
-    """What is raised where the second rank gets another value of one tensor than its owner has restored."""
+def damage_exchange(rank: int) -> None:
+    """Let the second rank get another value of one tensor than its owner has sent, in each exchange from now on."""
     from shrinkpoint.sharded import spreading
 
     original = spreading.exchange
@@ -182,6 +183,11 @@ def corrupted(rank: int, world: int, folder: str) -> str:
         return sent
 
     spreading.exchange = damaging  # type: ignore[assignment]
+
+
+def corrupted(rank: int, world: int, folder: str) -> str:
+    """What is raised where the second rank gets another value of one tensor than its owner has restored."""
+    damage_exchange(rank)
     try:
         Ranked(rank, world, f"{folder}/run").run(EVERY)
     except Exception as error:  # noqa: BLE001 - compared

@@ -38,7 +38,7 @@ def test_without_adoption_they_differ(tmp_path: Path) -> None:
 def test_a_process_that_holds_something_else_is_an_error_on_all(tmp_path: Path) -> None:
     answers = launch(corrupted, 3, tmp_path, str(tmp_path / "run"))
     assert len(set(answers)) == 1
-    assert answers[0].startswith("StateMismatchError: process 1 does not have the values of 'model/")
+    assert answers[0].startswith("StateMismatchError: rank 1 does not have the values of '")
 
 
 def test_a_signal_to_one_process_ends_all_after_an_exact_save(tmp_path: Path) -> None:
