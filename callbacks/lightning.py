@@ -79,11 +79,11 @@ class CompressedCheckpoint(Checkpoint):
         max_degradation: how much ten restores together may raise the held-out loss, relative. Lower it where quality matters more
             than bytes; what would exceed a restore's share is stored bit-exactly.
         adopt: at every planned save, training goes on from exactly what a reader of it restores, so that a resumed run is the
-            undisturbed one bit for bit (docs/adopt.md). Of one process, DDP or shards.
+            undisturbed one bit for bit (docs/resuming.md). Of one process, DDP or shards.
             Give the number of planned saves of the whole run where it does not follow from the trainer's limits.
         step_log: ``"exact"`` logs the inputs of every optimizer step between two checkpoints, and a resume replays them bit for
             bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per element, for
-            `shrinkpoint.load_weights`. A `StepLog` sets options, such as the log's folder. Mostly not worth its bytes: docs/steps.md.
+            `shrinkpoint.load_weights`. A `StepLog` sets options, such as the log's folder. Mostly not worth its bytes: docs/resuming.md.
         storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all
             but folders, or a list of as many.
         advanced: further options, as `Advanced` has them (docs/options.md).

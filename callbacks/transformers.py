@@ -70,7 +70,7 @@ class CompressedCheckpoint(TrainerCallback):
         max_degradation: how much ten restores together may raise the held-out loss, relative. Lower it where quality matters more
             than bytes; what would exceed a restore's share is stored bit-exactly.
         adopt: at every planned save, training goes on from exactly what a reader of it restores, so that a resumed run is the
-            undisturbed one bit for bit (docs/adopt.md). Of one process or DDP.
+            undisturbed one bit for bit (docs/resuming.md). Of one process or DDP.
             Give the number of planned saves of the whole run where it does not follow from the Trainer's arguments.
         storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all
             but folders, or a list of as many.

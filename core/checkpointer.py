@@ -111,13 +111,13 @@ class Checkpointer:
             such as ``ExcpOptions(alpha=1e-4)`` (`shrinkpoint.schemes.catalogue`).
         max_degradation: how much ten restores together may raise the held-out loss, relative.
         adopt: the number of planned saves of the whole run: at each, training goes on from exactly what a reader of it restores, so
-            that a resumed run is the undisturbed one bit for bit (docs/adopt.md).
+            that a resumed run is the undisturbed one bit for bit (docs/resuming.md).
         storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several stores
             for all but folders, or a list of as many.
         advanced: further options, as `Advanced` has them.
         step_log: ``"exact"`` logs the inputs of every `optimizer.step()` between two checkpoints, and `resume` replays these
             steps bit for bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per
-            element, for `load_weights`. A `StepLog` sets options, such as the log's folder. Mostly not worth its bytes: docs/steps.md.
+            element, for `load_weights`. A `StepLog` sets options, such as the log's folder. Mostly not worth its bytes: docs/resuming.md.
         stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``. Averages of the weights among them, such
             as ``torch.optim.swa_utils.AveragedModel``, are coded like weights.
 

@@ -116,7 +116,7 @@ class Advanced:
     """Threads that encode and decode; None takes half of the processors. Lower it where the training needs them."""
     scratch_folder: str | os.PathLike[str] | None = None
     """A folder on a local disk, with room for three times the training's state, for what a save does not need in memory at the moment. Set
-    it where host memory is short: a save then takes little more than its snapshot (docs/memory.md)."""
+    it where host memory is short: a save then takes little more than its snapshot (docs/troubleshooting.md)."""
     grace_s: float = 24 * 3600.0
     """Seconds for which removed checkpoints' data is kept for readers and writers that are under way. Lower it where space is short."""
     commit_timeout_s: int = 300
@@ -184,7 +184,7 @@ class SaverConfig(Advanced):
     that no measurement at a save includes."""
     adopt: bool | int = False
     """At every planned save, training continues from exactly what a reader of that checkpoint restores, so that a killed and
-    resumed run equals an undisturbed one bit for bit (docs/adopt.md). Needs ``scheme="auto"``. The number of planned saves of the whole
+    resumed run equals an undisturbed one bit for bit (docs/resuming.md). Needs ``scheme="auto"``. The number of planned saves of the whole
     run, which together stay within `max_degradation`; True where it follows from a trainer's limits."""
     monitor: str | None = None
     """The metric for `save_top_k` and for the address ``<run>#best``; ``"step"`` is always known. It belongs to the weights

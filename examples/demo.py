@@ -7,7 +7,7 @@
    command, resumes by itself and finishes.
 3. The last checkpoint is restored in a fresh process and compared with the true weights.
 
-With ``--adopt`` the compressed run goes on from what its checkpoints restore (docs/adopt.md), and so is another training than the
+With ``--adopt`` the compressed run goes on from what its checkpoints restore (docs/resuming.md), and so is another training than the
 undisturbed one from its first save on; how long it waits for that is shown.
 
 With ``--stores`` (`make demo-stores`) the run is in three stores, one of which is lost before the kill; see demo_stores.py.

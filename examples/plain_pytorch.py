@@ -30,7 +30,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--step-log-url",
-        help="with exact checkpoints, and a log of every step in this folder (docs/steps.md)",
+        help="with exact checkpoints, and a log of every step in this folder (docs/resuming.md)",
     )
     options = parser.parse_args()
     logged = {"scheme": "lossless", "step_log": shrinkpoint.StepLog(url=options.step_log_url)}

@@ -131,7 +131,7 @@ def load_weights(
         device: where they go; None leaves them on the host.
         storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all but folders, or a list of as many.
         step_log_url: the folder of the run's small step log, if it is not in the run itself. ``<run>#step=1234`` is also a
-            step that was logged and not saved (docs/steps.md).
+            step that was logged and not saved (docs/resuming.md).
 
     Returns:
         The tensors by their names in the model; tied ones share their memory.

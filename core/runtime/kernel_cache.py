@@ -172,7 +172,7 @@ def _warn_once(why: str) -> None:
     warn(
         f"the compiled coders cannot be kept: {why}. Every process compiles what it calls, for some 10 CPU seconds before a restore"
         " and half a minute before a save; let NUMBA_CACHE_DIR name a folder that lasts, or run `shrinkpoint compile` where"
-        " an image is built (docs/cli.md)"
+        " an image is built (docs/clusters.md)"
     )
 
 

@@ -35,7 +35,7 @@ _WEIGHTS = (
 _RESUMES = (
     "give resume: 'auto' (the default) continues by itself, 'must' requires a checkpoint, 'never' starts anew"
 )
-_NO_STEPS = "this callback logs no steps: the callbacks of Lightning and Composer, and Checkpointer, do (docs/steps.md)"
+_NO_STEPS = "this callback logs no steps: the callbacks of Lightning and Composer, and Checkpointer, do (docs/resuming.md)"
 _BY_INTERVAL = "give save_interval, for example save_interval="
 
 # Options that users know from the frameworks. A callback that has such an option does not look it up here.

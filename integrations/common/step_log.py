@@ -62,7 +62,7 @@ class SessionLog:
             return
         if settings.step_log.after_step is not None:
             raise ConfigError(
-                "after_step is for Checkpointer: the callbacks' step logs have no averages of the weights (docs/steps.md)"
+                "after_step is for Checkpointer: the callbacks' step logs have no averages of the weights (docs/resuming.md)"
             )
         from shrinkpoint.steps.replicated import ReplicatedLog  # most trainings have no log
 

@@ -273,7 +273,10 @@ def test_objects_that_accelerate_prepared_work_with_a_checkpointer(tmp_path: Pat
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"step_log": "exact"}, r"step_log: .* no such option; this callback logs no steps.*docs/steps\.md"),
+        (
+            {"step_log": "exact"},
+            r"step_log: .* no such option; this callback logs no steps.*docs/resuming\.md",
+        ),
         ({"step_logs": "exact"}, r"step_logs: CompressedCheckpoint has no such option$"),
     ],
 )

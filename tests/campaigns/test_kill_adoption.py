@@ -20,7 +20,7 @@ from support import adopting
 from support.adopting import EVERY, POINTS, truth
 
 QUICK = 4
-THOROUGH = 30  # in CI, with 28 at named points; --kills 200 as in docs/adopt.md
+THOROUGH = 30  # in CI, with 28 at named points; --kills 200 as in docs/resuming.md
 FARTHEST = 12
 """Steps from kill to kill, at most."""
 

@@ -160,7 +160,7 @@ def _bound(lines: list[dict[str, Any]]) -> int | None:
 
 @contextmanager
 def _log_folder(folder: Path) -> Iterator[Path]:
-    """In memory where there is such a folder, as `docs/steps.md` recommends."""
+    """In memory where there is such a folder, as `docs/resuming.md` recommends."""
     shared = Path("/dev/shm")
     made = Path(
         tempfile.mkdtemp(prefix="shrinkpoint-kills-", dir=shared if os.access(shared, os.W_OK) else folder)

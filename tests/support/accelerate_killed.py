@@ -1,4 +1,4 @@
-"""A program for the tests: a loop with accelerate on several processes, as docs/frameworks.md describes it, until it is killed or done.
+"""A program for the tests: a loop with accelerate on several processes, as docs/loop.md describes it, until it is killed or done.
 
 Usage: accelerate_killed.py <folder> <name>
 

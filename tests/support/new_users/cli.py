@@ -1,4 +1,4 @@
-"""What a new user of LightningCLI writes, from docs/frameworks.md alone; the callback is in the YAML file."""
+"""What a new user of LightningCLI writes, from docs/lightning.md alone; the callback is in the YAML file."""
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule

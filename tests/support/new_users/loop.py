@@ -1,4 +1,4 @@
-"""What a new user of accelerate writes, from the README and docs/frameworks.md alone."""
+"""What a new user of accelerate writes, from the README and docs/loop.md alone."""
 
 import torch
 from accelerate import Accelerator
