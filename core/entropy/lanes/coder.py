@@ -131,14 +131,21 @@ def _walk(points: Int16s, places: Int16s, width: int, mean: float, low_rank: boo
     bounds = _bounds(width)
     sizes = (width, bounds.size - 1) if low_rank else (0, 0)
     directions = lowrank_kernels.new_low_rank(*sizes)
+    flat = (
+        np.empty(width * _LANES, np.int32),
+        np.empty(width * _LANES, np.float32),
+        np.empty(width * _LANES, np.float32),
+        np.empty(width * _LANES, np.float32),
+    )
     room = walk_kernels.Room(
-        points=np.empty((width, _LANES), np.int32),
-        places=np.empty((width, _LANES), np.float32),
-        expected=np.empty((width, _LANES), np.float32),
-        moves=np.empty((width, _LANES), np.float32),
+        points=flat[0].reshape(width, _LANES),
+        places=flat[1].reshape(width, _LANES),
+        expected=flat[2].reshape(width, _LANES),
+        moves=flat[3].reshape(width, _LANES),
+        flat=flat,
         energies=np.empty(width, np.float32),
         activity=np.empty(width, np.int32),
-        lanes=np.empty((7, _LANES), np.int32),
+        lanes=np.empty((8, _LANES), np.int32),
     )
     walk_kernels.walk(points, places, width, np.float32(mean), low_rank, bounds, directions, room, stream)
 
@@ -155,8 +162,8 @@ def _encode(points: Int16s, places: Int16s, width: int, predictable: bool) -> by
     stream = walk_kernels.Stream(
         symbols=symbols,
         contexts=contexts,
-        lookup=np.zeros((0, 256), np.uint8),
-        entries=np.zeros((0, 0), np.uint32),
+        lookup=np.zeros(0, np.uint32),
+        entries=np.zeros(0, np.uint32),
         words=np.zeros(0, np.uint16),
         bits=room,
         states=np.zeros(_LANES, np.uint32),
@@ -176,7 +183,7 @@ def _encode(points: Int16s, places: Int16s, width: int, predictable: bool) -> by
         codes,
     )
     entries = np.zeros((tables, alphabet + 1), np.uint32)
-    rans_kernels.prepare(table_of, codes[:count], entries, stream.lookup)
+    rans_kernels.prepare(table_of, codes[:count], entries, np.zeros((0, 256), np.uint32))
     many = (int(stream.ends[1]) + 7) // 8
     bits, words = room[:many].tobytes(), room.view(np.uint16)
     first = rans_kernels.encode(symbols, contexts, size, width, entries, words, stream.states)
@@ -242,14 +249,14 @@ def _decode(chunk: memoryview, points: Int16s, places: Int16s, width: int) -> No
     rest = np.frombuffer(reader.rest(), "<u2")
     words = np.zeros(rest.size + 2 * margin, np.uint16)
     words[: rest.size] = rest
-    entries, lookup = np.zeros((tables, alphabet + 1), np.uint32), np.zeros((tables, 256), np.uint8)
+    entries, lookup = np.zeros((tables, alphabet + 1), np.uint32), np.zeros((tables, 256), np.uint32)
     if not rans_kernels.prepare(table_of, codes, entries, lookup):
         raise FormatError("matrix chunk: a table without counts")
     stream = walk_kernels.Stream(
         symbols=np.zeros(0, np.uint8),
         contexts=np.zeros(0, np.uint8),
-        lookup=lookup,
-        entries=entries,
+        lookup=lookup.reshape(-1),
+        entries=entries.reshape(-1),
         words=words,
         bits=bits,
         states=states,

@@ -10,7 +10,13 @@ import numpy as np
 
 from shrinkpoint.arrays import Float64s, Int64s, UInt8s, UInt16s, UInt32s
 from shrinkpoint.entropy.lanes.tile_kernels import LANES
-from shrinkpoint.entropy.lanes.walk_kernels import ACTIVITIES, ALPHABET, PHASES
+from shrinkpoint.entropy.lanes.walk_kernels import (
+    ACTIVITIES,
+    ALPHABET,
+    FIRST_BIT,
+    FREQUENCY_BIT,
+    PHASES,
+)
 from shrinkpoint.runtime.jit import jit, jit_part
 
 __all__ = ["CONTEXTS", "LOWER", "MAX_TABLES", "encode", "fit", "prepare"]
@@ -157,14 +163,14 @@ def _weight(code: int) -> int:
 
 
 @jit
-def prepare(tables: UInt8s, codes: UInt8s, entries: UInt32s, lookup: UInt8s) -> bool:
+def prepare(tables: UInt8s, codes: UInt8s, entries: UInt32s, lookup: UInt32s) -> bool:
     """Make probabilities of counts.
 
     Args:
         tables: (contexts,), the table of each.
         codes: (n, alphabet), of the tables.
-        entries: (contexts, alphabet + 1): receives frequencies in the high half and first slots in the low half.
-        lookup: (contexts, 256): receives the first symbol that reaches into each 16 slots; or (0, 256).
+        entries: (contexts, alphabet + 1): receives what `Stream` has of each symbol.
+        lookup: (contexts, 256): receives the entry of the first symbol that reaches into each 16 slots; or (0, 256).
 
     Returns:
         Whether each table has counts.
@@ -188,16 +194,19 @@ def prepare(tables: UInt8s, codes: UInt8s, entries: UInt32s, lookup: UInt8s) -> 
         start = 0
         for symbol in range(ALPHABET):
             frequency = int(out[symbol])
-            out[symbol] = np.uint32(frequency << 16 | min(start, _SCALE - 1))
+            first = min(start, _SCALE - 1)
+            out[symbol] = np.uint32(
+                frequency << np.int64(FREQUENCY_BIT) | first << np.int64(FIRST_BIT) | symbol
+            )
             start += frequency
         out[ALPHABET] = np.uint32(0)
         if lookup.size:
-            symbol, end = 0, np.int64(out[0] >> np.uint32(16))
+            symbol, end = 0, np.int64(out[0] >> FREQUENCY_BIT)
             for bucket in range(256):
                 while end <= bucket << 4:
                     symbol += 1
-                    end += np.int64(out[symbol] >> np.uint32(16))
-                lookup[context, bucket] = symbol
+                    end += np.int64(out[symbol] >> FREQUENCY_BIT)
+                lookup[context, bucket] = out[symbol]
     return True
 
 
@@ -236,7 +245,7 @@ def encode(
             for lane in range((rows if j < tail else rows - 1) - 1, -1, -1):
                 at -= 1
                 entry = np.int64(entries[contexts[at], symbols[at]])
-                frequency, first = entry >> 16, entry & 0xFFFF
+                frequency, first = entry >> np.int64(FREQUENCY_BIT), entry >> np.int64(FIRST_BIT) & 4095
                 x = np.int64(states[lane])
                 if x >= frequency << 19:
                     position -= 1

@@ -14,13 +14,25 @@ from shrinkpoint.entropy.lanes.lowrank_kernels import LowRank, begin, corrected,
 from shrinkpoint.entropy.lanes.tile_kernels import LANES, add_product
 from shrinkpoint.runtime.jit import jit_inlined, jit_part, jit_tiles
 
-__all__ = ["ACTIVITIES", "ALPHABET", "BIT_MARGIN", "PHASES", "Room", "Stream", "walk"]
+__all__ = [
+    "ACTIVITIES",
+    "ALPHABET",
+    "BIT_MARGIN",
+    "FIRST_BIT",
+    "FREQUENCY_BIT",
+    "PHASES",
+    "Room",
+    "Stream",
+    "walk",
+]
 
 
 PHASES, ACTIVITIES = 9, 7
 _EXACT = 8
 ALPHABET = 2 * _EXACT - 1 + 4 * 13
 """Symbols: distances below 8 from the nearest point, then quarters of octaves of larger ones up to 2^16."""
+FIRST_BIT, FREQUENCY_BIT = np.uint32(7), np.uint32(19)
+"""Where a symbol's first of 4096 slots and its frequency are in an entry."""
 BIT_MARGIN = 40
 """Bytes of zeros behind the bits of a stream, and twice as many words behind its words: no column takes more."""
 
@@ -31,6 +43,7 @@ _ROUND = np.float32(1.5 * 2**23)  # added and taken away, it rounds to the neare
 _HALF, _ONE, _ZERO = np.float32(0.5), np.float32(1), np.float32(0)
 _PART = np.float32(2.0**-8)
 _OF_PHASE = np.float32(2 * (PHASES - 1))
+_BLOCK = 64  # columns whose points are in the first cache together
 _DENSE, _EVERY = 8, 2  # batches after each of which directions are learned at first, and then
 _ROW_PRIOR = np.float32(32)  # columns that the mean counts as, when a row's activity is found
 _OF_COLUMNS = np.float32(0.08)  # squares that each column adds to a row's, in square steps: those of noise
@@ -46,16 +59,18 @@ class Room(NamedTuple):
         places: fp32 (n, 16), in steps.
         expected: fp32 (n, 16): places with the low-rank prediction; then squares of errors.
         moves: fp32 (n, 16): points less places, in steps.
+        flat: these four as 1-D arrays, whose loops LLVM turns into vectors.
         energies: fp32 (n,), mean square error of each column so far.
         activity: int32 (n,), half octaves of that.
-        lanes: int32 (7, 16), of a column: nearest points, contexts, sides, states of the trellis, sums of squares so far,
-            distances from the nearest points, half octaves of rows' squares.
+        lanes: int32 (8, 16), of a column: nearest points, contexts, sides, states of the trellis, sums of squares so far,
+            distances from the nearest points, half octaves of rows' squares, symbols.
     """
 
     points: Int32s
     places: Float32s
     expected: Float32s
     moves: Float32s
+    flat: tuple[Int32s, Float32s, Float32s, Float32s]
     energies: Float32s
     activity: Int32s
     lanes: Int32s
@@ -67,8 +82,9 @@ class Stream(NamedTuple):
     Attributes:
         symbols: uint8 (n,) in the order of the walk; empty for a decoder.
         contexts: uint8 (n,).
-        lookup: uint8 (contexts, 256), of a decoder: the first symbol that reaches into each 16 slots.
-        entries: uint32 (contexts, alphabet + 1), of a decoder: frequencies in the high and first slots in the low half.
+        lookup: uint32 (256 contexts,), of a decoder: the entry of the first symbol that reaches into each 16 slots.
+        entries: uint32 ((alphabet + 1) contexts,), of a decoder: a symbol, its first slot from `FIRST_BIT` on, and its frequency
+            from `FREQUENCY_BIT` on.
         words: uint16, of a decoder, with 2 `BIT_MARGIN` zeros behind.
         bits: uint8, what symbols of large distances leave, with `BIT_MARGIN` bytes behind.
         states: uint32 (16,), of the lanes of a decoder.
@@ -77,7 +93,7 @@ class Stream(NamedTuple):
 
     symbols: UInt8s
     contexts: UInt8s
-    lookup: UInt8s
+    lookup: UInt32s
     entries: UInt32s
     words: UInt16s
     bits: UInt8s
@@ -96,15 +112,14 @@ def _expect(expected: Float32s, activity: np.int32, odd: np.int32, lanes: Int32s
     """The nearest point of each lane's state, its context, and on which side of it the value is expected."""
     near, contexts, sides, states, rows = lanes[0], lanes[1], lanes[2], lanes[3], lanes[6]
     for lane in range(LANES):
-        y = max(-_FARTHEST, min(_FARTHEST, expected[lane]))  # also of NaN
-        expected[lane] = y
-        y -= _HALF * np.float32(states[lane] & odd)
+        y = expected[lane] - _HALF * np.float32(states[lane] & odd)
         whole = (y + _ROUND) - _ROUND
         rest = y - whole
         phase = np.int32((abs(rest) * _OF_PHASE + _ROUND) - _ROUND)
-        busy = min(max((activity + rows[lane]) >> np.int32(1), np.int32(0)), np.int32(ACTIVITIES - 1))
+        busy = np.int32(activity + rows[lane]) >> np.int32(1)
+        busy = min(max(busy, np.int32(0)), np.int32(ACTIVITIES - 1))
         near[lane] = np.int32(whole)
-        contexts[lane] = busy * np.int32(PHASES) + phase
+        contexts[lane] = np.int32(np.int32(busy * np.int32(PHASES)) + phase)
         sides[lane] = np.int32(1) if rest >= _ZERO else np.int32(-1)
 
 
@@ -117,54 +132,82 @@ def _settle(points: Int32s, odd: np.int32, lanes: Int32s) -> None:
         k = np.int32(near[lane] + d)
         s = states[lane]
         square = np.int32(min(abs(d), np.int32(1024)))
-        energies[lane] = min(energies[lane] + square * square, np.int32(_MOST_ENERGY))
+        energies[lane] = min(np.int32(energies[lane] + np.int32(square * square)), np.int32(_MOST_ENERGY))
         points[lane] = (k << odd) + (s & odd)
         states[lane] = ((np.int32(2) * s) & np.int32(2)) | ((k ^ (s >> np.int32(1))) & odd)
 
 
 @jit_part
-def _moved(room: Room, first: int, last: int, step: np.float32) -> None:
+def _moved(
+    flat: tuple[Int32s, Float32s, Float32s, Float32s], first: int, last: int, step: np.float32
+) -> None:
     """Moves and squares of errors of a segment."""
-    for j in range(first, last):
-        points, places, expected, moves = room.points[j], room.places[j], room.expected[j], room.moves[j]
-        for lane in range(LANES):
-            value = np.float32(points[lane]) * step
-            moves[lane] = value - places[lane]
-            error = value - expected[lane]
-            expected[lane] = error * error
+    points, places, expected, moves = (
+        flat[0][first:last],
+        flat[1][first:last],
+        flat[2][first:last],
+        flat[3][first:last],
+    )
+    for i in range(moves.size):
+        moves[i] = np.float32(points[i]) * step - places[i]
+    for i in range(moves.size):
+        error = np.float32(points[i]) * step - expected[i]
+        expected[i] = error * error
+
+
+@jit_part
+def _copy(given: Float32s, out: Float32s) -> None:
+    for i in range(out.size):
+        out[i] = given[i]
+
+
+@jit_part
+def _clamp(expected: Float32s) -> None:
+    for i in range(expected.size):
+        expected[i] = max(-_FARTHEST, min(_FARTHEST, expected[i]))  # also of NaN
 
 
 @jit_part
 def _load(
     points: Int16s, places: Int16s, at: int, some: int, size: int, columns: int, encoding: bool, room: Room
 ) -> None:
-    """Fill the room with the rows from element ``at`` on; zeros where there are none."""
-    for j in range(columns):
-        for lane in range(LANES):
-            room.places[j, lane] = _ZERO
-            room.points[j, lane] = 0
-    for lane in range(some):
-        start = at + lane * columns
-        many = min(columns, size - start)
-        if places.size:
-            for j in range(many):
-                room.places[j, lane] = np.float32(places[start + j]) * _PART
-        if encoding:
-            for j in range(many):
-                room.points[j, lane] = np.int32(points[start + j])
+    """Fill the room with the rows from element ``at`` on; with zeros where there are none, or no places."""
+    if at == 0 or at + LANES * columns > size:
+        for i in range(LANES * columns):
+            room.flat[0][i] = 0
+            room.flat[1][i] = _ZERO
+    for block in range(0, columns, _BLOCK):
+        for lane in range(some):
+            start = at + lane * columns
+            end = min(block + _BLOCK, columns, size - start)
+            if places.size:
+                for j in range(block, end):
+                    room.places[j, lane] = np.float32(places[start + j]) * _PART
+            if encoding:
+                for j in range(block, end):
+                    room.points[j, lane] = np.int32(points[start + j])
 
 
 @jit_part
 def _store(points: Int16s, at: int, some: int, size: int, columns: int, room: Room) -> bool:
     """Put the rows from the room to element ``at``; False if one is out of range."""
+    if at + LANES * columns > size:
+        for j in range(columns):
+            for lane in range(LANES):
+                if at + lane * columns + j >= size:
+                    room.points[j, lane] = 0
     largest = np.int32(0)
-    for lane in range(some):
-        start = at + lane * columns
-        many = min(columns, size - start)
-        for j in range(many):
-            k = room.points[j, lane]
-            largest = max(largest, k ^ (k >> np.int32(31)))  # -1 - k of negative ones
-            points[start + j] = np.int16(k)
+    flat = room.flat[0]
+    for i in range(flat.size):
+        k = flat[i]
+        largest = max(largest, k ^ (k >> np.int32(31)))  # -1 - k of negative ones
+    for block in range(0, columns, _BLOCK):
+        for lane in range(some):
+            start = at + lane * columns
+            row = points[start + block : start + min(block + _BLOCK, columns, size - start)]
+            of_block = room.points[block : block + row.size]
+            for j in range(row.size):
+                row[j] = np.int16(of_block[j, lane])
     return bool(largest <= np.int32(32767))
 
 
@@ -209,34 +252,45 @@ def _take(
     some: int, position: Integer, bit: Integer, lanes: Int32s, stream: Stream
 ) -> tuple[Integer, Integer]:
     """Decode the distances of a column; the numbers of words and bits then."""
-    contexts, sides, distances = lanes[1], lanes[2], lanes[5]
+    contexts, sides, distances, numbers = lanes[1], lanes[2], lanes[5], lanes[7]
+    # The states do not depend on where the words are that they take: these are another loop.
     for lane in range(some):
-        # unsigned indices, for numba would look for negative ones: that took a fifteenth of reading
+        # unsigned indices, for numba would look for negative ones
         context, x = np.uint64(contexts[lane]), stream.states[lane]
         slot = x & np.uint32(4095)
-        symbol = np.uint64(stream.lookup[context, np.uint64(slot >> np.uint32(4))])
-        entry = stream.entries[context, symbol]
-        while slot - (entry & np.uint32(0xFFFF)) >= entry >> np.uint32(16):
-            symbol += np.uint64(1)
-            entry = stream.entries[context, symbol]
-        x = (entry >> np.uint32(16)) * (x >> np.uint32(12)) + (slot - (entry & np.uint32(0xFFFF)))
+        entry = stream.lookup[context << np.uint64(8) | np.uint64(slot >> np.uint32(4))]
+        beyond = np.uint32(slot - (entry >> FIRST_BIT & np.uint32(4095)))
+        while beyond >= entry >> FREQUENCY_BIT:
+            at = context * np.uint64(ALPHABET + 1) + np.uint64(entry & np.uint32(127)) + np.uint64(1)
+            entry = stream.entries[at]
+            beyond = np.uint32(slot - (entry >> FIRST_BIT & np.uint32(4095)))
+        stream.states[lane] = (entry >> FREQUENCY_BIT) * (x >> np.uint32(12)) + beyond
+        numbers[lane] = np.int32(entry & np.uint32(127))
+    for lane in range(some):
+        x = stream.states[lane]
         short = x < np.uint32(32768)
-        x = ((x << np.uint32(16)) | np.uint32(stream.words[np.uint64(position)])) if short else x
-        stream.states[lane] = x
+        word = np.uint32(stream.words[np.uint64(position)])
+        stream.states[lane] = ((x << np.uint32(16)) | word) if short else x
         position += np.int64(short)
-        number = np.int32(symbol)
-        size, sign = (number + np.int32(1)) >> np.int32(1), number & np.int32(1)
-        if number >= _BUCKETS:
-            bucket = number - np.int32(_BUCKETS)
+    largest = np.int32(0)
+    for lane in range(LANES):
+        number = numbers[lane]
+        size = (number + np.int32(1)) >> np.int32(1)
+        distances[lane] = np.int32((size if number & np.int32(1) else -size) * sides[lane])
+        largest = max(largest, number)
+    if largest < _BUCKETS:
+        return position, bit
+    for lane in range(some):
+        if numbers[lane] >= _BUCKETS:
+            bucket = numbers[lane] - np.int32(_BUCKETS)
             width = (bucket >> np.int32(2)) + np.int32(1)
             byte = bit >> 3
             rest = np.int32(stream.bits[byte]) | np.int32(stream.bits[byte + 1]) << np.int32(8)
             rest = (rest | np.int32(stream.bits[byte + 2]) << np.int32(16)) >> np.int32(bit & 7)
             size = (np.int32(4) | (bucket & np.int32(3))) << width
             size |= (rest >> np.int32(1)) & ((np.int32(1) << width) - np.int32(1))
-            sign = rest & np.int32(1)
+            distances[lane] = (size if rest & np.int32(1) else -size) * sides[lane]
             bit += np.int64(width) + 1
-        distances[lane] = (size if sign else -size) * sides[lane]
     return position, bit
 
 
@@ -299,9 +353,8 @@ def walk(
                     directions.v[first:last], directions.u, room.places[first:last], room.expected[first:last]
                 )
             else:
-                for j in range(first, last):
-                    for lane in range(LANES):
-                        room.expected[j, lane] = room.places[j, lane]
+                _copy(room.flat[1][LANES * first : LANES * last], room.flat[2][LANES * first : LANES * last])
+            _clamp(room.flat[2][LANES * first : LANES * last])
             seen = _OF_COLUMNS * np.float32(first) + _ROW_PRIOR * mean
             weight = of_mean / (np.float32(first) + _ROW_PRIOR)
             for lane in range(LANES):
@@ -324,11 +377,11 @@ def walk(
                     if position > word_limit or bit > bit_limit:
                         stream.ends[2] = 1
                         return
-                    position, bit = _take(some, position, bit, lanes, stream)
                     for lane in range(some, LANES):
-                        lanes[5, lane] = 0
+                        lanes[7, lane] = 0
+                    position, bit = _take(some, position, bit, lanes, stream)
                 _settle(room.points[j], odd, lanes)
-            _moved(room, first, last, step)
+            _moved(room.flat, LANES * first, LANES * last, step)
             if low_rank:
                 corrected(directions, room.moves, segment, first, last, known and segment + 2 < bounds.size)
         if not encoding:
