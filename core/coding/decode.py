@@ -1,24 +1,25 @@
 """Decode the tensors of one checkpoint, and find which are needed; `shrinkpoint.coding.selective` reads whole chains."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
 from shrinkpoint.coding.grouping import for_codec, groups_of, mapped, matching, siblings_of
 from shrinkpoint.container.layout import Entry
-from shrinkpoint.container.reader import Record
+from shrinkpoint.container.reader import Header, Record
 from shrinkpoint.errors import CorruptionError, FormatError
+from shrinkpoint.runtime.team import map_in_order
 from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
-from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState
+from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
 from shrinkpoint.schemes.catalogue import codec_for_reading
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = [
     "EXPANSION",
+    "Row",
     "check_sizes",
     "decode_planes",
     "decode_values",
@@ -34,6 +35,9 @@ _FOLLOW = (
 )  # use the memory of another tensor of the same parameter and shape
 _UNSUSPICIOUS = 2**30
 """Bytes that any base may decode to."""
+
+Row: TypeAlias = tuple[Entry, ReferenceState, torch.Tensor]
+"""A stored tensor, what a reader holds of it for the next delta, and its value."""
 
 
 def required(wanted: Collection[str], stored: Iterable[Record]) -> set[str]:
@@ -61,23 +65,24 @@ def stands_alone(stored: EncodedTensor | Record) -> bool:
     return not stored.uses_reference and stored.codec not in _FOLLOW
 
 
-def check_sizes(step: int, alone: Sequence[tuple[TensorSpec, int]]) -> None:
+def check_sizes(header: Header, names: Iterable[str]) -> None:
     """Refuse a small file that declares large tensors before memory is taken for them.
 
     What uses a reference is as large as that, which was decoded from a file of its own.
 
     Args:
-        step: of the checkpoint, for the message.
-        alone: its tensors that use none, and the bytes that it has of each.
+        header: of the checkpoint.
+        names: of the tensors that are to be decoded.
 
     Raises:
         FormatError: the tensors cannot be what so few bytes hold.
     """
-    declared, stored = sum(spec.nbytes for spec, _ in alone), sum(nbytes for _, nbytes in alone)
+    alone = [record for name in names if stands_alone(record := header.tensors[name])]
+    declared, stored = sum(one.spec.nbytes for one in alone), sum(one.nbytes for one in alone)
     if declared > max(_UNSUSPICIOUS, EXPANSION * stored):
-        largest = max((spec for spec, _ in alone), key=lambda spec: spec.nbytes)
+        largest = max((one.spec for one in alone), key=lambda spec: spec.nbytes)
         raise FormatError(
-            f"the checkpoint of step {step} declares tensors of {declared} bytes ({largest.name!r} alone of"
+            f"the checkpoint of step {header.step} declares tensors of {declared} bytes ({largest.name!r} alone of"
             f" {largest.nbytes}), and holds {stored} bytes of them: no checkpoint is that small"
         )
 
@@ -90,9 +95,13 @@ def decode_planes(
     Args:
         entries: its tensors, or those that are `required`.
         reference: the reader's, after the checkpoint before.
-        threads: parameters decoded side by side.
+        threads: tensors decoded side by side.
     """
-    return {entry.spec.name: now for entry, now, _ in _decoded(entries, reference, threads, None)}
+
+    def decode(entry: Entry) -> tuple[str, ReferenceState]:
+        return entry.spec.name, _after(entry, reference)
+
+    return dict(map_in_order(decode, list(entries), threads, lambda entry: entry.spec.nbytes))
 
 
 def decode_values(
@@ -102,7 +111,7 @@ def decode_values(
     threads: int,
     *,
     lasting: bool = False,
-) -> Iterator[tuple[Entry, ReferenceState, torch.Tensor]]:
+) -> Iterator[Row]:
     """The tensors of a chain's last checkpoint, each compared with its digest: one parameter's are decoded when they are asked for.
 
     Args:
@@ -116,50 +125,39 @@ def decode_values(
         CorruptionError: a restored tensor's digest is not the one that was stored.
         FormatError: sections are malformed.
     """
-    restore = partial(_restored, step=step, lasting=lasting)
-    for entry, now, value in _decoded(entries, reference, threads, restore):
-        assert value is not None
-        yield entry, now, value
-
-
-def _decoded(
-    entries: Iterable[Entry],
-    reference: Mapping[str, ReferenceState],
-    threads: int,
-    restore: Callable[[Entry, Planes, Context], torch.Tensor] | None,
-) -> Iterator[tuple[Entry, ReferenceState, torch.Tensor | None]]:
     by_name = {entry.spec.name: entry for entry in entries}
 
-    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, ReferenceState, torch.Tensor | None]]:
+    def restore(group: Sequence[TensorSpec]) -> list[Row]:
         values: dict[str, torch.Tensor] = {}
-        rows: list[tuple[Entry, ReferenceState, torch.Tensor | None]] = []
+        rows: list[Row] = []
         for spec in group:
             entry = by_name[spec.name]
-            stored, known = entry.encoded, matching(reference.get(spec.name), spec)
-            context = Context(known, siblings_of(values, spec, group))
-            context = for_codec(context, stored.codec, spec)
-            if stored.uses_reference and context.reference is None:
-                raise FormatError(
-                    f"{spec.name} needs its predecessor, which the chain before it does not hold"
-                )
-            planes = codec_for_reading(stored.codec).decode(stored, spec, context)
-            if restore is not None:
-                values[spec.name] = restore(entry, planes, context)
-            now = ReferenceState(stored.codec, stored.params, planes)
-            rows.append((entry, now, values.get(spec.name)))
+            now = _after(entry, reference)
+            context = Context(siblings=siblings_of(values, spec, group), lasting=lasting)
+            values[spec.name] = value = _restored(entry, now, context, step)
+            rows.append((entry, now, value))
         return rows
 
-    for rows in mapped(decode, groups_of(entry.spec for entry in by_name.values()), threads):
+    for rows in mapped(restore, groups_of(entry.spec for entry in by_name.values()), threads):
         yield from rows
         rows.clear()  # whoever wants to keep them has them
 
 
-def _restored(entry: Entry, planes: Planes, context: Context, *, step: int, lasting: bool) -> torch.Tensor:
+def _after(entry: Entry, reference: Mapping[str, ReferenceState]) -> ReferenceState:
+    """What a reader holds of a tensor, given what it held of the checkpoint before."""
     spec, stored = entry.spec, entry.encoded
-    codec = codec_for_reading(stored.codec)
-    value = codec.reconstruct(stored, planes, spec, replace(context, lasting=lasting))
+    context = for_codec(Context(matching(reference.get(spec.name), spec)), stored.codec, spec)
+    if stored.uses_reference and context.reference is None:
+        raise FormatError(f"{spec.name} needs its predecessor, which the chain before it does not hold")
+    planes = codec_for_reading(stored.codec).decode(stored, spec, context)
+    return ReferenceState(stored.codec, stored.params, planes)
+
+
+def _restored(entry: Entry, now: ReferenceState, context: Context, step: int) -> torch.Tensor:
+    spec, codec = entry.spec, codec_for_reading(entry.encoded.codec)
+    value = codec.reconstruct(entry.encoded, now.planes, spec, context)
     if (value.dtype, tuple(value.shape)) != (spec.dtype, spec.shape):
-        raise FormatError(f"{spec.name}: codec {stored.codec!r} cannot hold {spec.dtype} {spec.shape}")
+        raise FormatError(f"{spec.name}: codec {codec.id!r} cannot hold {spec.dtype} {spec.shape}")
     if tensor_digest(value) != entry.digest:
         raise CorruptionError(
             f"step {step}: {spec.name} decodes to other values than were stored"

@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from shrinkpoint.coding.decode import check_sizes, decode_planes, decode_values, required, stands_alone
+from shrinkpoint.coding.decode import Row, check_sizes, decode_planes, decode_values, required
 from shrinkpoint.coding.grouping import groups_of
 from shrinkpoint.coding.parts import merged_headers
 from shrinkpoint.container.layout import Entry
@@ -62,9 +62,6 @@ _BATCH_BYTES = 2**25, 2**27
 """Bytes of tensors that are decoded together, about: an eighth of all, between these. What is read of them is forgotten before the
 next ones, which take requests of their own."""
 _READERS = 8
-
-Row: TypeAlias = tuple[Entry, ReferenceState, torch.Tensor]
-"""A stored tensor, what a reader holds of it for the next delta, and its value."""
 
 
 @dataclass(frozen=True)
@@ -378,7 +375,7 @@ def decode_batches(
             reference = decode_planes(next(read), reference, threads)
         return decode_values(next(read), header.step, reference, threads, lasting=lasting)
 
-    return header, wanted, map(rows, _batches(steps, batch))
+    return header, wanted, map(rows, _batches(header, steps[-1][1], batch))
 
 
 def _ahead(reads: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -394,33 +391,16 @@ def _ahead(reads: Iterable[Callable[[], T]]) -> Iterator[T]:
             yield coming.result()
 
 
-def _batches(steps: Sequence[tuple[AnySource, set[str]]], limit: int) -> Iterator[set[str]]:
-    """Names that are decoded together, in the newest checkpoint's order; a parameter's tensors in one batch, whatever the checkpoint."""
-    leader: dict[str, str] = {}
-
-    def led_by(name: str) -> str:
-        while leader.setdefault(name, name) != name:
-            leader[name] = name = leader[leader[name]]
-        return name
-
-    sizes: dict[str, int] = {}
-    for source, names in reversed(steps):
-        records = source.header.tensors
-        for group in groups_of(records[name].spec for name in records if name in names):
-            for spec in group:
-                leader[led_by(spec.name)] = led_by(group[0].name)
-                sizes[spec.name] = max(sizes.get(spec.name, 0), spec.nbytes)
-    together: dict[str, set[str]] = {}
-    for name in sizes:
-        together.setdefault(led_by(name), set()).add(name)
+def _batches(header: Header, names: Collection[str], limit: int) -> Iterator[set[str]]:
+    """Names that are decoded together, in the checkpoint's order; a parameter's tensors in one batch."""
     batch: set[str] = set()
     size_now = 0
-    for names in together.values():
-        size = sum(sizes[name] for name in names)
+    for group in groups_of(record.spec for name, record in header.tensors.items() if name in names):
+        size = sum(spec.nbytes for spec in group)
         if batch and size_now + size > limit:
             yield batch
             batch, size_now = set(), 0
-        batch |= names
+        batch.update(spec.name for spec in group)
         size_now += size
     if batch:
         yield batch
@@ -443,7 +423,7 @@ def _plan(
 ) -> list[tuple[AnySource, set[str]]]:
     """What is needed of each container, oldest first."""
     steps = [(newest, required(wanted, newest.header.tensors.values()))]
-    _check_sizes(newest.header, steps[0][1])
+    check_sizes(newest.header, steps[0][1])
     for open_source in reversed(chain[:-1]):
         later, needed = steps[-1]
         before = {name for name in needed if later.header.tensors[name].uses_reference}
@@ -456,13 +436,8 @@ def _plan(
                 f" before it in the chain (step {earlier.header.step}) is {earlier.header.state_digest}"
             )
         steps.append((earlier, before & earlier.header.tensors.keys()))
-        _check_sizes(earlier.header, steps[-1][1])
+        check_sizes(earlier.header, steps[-1][1])
     oldest, needed = steps[-1]
     if any(oldest.header.tensors[name].uses_reference for name in needed) or oldest.header.kind != "base":
         raise ChainError(f"the chain starts with the delta of step {oldest.header.step}: its base is missing")
     return steps[::-1]
-
-
-def _check_sizes(header: Header, names: Iterable[str]) -> None:
-    records = [header.tensors[name] for name in names]
-    check_sizes(header.step, [(record.spec, record.nbytes) for record in records if stands_alone(record)])
