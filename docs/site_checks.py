@@ -40,7 +40,7 @@ def on_config(config: Any) -> None:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """A page that names a file of the repository's root as its ``source`` is that file; ``x[i][j]`` is no reference."""
     if source := page.meta.get("source"):
-        markdown = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
+        markdown = re.sub(r"\]\((\.\./)*docs/", "](", (ROOT / source).read_text(encoding="utf-8"))
     return FORMULA.sub(lambda found: found[1] or f"{found[2]}\\", markdown)
 
 

@@ -67,6 +67,7 @@ def test_every_codec_has_a_golden_chain_and_stands_in_it_as_base_and_as_delta() 
     assert uses == {codec: {False} if codec in WITHOUT_DELTAS else {False, True} for codec in CODECS}
 
 
-def test_every_codec_has_a_section_in_the_page_of_the_format() -> None:
-    page = (ROOT / "docs" / "format.md").read_text().partition("\n## Codecs\n")[2]
+def test_every_codec_has_a_section_in_a_page_of_the_format() -> None:
+    pages = ROOT / "docs" / "format.md", ROOT / "core" / "schemes" / "PUBLISHED.md"
+    page = "".join(page.read_text().partition("\n## Codecs\n")[2] for page in pages)
     assert sorted(re.findall(r"^### `(.+)`$", page, re.MULTILINE)) == sorted(CODECS)
