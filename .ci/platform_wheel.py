@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 import shrinkpoint
 from shrinkpoint.runtime.precompiled import LEVELS
-from shrinkpoint.engine.compilation import precompile
+from shrinkpoint.engine.warmup import precompile
 package = Path(sys.argv[1])
 assert Path(shrinkpoint.__file__).parent.samefile(package), shrinkpoint.__file__
 print("compiled functions:", precompile(package))

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.config import Advanced, SaverConfig
-from shrinkpoint.engine.arguments import check_metrics, plain_step
-from shrinkpoint.engine.request import SaveRequest
+from shrinkpoint.engine.request import SaveRequest, check_metrics, plain_step
 from shrinkpoint.engine.resume import (
     ResumePolicy,
     check_policy,

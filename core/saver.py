@@ -14,17 +14,14 @@ from torch import nn
 
 from shrinkpoint.coding.selective import Decoded, decode_checkpoint
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.engine.arguments import plain_step, plain_timeout
 from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
-from shrinkpoint.engine.deadline import Deadline
-from shrinkpoint.engine.job import Job
-from shrinkpoint.engine.meta import adopted_of, is_weights_only
+from shrinkpoint.engine.compaction import without_optimizer
 from shrinkpoint.engine.reading import CheckpointReader, Continuation
-from shrinkpoint.engine.request import SaveRequest, StateSaver
-from shrinkpoint.engine.slimming import without_optimizer
-from shrinkpoint.engine.takeover import Adoption, Takeover, WaitingShare, unsuitable
-from shrinkpoint.engine.under_way import SaveUnderWay
+from shrinkpoint.engine.request import Job, SaveRequest, StateSaver, plain_step, plain_timeout
+from shrinkpoint.engine.retention import adopted_of, is_weights_only
+from shrinkpoint.engine.takeover import Adoption, Takeover, unsuitable
+from shrinkpoint.engine.under_way import Deadline, SaveUnderWay, WaitingShare
 from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.optimizers.updates import OptimizerKind

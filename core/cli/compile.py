@@ -16,7 +16,7 @@ def compile_now(
     scheme: Annotated[str, typer.Option("--scheme", help="Whose coders.")] = "auto",
 ) -> None:
     """Compile the coders now, up to a minute of one core; otherwise the first training on a machine does it."""
-    from shrinkpoint.engine.compilation import compile_coders, is_compiled
+    from shrinkpoint.engine.warmup import compile_coders, is_compiled
     from shrinkpoint.runtime.kernel_cache import kernels_are_interpreted
 
     if kernels_are_interpreted():

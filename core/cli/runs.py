@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shrinkpoint.engine.address import Address
-from shrinkpoint.engine.meta import adopted_of, is_weights_only, lineage_of
+from shrinkpoint.engine.retention import adopted_of, is_weights_only, lineage_of
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.schemes.exactness import explained

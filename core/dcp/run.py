@@ -21,12 +21,9 @@ from shrinkpoint.container.layout import PartOf
 from shrinkpoint.dcp.contents import whole_state
 from shrinkpoint.dcp.items import take_items
 from shrinkpoint.dcp.table import table_to_store
-from shrinkpoint.engine.chain import Chain
-from shrinkpoint.engine.finite import not_finite
-from shrinkpoint.engine.job import Link
-from shrinkpoint.engine.meta import lineage_of
-from shrinkpoint.engine.parts import StoredPart, commit_parts, store_part
-from shrinkpoint.engine.reporting import provenance, report_of
+from shrinkpoint.engine.chain import Chain, Link, StoredPart, commit_parts, store_part
+from shrinkpoint.engine.reporting import not_finite, provenance, report_of
+from shrinkpoint.engine.retention import lineage_of
 from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.quality.strategy import exactly

@@ -8,21 +8,22 @@ from typing import Any
 from shrinkpoint.coding.encode import EncodedState, StagedState, encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.engine.adopting import Adopting, carried_in, carrying, planned_before
-from shrinkpoint.engine.chain import Chain
-from shrinkpoint.engine.finite import not_finite
-from shrinkpoint.engine.job import Job, Link
-from shrinkpoint.engine.meta import KEY as ADOPTION
-from shrinkpoint.engine.meta import WEIGHTS_ONLY, Adopted, adopted_of
-from shrinkpoint.engine.planned import (
+from shrinkpoint.engine.adopt import (
     UNPLANNED,
+    Adopting,
     PlannedChain,
     Staging,
+    carried_in,
+    carrying,
     changed_tensors,
+    planned_before,
     warn_adopts_from,
     warn_unplanned,
 )
-from shrinkpoint.engine.reporting import provenance, report_of, with_untried, with_updates
+from shrinkpoint.engine.chain import Chain, Link
+from shrinkpoint.engine.reporting import not_finite, provenance, report_of, with_untried, with_updates
+from shrinkpoint.engine.request import Job
+from shrinkpoint.engine.retention import ADOPTION, WEIGHTS_ONLY, Adopted, adopted_of
 from shrinkpoint.engine.scratch import SaveScratch
 from shrinkpoint.engine.takeover import NotAdoptedError, Takeover
 from shrinkpoint.engine.under_way import Failures

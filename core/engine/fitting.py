@@ -4,22 +4,132 @@ import functools
 import types
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _WrappedHook
 
-from shrinkpoint.engine.quantized import comparable_state, is_extra_state
 from shrinkpoint.engine.resume import require_same_model
 from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.state.dtypes import PACKED, as_bits, class_name, is_flat
 from shrinkpoint.state.rng import capture_rng, restore_rng
-from shrinkpoint.state.stateful import state_of
-from shrinkpoint.state.wrappers import plain_names
+from shrinkpoint.state.stateful import parts_of, state_of
+from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.wrappers import named_buffers, named_parameters, optimizers_in, plain_names, unwrapped
 from shrinkpoint.warn import warn
 
-__all__ = ["fitted", "left_out", "taken"]
+__all__ = ["DryRestore", "comparable_state", "fitted", "is_extra_state", "left_out", "quantized_as", "taken"]
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a module's state is that of what its ``get_extra_state`` gives, which may be anything at any time."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def comparable_state(
+    stored: Mapping[str, Any], live: Mapping[str, Any], model: nn.Module
+) -> tuple[dict[str, Any], list[str]]:
+    """A stored state as this model has its own, and warnings; of quantized weights the model's own tensors stand in it until `quantized_as`.
+
+    Args:
+        stored: the checkpoint's, with `plain_names`; meta tensors will do.
+        live: the model's.
+        model: is not changed.
+
+    Raises:
+        StateMismatchError: a tensor is made of others in the checkpoint or the model, and not in both alike.
+    """
+    state, notes = dict(stored), []
+    for name, _, parameter in _quantized(model, stored):
+        # one that is not quantized yet has another shape
+        per_byte = 2 if hasattr(parameter, "bnb_quantized") else 1
+        if stored[name].numel() * stored[name].element_size() * per_byte == parameter.numel():
+            state[name] = live[name]
+        for key in _parts(name, parameter, stored):
+            state.pop(key, None)
+        state |= {key: live[key] for key in _parts(name, parameter, live)}
+    for name in [name for name in {**state, **live} if is_extra_state(name)]:
+        if name not in live:
+            del state[name]
+            notes.append(f"resume: this model has no {name}, which the checkpoint has: it is not restored")
+        elif name not in state:
+            state[name] = live[name]
+            notes.append(f"resume: the checkpoint has no {name}: its module keeps the one that it has")
+    for name, value in list(state.items()):
+        kinds = [class_name(type(each)) for each in (value, live.get(name)) if is_flat(each)]
+        if kinds and type(value) is dict:  # an outline
+            state[name] = live[name]
+        elif len(kinds) == 1 or len({*kinds}) > 1:
+            raise StateMismatchError(
+                f"{name} is made of other tensors in the checkpoint or here, and not alike ({' and '.join(kinds)}): quantize the model as the run"
+                " did before it resumes"
+            )
+    return state, notes
+
+
+def quantized_as(stored: Mapping[str, Any], given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Give a model's quantized weights what was stored of them.
+
+    Args:
+        stored: the checkpoint's state of the model.
+        given: what `shrinkpoint.engine.fitting.fitted` made of it.
+        model: that is to load it.
+
+    Returns:
+        What its ``load_state_dict`` is to be given now.
+    """
+    state = dict(given)
+    for name, module, parameter in list(_quantized(model, stored)):
+        _quantize(name, module, parameter, stored)
+        state[name] = stored[name]
+        for key in _parts(name, parameter, given):
+            state.pop(key, None)
+    named = (*named_parameters(model, remove_duplicate=False), *named_buffers(model, remove_duplicate=False))
+    for name, tensor in named:
+        if tensor.dtype in PACKED and getattr(state.get(name), "dtype", None) is tensor.dtype:
+            as_bits(tensor).copy_(as_bits(state[name]))  # torch copies some of these only onto themselves
+            state[name] = tensor
+    return state
+
+
+def _quantized(model: nn.Module, stored: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Parameters of bitsandbytes' classes that are quantized in the checkpoint: name, module, parameter."""
+    with plain_names(model) as inner:
+        modules = list(inner.named_modules(remove_duplicate=False))
+    for prefix, module in modules:
+        for key, parameter in module._parameters.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if name in stored and _parts(name, parameter, stored):
+                yield name, module, parameter
+
+
+def _parts(name: str, parameter: Any, state: Mapping[str, Any]) -> dict[str, str]:
+    """What belongs to a quantized parameter and is no parameter itself, by the key in the state."""
+    if hasattr(parameter, "bnb_quantized"):  # Params4bit
+        return {key: key.removeprefix(f"{name}.") for key in state if key.startswith(f"{name}.")}
+    if not hasattr(parameter, "SCB") or parameter.has_fp16_weights:  # no Int8Params
+        return {}
+    keys = {name.removesuffix("weight") + part: part for part in ("SCB", "weight_format")}
+    return {key: part for key, part in keys.items() if key in state}
+
+
+def _quantize(name: str, module: Any, parameter: Any, stored: Mapping[str, Any]) -> None:
+    """Quantize a parameter as in the checkpoint, in place: optimizers may have it."""
+    device = parameter.device
+    value = stored[name].to(device, copy=True)
+    parts = {part: stored[key].to(device, copy=True) for key, part in _parts(name, parameter, stored).items()}
+    if hasattr(parameter, "bnb_quantized"):
+        frozen = {"requires_grad": parameter.requires_grad, "device": device, "module": module}
+        made = type(parameter).from_prequantized(value, parts, **frozen)
+        parameter.data = made.data
+        vars(parameter).update(vars(made))
+    else:
+        parameter.data = parameter.CB = value
+        parameter.SCB = parts["SCB"]
+        module.state.CB = module.state.SCB = None  # its next forward pass moves both there
+
 
 _NAMED = 5
 _LONGEST = 100_000
@@ -204,3 +314,72 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         for name, value in state.items()
         if torch.is_tensor(value) and not is_extra_state(name)
     }
+
+
+class DryRestore:
+    """Does what a resume would do, without changing anything, once for each structure that the state has.
+
+    The state is captured and encoded, so that every part of it is seen to be representable, and decoded again. Models and optimizers that load in a
+    way of their own, or have not all that they load in their ``state_dict()``, are tried with it: on copies without elements, as of
+    `shrinkpoint.engine.fitting.taken`. Of all else, as schedulers, samplers and callbacks, nothing is called but ``state_dict``; loaders are left alone.
+    """
+
+    def __init__(self) -> None:
+        self._known: object = None
+
+    def knows(self, optimizers: Sequence[Any]) -> bool:
+        """Whether the state's structure, of which the optimizers' is looked at, is the one that was rehearsed."""
+        return _structure(optimizers) == self._known
+
+    def check(
+        self,
+        capture: Callable[[], tuple[TrainingState, Callable[[Any], tuple[Any, Sequence[Any]]]]],
+        model: nn.Module,
+        optimizers: Sequence[Any],
+    ) -> None:
+        """Refuse a training whose state could not be continued; free of cost where its structure is known.
+
+        Args:
+            capture: gives the state as a save would, and what takes the model's and the optimizers' states out of it.
+            model: live.
+            optimizers: live, in the order of their states.
+
+        Raises:
+            CannotRepresentError: a part cannot be stored; the message names it.
+            StateMismatchError: an object would not take its state back, or the state lacks an inner optimizer's.
+        """
+        if self.knows(optimizers):
+            return
+        found, parts = capture()
+        weights, states = parts(found.to_object(own_tensors=True))
+        kept = {tensor.data_ptr() for tensor in found.tensors.values()}
+        fitted(weights, model, "this run")
+        for optimizer, state in zip(optimizers, states, strict=True):
+            _require_inner(optimizer, kept)
+            kind = type(unwrapped(optimizer))
+            loads = getattr(kind, "load_state_dict", None)
+            if not parts_of(state, optimizer) or loads is not torch.optim.Optimizer.load_state_dict:
+                taken(optimizer, state)
+        self._known = _structure(optimizers)
+
+
+def _structure(optimizers: Sequence[Any]) -> list[list[int]]:
+    inner = [one for given in optimizers for one in optimizers_in(given)]
+    return [[len(one.state), *(len(group["params"]) for group in one.param_groups)] for one in inner]
+
+
+def _require_inner(optimizer: Any, kept: set[int]) -> None:
+    for inner in optimizers_in(optimizer):
+        tensors = [value for entries in inner.state.values() for value in _tensors(entries)]
+        if any(tensor.data_ptr() not in kept for tensor in tensors if tensor.numel()):
+            kind, name = type(unwrapped(optimizer)).__qualname__, type(inner).__qualname__
+            if inner is not unwrapped(optimizer) and inner is not optimizer:
+                raise StateMismatchError(
+                    f"{kind} has an optimizer inside, a {name}, whose state is not in {kind}.state_dict(), so that a resume would go on without it:"
+                    " let state_dict() and load_state_dict() include the inner optimizer's"
+                )
+
+
+def _tensors(entries: Any) -> Iterator[torch.Tensor]:
+    values = entries.values() if isinstance(entries, dict) else ()
+    return (value for value in values if type(value) is torch.Tensor and value.layout is torch.strided)

@@ -6,7 +6,7 @@ from shrinkpoint.coding.selective import Decoded
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
-from shrinkpoint.engine.meta import is_finite, not_finite_text
+from shrinkpoint.engine.retention import is_finite, not_finite_text
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.manifest import Manifest

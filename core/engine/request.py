@@ -1,21 +1,119 @@
-"""What a training asks to be saved, from the callback to the saver."""
+"""What a training asks to be saved, from the callback to the saver, checked and made plain."""
 
+import math
+import operator
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from shrinkpoint.engine.arguments import plain_metrics, plain_step
-from shrinkpoint.engine.takeover import Adoption
+from shrinkpoint.engine.takeover import Adoption, Takeover
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
+from shrinkpoint.optimizers.updates import OptimizerKind
+from shrinkpoint.quality.evaluation import Evaluate, Measure, ResumedSteps
 from shrinkpoint.reports import Accepted
+from shrinkpoint.state.own import OwnState
+from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import Describe, plain
+from shrinkpoint.store.keys import MAX_STEP
 from shrinkpoint.warn import brief
 
-__all__ = ["SaveRequest", "StateSaver"]
+__all__ = [
+    "Job",
+    "SaveRequest",
+    "StateSaver",
+    "check_metrics",
+    "plain_metrics",
+    "plain_step",
+    "plain_timeout",
+]
+
+
+def plain_step(step: Any) -> int:
+    """A plain int: numpy's and torch's have no place in a container's header, and a tensor may be counted up in place.
+
+    Raises:
+        ConfigError: it is no step.
+    """
+    try:
+        plain = -1 if _is_truth(step) else operator.index(step)
+    except (TypeError, RuntimeError):  # RuntimeError: of a tensor on the meta device
+        plain = -1
+    if not 0 <= plain <= MAX_STEP:
+        rest = f", and at most {MAX_STEP}" if plain > MAX_STEP else ""
+        fix = "; int() makes one of a text or a float" if isinstance(step, str | float) else ""
+        raise ConfigError(
+            f"step={brief(step)} must be a whole number: of the training steps done so far, 0 or more{rest}{fix}"
+        )
+    return plain
+
+
+def _is_truth(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
+def check_metrics(metrics: Any) -> None:
+    """Check metrics that may be stored later, as far as that takes no time: tensors are not read, which would wait for a GPU.
+
+    Raises:
+        ConfigError: they can not be stored.
+    """
+    for name, value in _named(metrics).items():
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ConfigError(
+                    f"metrics[{name!r}]={brief(value)} must be one number (it has {value.numel()})"
+                )
+        else:
+            _number(name, value)
+
+
+def plain_metrics(metrics: Any) -> dict[str, float]:
+    """Plain floats, also of tensors of one element; none of None.
+
+    Raises:
+        ConfigError: one is no number, or they have no names.
+    """
+    return {str(name): _number(name, value) for name, value in _named(metrics).items()}
+
+
+def _named(metrics: Any) -> Mapping[Any, Any]:
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"metrics={brief(metrics)} must be a dict of numbers by name, as in {{'val_loss': 0.5}}, or None"
+        )
+    return metrics or {}
+
+
+def _number(name: Any, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ConfigError(
+            f"metrics[{name!r}]={brief(value)} must be one number ({str(error)[:200]})"
+        ) from None
+
+
+def plain_timeout(timeout_s: Any) -> float | None:
+    """Seconds to wait at most; None is without limit.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    if timeout_s is None:
+        return None
+    try:
+        seconds = float(operator.pos(timeout_s))  # of a text there is no such thing
+    except OverflowError:
+        seconds = math.inf
+    except (TypeError, ValueError, RuntimeError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise ConfigError(f"timeout_s={brief(timeout_s)} must be a number of seconds, or None for no limit")
+    return min(seconds, threading.TIMEOUT_MAX)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,3 +203,34 @@ class StateSaver(ABC):
             CannotRepresentError: the state holds an object that cannot be stored without pickle.
             ConfigError: a field cannot work, or this was called within another call, by an evaluation, say.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One save, as the training thread hands it over."""
+
+    snapshot: Snapshot
+    """The state, or the tensors of it that this rank codes."""
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    measure: Measure | None = None
+    """Evaluates a candidate; of several ranks together, which all have one then."""
+    resume: ResumedSteps | None = None
+    gradients: Mapping[str, torch.Tensor] | None = None
+    optimizers: Sequence[OptimizerKind] = ()
+    exact: bool = False
+    weights_only: bool = False
+    blocked_s: float = 0.0
+    takeover: Takeover | None = None
+    """Of a planned save that training goes on from."""
+
+    number: int = 0
+    """Of several ranks' saves; their messages have it in their names."""
+    own: OwnState = field(default_factory=OwnState)
+    """What this rank has for itself."""
+    session: str = ""
+    """The writer's, which the names of all ranks' parts have."""
+    began: float = 0.0
+    """The first rank's writer's clock."""
+    clock_s: float = 0.0
+    """The first rank's time, by which all ranks decide."""

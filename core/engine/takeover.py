@@ -10,11 +10,8 @@ import torch
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.warn import warn
 
-__all__ = ["Adoption", "NotAdoptedError", "Takeover", "WaitingShare", "unsuitable"]
-
-_MOST_WAITING = 0.5  # of the time between two planned saves
+__all__ = ["Adoption", "NotAdoptedError", "Takeover", "unsuitable"]
 
 
 class NotAdoptedError(ShrinkpointError):
@@ -154,33 +151,6 @@ class Takeover:
         with self._changed:
             self._outcome = self._outcome or outcome
             self._changed.notify_all()
-
-
-class WaitingShare:
-    """Says, once, that saves are so close together that training waits for most of its time."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._warned = False
-
-    def add(self, started: float, ended: float) -> None:
-        """A planned save for which training has waited.
-
-        Args:
-            started: when it began to wait, in seconds.
-            ended: when it went on.
-        """
-        since, self._last = self._last, ended
-        if since is None or self._warned:
-            return
-        share = (ended - started) / max(ended - since, 1e-9)
-        if share > _MOST_WAITING:
-            self._warned = True
-            warn(
-                f"training waits for {share:.0%} of its time: {ended - started:.2g} s at this save, of {ended - since:.2g} s since the"
-                " last one. With adopt=True it waits for a save under way, for evaluations and for the quantization: save less"
-                " often. This warning comes once"
-            )
 
 
 def write(live: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

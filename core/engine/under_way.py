@@ -1,16 +1,84 @@
-"""What is said of a save that is under way or has failed, while others wait for it or are skipped because of it."""
+"""How long saves take, and what is said of one that is under way, has failed or is waited for."""
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
 
+import torch
+
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.compaction import without_optimizer
 from shrinkpoint.errors import SaveFailedError, StoreError
+from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.objects import CredentialsError
 from shrinkpoint.warn import warn
 
-__all__ = ["Failures", "SaveUnderWay"]
+__all__ = ["Deadline", "Failures", "SaveUnderWay", "WaitingShare"]
+
+_EXACTLY, _LOSSILY, _WEIGHTS = (
+    "bit-exactly",
+    "with the settings of planned saves",
+    "without the optimizer's state",
+)
+
+
+class Deadline:
+    """The seconds that a save at a signal may take.
+
+    Args:
+        seconds: None for any number.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds, self._warned = seconds, False
+
+    def choose(
+        self, state: TrainingState, reports: Sequence[SaveReport], *, exact: bool
+    ) -> tuple[bool, bool]:
+        """How to save now; warns beforehand where no way would fit.
+
+        Args:
+            state: to be saved.
+            reports: of this run's saves so far.
+            exact: whether a bit-exact save is asked for, as at a signal.
+
+        Returns:
+            Whether to save bit-exactly, and whether the weights alone.
+        """
+        if self._seconds is None or not reports:
+            return exact, False
+        needed = _needed(state, reports)
+        fitting = [way for way, seconds in needed.items() if seconds <= self._seconds]
+        fastest = min(needed, key=lambda way: needed[way])
+        way = fitting[0] if fitting else fastest
+        if not fitting and not self._warned:
+            self._warned = True
+            warn(
+                f"a save at a signal will not fit into deadline_s={self._seconds:g}: this run's saves show that a state of this size takes"
+                f" {needed[fastest]:.3g} s, {fastest}. Save more often, so that a planned save is near, or to a faster store"
+            )
+        if exact and way != _EXACTLY:
+            warn(
+                f"deadline_s={self._seconds:g}: {_EXACTLY} would take {needed[_EXACTLY]:.3g} s; this save is made {way}"
+            )
+        return exact and way != _LOSSILY, exact and way == _WEIGHTS
+
+
+def _needed(state: TrainingState, reports: Sequence[SaveReport]) -> dict[str, float]:
+    last = {report.measured == "exact": report.encode_s + report.write_s for report in reports}
+    newest = reports[-1]
+    raw_s = newest.encode_s + newest.raw_bytes * newest.write_s / max(newest.bytes, 1)
+    exactly = last.get(True, raw_s)
+    share = _bytes(without_optimizer(state).tensors) / max(_bytes(state.tensors), 1)
+    lossily = {_LOSSILY: last[False]} if False in last else {}
+    return {_EXACTLY: exactly, **lossily, _WEIGHTS: share * exactly}
+
+
+def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 class SaveUnderWay:
@@ -147,3 +215,33 @@ class Failures:
             f". Nothing has been stored for {away_s / 60:.0f} minutes: a crash now would repeat the steps since. With adopt=True training"
             f" goes on as if all were stored, and ends if no save succeeds for {PATIENCE_S / 3600:.0f} hours"
         )
+
+
+_MOST_WAITING = 0.5  # of the time between two planned saves
+
+
+class WaitingShare:
+    """Says, once, that saves are so close together that training waits for most of its time."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._warned = False
+
+    def add(self, started: float, ended: float) -> None:
+        """A planned save for which training has waited.
+
+        Args:
+            started: when it began to wait, in seconds.
+            ended: when it went on.
+        """
+        since, self._last = self._last, ended
+        if since is None or self._warned:
+            return
+        share = (ended - started) / max(ended - since, 1e-9)
+        if share > _MOST_WAITING:
+            self._warned = True
+            warn(
+                f"training waits for {share:.0%} of its time: {ended - started:.2g} s at this save, of {ended - since:.2g} s since the"
+                " last one. With adopt=True it waits for a save under way, for evaluations and for the quantization: save less"
+                " often. This warning comes once"
+            )

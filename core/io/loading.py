@@ -11,8 +11,8 @@ from shrinkpoint.coding.selective import AnySource, decode_selected, in_memory, 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import Header
 from shrinkpoint.engine.address import Address
-from shrinkpoint.engine.meta import not_finite_text
-from shrinkpoint.engine.quantized import is_extra_state
+from shrinkpoint.engine.fitting import is_extra_state
+from shrinkpoint.engine.retention import not_finite_text
 from shrinkpoint.errors import (
     CannotRepresentError,
     ConfigError,

@@ -7,9 +7,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from shrinkpoint.engine.fitting import fitted
-from shrinkpoint.engine.quantized import quantized_as
-from shrinkpoint.engine.rehearsal import DryRestore
+from shrinkpoint.engine.fitting import DryRestore, fitted, quantized_as
 from shrinkpoint.engine.resume import (
     overridden_options,
     require_optimizers,

@@ -1,6 +1,6 @@
 """Saves from which a sharded training itself goes on: owners quantize, and all shards get the restored values.
 
-What is decided, and on what it depends, is as in `shrinkpoint.engine.adopting`, over all ranks' tensors and losses. The number of
+What is decided, and on what it depends, is as in `shrinkpoint.engine.adopt`, over all ranks' tensors and losses. The number of
 ranks is one of the settings.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.engine.background import Background
-from shrinkpoint.engine.meta import Adopted, adopted_of
+from shrinkpoint.engine.retention import Adopted, adopted_of
 from shrinkpoint.engine.takeover import Adoption, Takeover, unsuitable
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Piece

@@ -12,10 +12,9 @@ from shrinkpoint.coding.encode import EncodedState
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.layout import PartOf
 from shrinkpoint.engine.background import Background, Choice
-from shrinkpoint.engine.chain import Chain
-from shrinkpoint.engine.job import Job, Link
-from shrinkpoint.engine.meta import KEY as ADOPTION
-from shrinkpoint.engine.parts import StoredPart, commit_parts, store_part
+from shrinkpoint.engine.chain import Chain, Link, StoredPart, commit_parts, store_part
+from shrinkpoint.engine.request import Job
+from shrinkpoint.engine.retention import ADOPTION
 from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import StoreError
 from shrinkpoint.group.mailbox import Mailbox

@@ -10,11 +10,10 @@ import torch
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.chain import Chain
-from shrinkpoint.engine.job import Job
-from shrinkpoint.engine.meta import is_weights_only, lineage_of, not_finite_text
-from shrinkpoint.engine.request import SaveRequest, StateSaver
-from shrinkpoint.engine.takeover import Takeover, WaitingShare
-from shrinkpoint.engine.under_way import SaveUnderWay
+from shrinkpoint.engine.request import Job, SaveRequest, StateSaver
+from shrinkpoint.engine.retention import is_weights_only, lineage_of, not_finite_text
+from shrinkpoint.engine.takeover import Takeover
+from shrinkpoint.engine.under_way import SaveUnderWay, WaitingShare
 from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError, NoCheckpointError, SaveFailedError, StoreError
 from shrinkpoint.group.ending import Ending

@@ -36,7 +36,7 @@ from gpu_model import Bench, Shape, Training, checkpointing, number, pinned, rel
 
 import shrinkpoint
 import shrinkpoint.saver
-from shrinkpoint.engine.compilation import compile_coders, is_compiled
+from shrinkpoint.engine.warmup import compile_coders, is_compiled
 from shrinkpoint.sharded.exchange import ExchangePlan
 
 _EVERY = 100

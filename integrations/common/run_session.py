@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import Module
 
 from shrinkpoint.coding.selective import header_of
-from shrinkpoint.engine.meta import is_finite, lineage_of
-from shrinkpoint.engine.rehearsal import DryRestore
+from shrinkpoint.engine.fitting import DryRestore
 from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.engine.resume import resume_from
+from shrinkpoint.engine.retention import is_finite, lineage_of
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.hook_states import HookStates

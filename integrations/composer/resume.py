@@ -6,8 +6,8 @@ from typing import Any
 from composer.core import State
 from composer.loggers import Logger
 
-from shrinkpoint.engine.meta import is_weights_only
 from shrinkpoint.engine.resume import overridden_options
+from shrinkpoint.engine.retention import is_weights_only
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.common.run_session import RunSession

@@ -13,8 +13,7 @@ from composer.loggers import Logger
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from shrinkpoint.engine.fitting import fitted
-from shrinkpoint.engine.quantized import quantized_as
+from shrinkpoint.engine.fitting import fitted, quantized_as
 from shrinkpoint.engine.resume import require_optimizers, require_same_model
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import world

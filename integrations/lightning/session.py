@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from shrinkpoint.engine.address import Address
-from shrinkpoint.engine.quantized import quantized_as
+from shrinkpoint.engine.fitting import quantized_as
 from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.engine.resume import overridden_options, require_optimizers
 from shrinkpoint.engine.takeover import Adoption

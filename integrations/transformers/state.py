@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
 
-from shrinkpoint.engine.fitting import fitted
-from shrinkpoint.engine.quantized import quantized_as
+from shrinkpoint.engine.fitting import fitted, quantized_as
 from shrinkpoint.engine.resume import (
     overridden_options,
     require_optimizers,

@@ -19,7 +19,7 @@ import sys
 import torch
 from numba.core import event
 from shrinkpoint import Saver, SaverConfig
-from shrinkpoint.engine.compilation import is_compiled
+from shrinkpoint.engine.warmup import is_compiled
 from shrinkpoint.state.roles import describe_training
 
 class Names(event.Listener):

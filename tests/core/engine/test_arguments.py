@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.engine.arguments import check_metrics, plain_metrics, plain_step, plain_timeout
+from shrinkpoint.engine.request import check_metrics, plain_metrics, plain_step, plain_timeout
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.saver import Saver
 

@@ -10,7 +10,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
-from shrinkpoint.engine.job import Job
+from shrinkpoint.engine.request import Job
 from shrinkpoint.engine.retention import record_of
 from shrinkpoint.errors import RunMismatchError, ShrinkpointWarning
 from shrinkpoint.state.snapshot import Snapshot

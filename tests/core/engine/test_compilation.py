@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from shrinkpoint.cli.app import app
-from shrinkpoint.engine import compilation
-from shrinkpoint.engine.compilation import compile_coders, is_compiled
+from shrinkpoint.engine import warmup
+from shrinkpoint.engine.warmup import compile_coders, is_compiled
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.runtime import kernel_cache
 
@@ -22,7 +22,7 @@ import torch
 from numba.core import event
 from shrinkpoint import Saver, SaverConfig
 from shrinkpoint.state.roles import describe_training
-from shrinkpoint.engine.compilation import compile_coders
+from shrinkpoint.engine.warmup import compile_coders
 
 class Names(event.Listener):
     def __init__(self):
@@ -64,8 +64,8 @@ else:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder in the place of numba's."""
     folder = tmp_path / "cache"
-    monkeypatch.setattr(compilation, "cache_folder", lambda: folder)
-    monkeypatch.setattr(compilation, "_folders", lambda: iter([folder]))
+    monkeypatch.setattr(warmup, "cache_folder", lambda: folder)
+    monkeypatch.setattr(warmup, "_folders", lambda: iter([folder]))
     return folder
 
 
@@ -84,7 +84,7 @@ def test_what_is_compiled_is_remembered_until_a_source_changes(cache: Path, monk
 
 
 def test_a_damaged_mark_counts_as_none(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: None)
+    monkeypatch.setattr(warmup, "_make_and_restore", lambda scheme, options: None)
     assert compile_coders("auto")
     next(cache.iterdir()).write_bytes(b"\xff\xfe")
     assert not is_compiled("auto")
@@ -93,11 +93,11 @@ def test_a_damaged_mark_counts_as_none(cache: Path, monkeypatch: pytest.MonkeyPa
 def test_a_mark_without_the_objects_that_it_names_counts_as_none(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: None)
+    monkeypatch.setattr(warmup, "_make_and_restore", lambda scheme, options: None)
     kept = cache / "entropy" / "kernels.decode_one-1.py311.1.nbc"
     kept.parent.mkdir(parents=True)
     kept.touch()
-    monkeypatch.setattr(compilation, "_cached_files", lambda: [kept])
+    monkeypatch.setattr(warmup, "_cached_files", lambda: [kept])
     assert compile_coders("auto")
     assert is_compiled("auto")
     kept.unlink()
@@ -108,25 +108,23 @@ def test_what_numba_keeps_of_the_kernels_that_were_called_is_found() -> None:
     from shrinkpoint.entropy.static.huffman import encode_huffman
 
     encode_huffman(np.array([1, 2]))
-    found = [
-        file.name for file in compilation._cached_files() if "huffman_kernels.huffman_encode-" in file.name
-    ]
+    found = [file.name for file in warmup._cached_files() if "huffman_kernels.huffman_encode-" in file.name]
     assert {Path(name).suffix for name in found} == {".nbi", ".nbc"}
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "null", '{"sources": 1}', "digest"])
 def test_a_mark_of_other_content_counts_as_none(cache: Path, text: str, monkeypatch) -> None:
-    monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: None)
+    monkeypatch.setattr(warmup, "_make_and_restore", lambda scheme, options: None)
     assert compile_coders("auto")
     next(cache.iterdir()).write_text(text)
     assert not is_compiled("auto")
 
 
 def test_without_a_cache_nothing_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "cache_folder", lambda: None)
-    monkeypatch.setattr(compilation, "_folders", lambda: iter([]))
+    monkeypatch.setattr(warmup, "cache_folder", lambda: None)
+    monkeypatch.setattr(warmup, "_folders", lambda: iter([]))
     made: list[str] = []
-    monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: made.append(scheme))
+    monkeypatch.setattr(warmup, "_make_and_restore", lambda scheme, options: made.append(scheme))
     assert not compile_coders("lossless")
     result = CliRunner().invoke(app, ["compile"])
     assert result.exit_code == 1
@@ -137,17 +135,17 @@ def test_without_a_cache_nothing_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mark_in_a_folder_that_may_only_be_read_counts(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: None)
+    monkeypatch.setattr(warmup, "_make_and_restore", lambda scheme, options: None)
     assert compile_coders("auto")
-    monkeypatch.setattr(compilation, "cache_folder", lambda: None)
-    monkeypatch.setattr(compilation, "_folders", lambda: iter([tmp_path / "none", cache]))
+    monkeypatch.setattr(warmup, "cache_folder", lambda: None)
+    monkeypatch.setattr(warmup, "_folders", lambda: iter([tmp_path / "none", cache]))
     assert is_compiled("auto")
     assert not compile_coders("auto")
 
 
 def test_nothing_lasts_where_compiling_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shrinkpoint.entropy.static.rans_kernels.encode", lambda *arguments: None)
-    assert compilation.cache_folder() is None
+    assert warmup.cache_folder() is None
     assert not is_compiled("auto")
 
 
@@ -159,7 +157,7 @@ def test_what_there_is_not() -> None:
 
 def test_command_compiles_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: made.append(scheme))
+    monkeypatch.setattr(warmup, "_make_and_restore", lambda scheme, options: made.append(scheme))
     for _ in range(2):
         result = CliRunner().invoke(app, ["compile", "--scheme", "auto"])
         assert result.exit_code == 0, result.output

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.cli.app import app
-from shrinkpoint.engine.finite import not_finite
+from shrinkpoint.engine.reporting import not_finite
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import Role, Tag, TrainingState

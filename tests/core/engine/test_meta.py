@@ -2,7 +2,7 @@
 
 import pytest
 
-from shrinkpoint.engine.meta import is_finite, is_weights_only, lineage_of, not_finite_text
+from shrinkpoint.engine.retention import is_finite, is_weights_only, lineage_of, not_finite_text
 from shrinkpoint.store.manifest import BlobRef, Manifest
 
 

@@ -14,12 +14,12 @@ from support.training import OPTIMIZERS, TinyMLP, train
 from typer.testing import CliRunner
 
 import shrinkpoint
-import shrinkpoint.engine.slimming as slimming
+import shrinkpoint.engine.compaction as slimming
 from shrinkpoint.cli.app import app
 from shrinkpoint.coding.selective import sources_of_run
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.engine.meta import is_weights_only
-from shrinkpoint.engine.slimming import Slimmer, make_weights, without_optimizer
+from shrinkpoint.engine.compaction import Slimmer, make_weights, without_optimizer
+from shrinkpoint.engine.retention import is_weights_only
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
 from shrinkpoint.schemes.exactness import unpack_reasons

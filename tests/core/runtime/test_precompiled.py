@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import pytest
 
-from shrinkpoint.engine import compilation
+from shrinkpoint.engine import warmup
 from shrinkpoint.entropy.static import huffman_kernels
 from shrinkpoint.runtime import precompiled
 from shrinkpoint.runtime.jit import jit_allocating
@@ -142,10 +142,10 @@ def test_what_does_not_fit_counts_as_missing(
 def test_coders_are_compiled_if_all_that_is_asked_for_is_there(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation, "_folders", lambda: iter([]))
-    assert compilation.is_compiled("auto")
-    assert compilation.is_compiled("lossless")
-    assert not compilation.is_compiled("excp")
+    monkeypatch.setattr(warmup, "_folders", lambda: iter([]))
+    assert warmup.is_compiled("auto")
+    assert warmup.is_compiled("lossless")
+    assert not warmup.is_compiled("excp")
     assert not precompiled.includes(["auto", "excp"])
 
 

@@ -8,7 +8,7 @@ from support.sharded import launch
 from support.sharded_programs import first_checkpoint, hop_lossy, sums_of_ranks
 
 from shrinkpoint.coding.selective import header_of
-from shrinkpoint.engine.compilation import compile_coders
+from shrinkpoint.engine.warmup import compile_coders
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.sums import WeightSums

@@ -18,7 +18,7 @@ from support.sharded_probing import (
 )
 
 import shrinkpoint
-from shrinkpoint.engine.compilation import compile_coders
+from shrinkpoint.engine.warmup import compile_coders
 
 
 @pytest.fixture(scope="module", autouse=True)
