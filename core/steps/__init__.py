@@ -1,1 +1,1 @@
-"""A write-ahead log of the inputs of every optimizer step, and its replay after a crash (docs/step_log.md)."""
+"""A write-ahead log of the inputs of every optimizer step, and its replay after a crash (core/steps/FORMAT.md)."""

@@ -1,4 +1,4 @@
-"""The inputs of one training step: in memory, and as JSON with a table of tensors (docs/step_log.md).
+"""The inputs of one training step: in memory, and as JSON with a table of tensors (core/steps/FORMAT.md).
 
 No pickle: plain data goes through `shrinkpoint.state.tree`, tensors are raw little-endian elements. The sizes that a
 file declares are checked against its length before anything is decoded.

@@ -1,4 +1,4 @@
-"""The file of some logged steps: prefix, JSON, tensors; no pickle (docs/step_log.md).
+"""The file of some logged steps: prefix, JSON, tensors; no pickle (core/steps/FORMAT.md).
 
 Every segment names its writer and its predecessor, so that files that are truncated, damaged, exchanged, copied, or of
 another run or writer are detected before anything of them is used.

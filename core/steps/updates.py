@@ -243,7 +243,7 @@ class ReadersWeights:
         ]
 
     def digest(self) -> str:
-        """xxh3-128 of all tensors: 32 hexadecimal digits (docs/step_log.md)."""
+        """xxh3-128 of all tensors: 32 hexadecimal digits (core/steps/FORMAT.md)."""
         arrays: list[Float32s | UInt8s] = [*self._read, *self._exact]
         names = [spec.name for spec in (*self.layout.coded, *self.layout.exact)]
         return state_digest(

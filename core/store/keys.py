@@ -35,7 +35,7 @@ MEMBER_KEY = "member.json"
 MAX_SEQ = 10**10 - 1
 MAX_STEP = 10**12 - 1
 STEPS_PREFIX = "steps/"
-"""Of the keys of a step log in the run's own store (docs/step_log.md)."""
+"""Of the keys of a step log in the run's own store (docs/format_steps.md)."""
 
 _NONCE = "[0-9a-f]{16}"
 _NONCE_RE = re.compile(_NONCE)

@@ -1,4 +1,7 @@
-"""A reader of chains by docs/format.md and core/schemes/PUBLISHED.md alone and without a thought for speed; but for the LSTM's network, which is the library's."""
+"""A reader of chains by docs/format.md and core/schemes/PUBLISHED.md alone, without a thought for speed.
+
+Only the LSTM's network is the library's.
+"""
 
 from math import prod
 
