@@ -26,7 +26,7 @@ from shrinkpoint.engine.reporting import not_finite, provenance, report_of
 from shrinkpoint.engine.retention import lineage_of
 from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError, StoreError
-from shrinkpoint.quality.strategy import exactly
+from shrinkpoint.quality.plan import exactly
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.state.training import TrainingState

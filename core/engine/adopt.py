@@ -1,7 +1,7 @@
 """Saves from which the training itself goes on: what is stored is decided so that a replay decides the same.
 
 A planned save is quantized while the training waits, and the training takes the restored values over. From then on the
-background is in the state of one that has just restored that checkpoint: so is the search (`Planner.begin_again`), movement
+background is in the state of one that has just restored that checkpoint: so is the search (`Planner.load_state_dict`), movement
 is counted from the restored values, and the reference of the next save has these values. What is quantized next depends on
 the training's state, on the values adopted last, on the number of adoptions and on the settings: neither on whether the save
 before was committed, nor on time, nor on the container in which a reader finds the values.
@@ -317,7 +317,7 @@ class Adopting:
         settings = noted_settings(self._config, more, self._settings, step=job.step, warns=self._warns)
         self._settings = None
         search = json.loads(json.dumps(planner.state_dict()))
-        planner.begin_again(search, restored=True)
+        planner.load_state_dict(search)
         last = self.chain.next(job.step, staged, settings, search)
         self.chain = PlannedChain(last)
         return last

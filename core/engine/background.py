@@ -21,7 +21,7 @@ from shrinkpoint.engine.adopt import (
     warn_unplanned,
 )
 from shrinkpoint.engine.chain import Chain, Link
-from shrinkpoint.engine.reporting import not_finite, provenance, report_of, with_untried, with_updates
+from shrinkpoint.engine.reporting import not_finite, provenance, report_of, with_untried
 from shrinkpoint.engine.request import Job
 from shrinkpoint.engine.retention import ADOPTION, WEIGHTS_ONLY, Adopted, adopted_of
 from shrinkpoint.engine.scratch import SaveScratch
@@ -31,8 +31,8 @@ from shrinkpoint.errors import ChainError, ConfigError, FencedError, ScratchErro
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.plan import Plan, exactly
 from shrinkpoint.quality.planner import Planner
-from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.quantize.movement import Movement, MovementTracker
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.memory import LARGE, give_back
@@ -56,8 +56,6 @@ class Choice:
     values: TrainingState
     """What is coded."""
     link: Link | None
-    guard: Guard | None = None
-    """That has seen the next updates of what was chosen."""
     staged: StagedState | None = None
     """What is quantized already, of a planned save that training goes on from."""
     last: Adopted | None = None
@@ -160,7 +158,7 @@ class Background:
         moved = {name: known if move is None else move(known) for name, known in reference.items()}
         self.link = Link(parent.state_digest, moved, restored=True)
         self._note(state, parent.step, lasting=lasting)
-        self._resume_search(parent.meta.get("search"), self.planner.load_state_dict)
+        self._resume_search(parent.meta.get("search"))
 
     def _adopt_planned(
         self, manifest: Manifest, reference: Mapping[str, ReferenceState], state: TrainingState
@@ -219,17 +217,14 @@ class Background:
         if last is None:
             if self._chain is not None:
                 warn_adopts_from(manifest.step)
-            self._resume_search(manifest.meta.get("search"), self._begin_again)
+            self._resume_search(manifest.meta.get("search"))
         elif last.count:
-            self._resume_search(last.search, self._begin_again)
+            self._resume_search(last.search)
 
-    def _begin_again(self, search: Mapping[str, object]) -> None:
-        self.planner.begin_again(search, restored=True)
-
-    def _resume_search(self, stored: object, load: Callable[[Mapping[str, object]], object]) -> None:
+    def _resume_search(self, stored: object) -> None:
         """Go on with the search for settings of a restored checkpoint, whose cost counts as a restore's."""
         try:
-            load(stored if isinstance(stored, dict) else {})
+            self.planner.load_state_dict(stored if isinstance(stored, dict) else {})
         except ConfigError as error:
             if self._chain is not None:
                 warn(f"the search starts over: {error}")
@@ -381,7 +376,7 @@ class Background:
         if job.snapshot.lasting:
             give_back()  # what candidates took, before coding takes its own
         exactly = plan.reason if plan.is_exact and self._config.scheme != "lossless" else None
-        return Choice(plan, state, link, guard, exactly=exactly)
+        return Choice(plan, state, link, exactly=exactly)
 
     def _context(
         self,
@@ -401,8 +396,8 @@ class Background:
         )
 
     def _plan(self, job: Job, context: SaveContext, guard: Guard) -> Plan:
-        self.planner.guard = guard if self._config.guards else None
-        return self.planner.plan(context, job.measure, job.resume, exact=job.exact)
+        asked = guard if self._config.guards else None
+        return self.planner.plan(context, job.measure, job.resume, exact=job.exact, guard=asked)
 
     def _branch(self, adopting: Adopting, job: Job, state: TrainingState, link: Link | None) -> Choice:
         """A side branch of the chain, which stays as it is.
@@ -451,9 +446,7 @@ class Background:
         self.movement.note(staged.state, job.step)
         self.link = None
         link = replace(link, reference=dict(known)) if link is not None and reference is not None else None
-        return Choice(
-            plan, staged.state, link, guard, staged, last, exactly=plan.reason if plan.is_exact else None
-        )
+        return Choice(plan, staged.state, link, staged, last, exactly=plan.reason if plan.is_exact else None)
 
     # ---- coding and storing
 
@@ -489,15 +482,12 @@ class Background:
         if takeover is not None:
             overhead = self._spent_s() / max(time.perf_counter() - self._began, 1e-9)
             report = replace(report, adopt_s=takeover.seconds, waited_s=takeover.waited_s, overhead=overhead)
-        if choice.guard is None or plan.is_exact:
-            return report
-        return with_updates(report, choice.guard)
+        return report
 
     def _untried(self, job: Job, choice: Choice) -> str | None:
         """Why it is not known what a restore does to the next updates; None where it is, or nobody wants to know."""
-        if choice.guard is None or choice.plan.is_exact or not job.optimizers:
-            return None
-        return choice.guard.untried
+        verdict = choice.plan.verdict
+        return None if verdict is None or not job.optimizers else verdict.untried
 
     def _meta(self, job: Job, choice: Choice) -> dict[str, JSON]:
         last = choice.last

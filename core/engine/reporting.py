@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 
 from shrinkpoint.coding.encode import EncodedState
-from shrinkpoint.quality.guards import Guard
-from shrinkpoint.quality.strategy import Plan
+from shrinkpoint.quality.plan import Plan
 from shrinkpoint.reports import SaveReport, finite_or_none
 from shrinkpoint.schemes.exactness import added_parts, exact_parts
 from shrinkpoint.state.dtypes import PACKED
@@ -18,7 +17,7 @@ from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.version import __version__
 
-__all__ = ["LOSS_ALONE", "merged", "not_finite", "provenance", "report_of", "with_untried", "with_updates"]
+__all__ = ["LOSS_ALONE", "merged", "not_finite", "provenance", "report_of", "with_untried"]
 
 LOSS_ALONE = "the held-out loss"
 """What begins the words where all tensors are finite and their loss is not."""
@@ -86,18 +85,6 @@ def _named(names: Sequence[str]) -> str:
     return f"NaN or infinity in {', '.join(shown)}{more}"
 
 
-def with_updates(report: SaveReport, guard: Guard) -> SaveReport:
-    """With what a restore does to the optimizer's next updates, as far as the guard has tried them."""
-    if guard.updates is None:
-        return report
-    return replace(
-        report,
-        update_error=guard.updates.error,
-        update_length=guard.updates.length,
-        lost_steps=guard.lost_steps,
-    )
-
-
 def with_untried(report: SaveReport, why: str, where: str = "") -> SaveReport:
     """With why it is not known what a restore does to the next updates.
 
@@ -123,7 +110,8 @@ def report_of(
         encoded: the checkpoint.
         step: training step.
     """
-    entries = encoded.checkpoint.entries
+    entries, rise, whole, verdict = encoded.checkpoint.entries, plan.rise, plan.whole, plan.verdict
+    updates = None if verdict is None else verdict.updates
     return SaveReport(
         step=step,
         seq=-1,
@@ -135,13 +123,16 @@ def report_of(
         raw_bytes=sum(entry.spec.nbytes for entry in entries),
         sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
         raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
-        degradation=plan.degradation,
-        degradation_low=plan.degradation_low,
-        degradation_high=plan.degradation_high,
-        degradation_noise=plan.degradation_noise,
-        cost=finite_or_none(plan.whole.mean) if plan.whole is not None else None,
-        cost_high=finite_or_none(plan.whole.high) if plan.whole is not None else None,
-        cost_delay=finite_or_none(plan.whole.delay) if plan.whole is not None else None,
+        degradation=None if rise is None else rise.mean,
+        degradation_low=None if rise is None else rise.low,
+        degradation_high=None if rise is None else rise.high,
+        degradation_noise=None if rise is None else rise.first_order,
+        cost=None if whole is None else finite_or_none(whole.mean),
+        cost_high=None if whole is None else finite_or_none(whole.high),
+        cost_delay=None if whole is None else finite_or_none(whole.delay),
+        update_error=None if updates is None else updates.error,
+        update_length=None if updates is None else updates.length,
+        lost_steps=None if updates is None or verdict is None else verdict.lost_steps,
         measured=plan.measured,
         allowed=plan.allowed,
         resumed={str(steps): rise.mean for steps, rise in plan.resumed.items()},

@@ -8,8 +8,8 @@ from shrinkpoint.coding.encode import EncodedState, encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.plan import Plan
 from shrinkpoint.quality.planner import Planner
-from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.exactness import exact_parts, large_share
 from shrinkpoint.state.training import Describe, TrainingState, plain

@@ -8,6 +8,7 @@ training steps that restored moments lose.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.codec_io import plane_of
 from shrinkpoint.state.training import Role, TrainingState
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "Verdict"]
 
 # Steps of a chain are kept up to a noise of sqrt(1.2) of what is wanted, and rows' exponents are quarters of an octave.
 _MOST_NOISE = 1.5
@@ -37,174 +38,136 @@ _MOST_LOST = 1.2
 _CERTAIN = 3.0  # standard errors by which a loss of progress must differ from chance
 
 
-class Guard:
-    """Refuses checkpoints by their tensors; made for one save.
+@dataclass(frozen=True)
+class Verdict:
+    """What a guard has found in the tensors that a scheme would restore."""
 
-    Args:
-        kinds: of the optimizers, in the order of their states in the snapshot; empty where they are not known.
-        threads: parameters handled side by side.
-        restored: gives the tensors that a scheme restores, all of them, where they are computed anyway; None computes those that
-            are looked at.
-    """
+    reason: str | None = None
+    """Why the scheme is refused; None where it is accepted."""
+    moments: bool = False
+    """Whether it is refused for the optimizer's state, which less noise in the weights does not change."""
+    lost_steps: float = 0.0
+    """Training steps that a restore would lose, of the optimizers' memory and of the weights' progress; 0 where that is not known."""
+    updates: Updates | None = None
+    """Error of the next updates; None where they could not be computed."""
+    untried: str | None = None
+    """Why they could not be computed."""
 
-    def __init__(
-        self,
-        kinds: Sequence[OptimizerKind] = (),
-        threads: int = 1,
-        *,
-        restored: Callable[[Scheme], TrainingState] | None = None,
-    ) -> None:
-        self._kinds = tuple(kinds)
-        self._threads = threads
-        self._restored = restored
-        self.updates: Updates | None = None
-        """Error of the next updates under the last scheme checked; None where they could not be computed."""
-        self.untried: str | None = None
-        """Why they could not be computed."""
-        self._refuses_moments = False
-        self._lost_progress = 0.0
+    def at_fault(self, optimizers: int) -> frozenset[int]:
+        """Positions of the optimizers whose moments make the next updates differ more than they may; where none does, of that
+        which loses most; all where the updates are not known.
 
-    @property
-    def refuses_moments(self) -> bool:
-        """Whether the last refusal was for the optimizer's state, which less noise in the weights does not change."""
-        return self._refuses_moments
-
-    @property
-    def at_fault(self) -> frozenset[int]:
-        """Positions of the optimizers whose moments make the next updates differ more than they may under the last scheme checked; where
-        none does, of that which loses most; all where the updates are not known."""
+        Args:
+            optimizers: their number.
+        """
         if self.updates is None:
-            return frozenset(range(len(self._kinds)))
+            return frozenset(range(optimizers))
         each = self.updates.each
         found = frozenset(position for position, one in each.items() if not _is_near(one))
         return found or frozenset(sorted(each, key=lambda position: each[position].lost_steps)[-1:])
 
-    @property
-    def lost_steps(self) -> float:
-        """Training steps that a restore under the last scheme checked would lose, of the optimizers' memory and of the weights'
-        progress; 0 where that is not known."""
-        return self._lost_progress + (self.updates.lost_steps if self.updates is not None else 0.0)
 
-    @property
-    def update_error(self) -> float | None:
-        """Relative error of the first update after a restore under the last scheme checked; None where that is not known."""
-        return self.updates.error if self.updates is not None else None
+@dataclass(frozen=True)
+class Guard:
+    """Refuses checkpoints by their tensors; made for one save."""
 
-    def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
+    kinds: Sequence[OptimizerKind] = ()
+    """Of the optimizers, in the order of their states in the snapshot; empty where they are not known."""
+    threads: int = 1
+    """Parameters handled side by side."""
+    restored: Callable[[Scheme], TrainingState] | None = None
+    """Gives the tensors that a scheme restores, where they are computed anyway; None computes those that are looked at."""
+
+    def __call__(self, save_context: SaveContext, scheme: Scheme) -> Verdict:
         """Check the tensors that a scheme would restore.
 
         Args:
             save_context: the save.
             scheme: set up for it.
-
-        Returns:
-            Why the scheme is refused, or None where it is accepted.
         """
-        self.updates, self.untried, self._refuses_moments, self._lost_progress = None, None, False, 0.0
-        chosen = sampled_parameters(save_context.state)
-        if not chosen:
-            return None
         state = save_context.state
+        chosen = sampled_parameters(state)
+        if not chosen:
+            return Verdict()
         # Updates are compared by other threads, which allocate elsewhere: what a candidate took would stay, too.
         Returns(state.nbytes).after(state.nbytes)
-        if self._restored is None:
+        if self.restored is None:
             values = restored_values(
-                state, scheme, save_context.reference, parameters=chosen, threads=self._threads
+                state, scheme, save_context.reference, parameters=chosen, threads=self.threads
             )
         else:
-            found, specs = self._restored(scheme).tensors, state.specs
+            found, specs = self.restored(scheme).tensors, state.specs
             values = {
                 name: found[name] if specs[name].tag.parameter in chosen else true
                 for name, true in state.tensors.items()
             }
-        reason = self._too_noisy(save_context, values) or self._loses_progress(save_context, values)
-        if reason is not None:
-            return reason
+        noisy = _too_noisy(save_context, values)
+        if noisy is not None:
+            return Verdict(noisy)
+        progress = _lost_share(save_context, values) * save_context.interval
+        worse = _loses_steps(save_context, progress, "weights")
+        if worse is not None:
+            return Verdict(worse, lost_steps=progress)
+        worse = _worse_than_none(state, values)
+        if worse is not None:
+            return Verdict(worse, moments=True, lost_steps=progress)
         restored = TrainingState(state.tree, values, state.specs)
-        reason = self._worse_than_none(state, values) or self._updates_differ(save_context, restored, chosen)
-        if reason is not None:
-            self._refuses_moments = True
-            return reason
-        return self._loses_steps(save_context)
-
-    def _too_noisy(self, save_context: SaveContext, values: dict[str, torch.Tensor]) -> str | None:
-        if save_context.movement is None:
-            return None
-        for name, rows in save_context.movement.rows.items():
-            true, restored = save_context.state.tensors[name], values[name]
-            if restored is true or torch.equal(restored, true):
-                continue
-            errors = (restored.float() - true.float()).reshape(len(rows), -1).square().mean(dim=1).numpy()
-            coded = ~_kept_rows(save_context, name, restored, len(rows))
-            moved, noise = (
-                math.sqrt(float(x[coded].mean())) if coded.any() else 0.0 for x in (rows**2, errors)
+        updates = compare_updates(state, restored, self.kinds, parameters=chosen, threads=self.threads)
+        if isinstance(updates, str):
+            return Verdict(lost_steps=progress, untried=updates)
+        lost = progress + updates.lost_steps
+        if not _is_near(updates):
+            far = (
+                f"the first update after a restore would be {updates.length:.2f} times as long as it should be, with an error of"
+                f" {updates.error:.0%}"
             )
-            if not noise <= _MOST_NOISE * moved:
-                times = f"{noise / moved:.1f} times as large as" if moved > 0 else "not zero, as is"
-                return f"the noise of {name} would be {times} what training has moved it by since the last checkpoint"
+            return Verdict(far, moments=True, lost_steps=lost, updates=updates)
+        what = "weights and moments" if progress > 0 else "moments"
+        reason = _loses_steps(save_context, lost, what)
+        # the moments lose more than the weights
+        moments = reason is not None and lost >= 2 * progress
+        return Verdict(reason, moments, lost, updates)
+
+
+def _too_noisy(save_context: SaveContext, values: dict[str, torch.Tensor]) -> str | None:
+    if save_context.movement is None:
         return None
+    for name, rows in save_context.movement.rows.items():
+        true, restored = save_context.state.tensors[name], values[name]
+        if restored is true or torch.equal(restored, true):
+            continue
+        errors = (restored.float() - true.float()).reshape(len(rows), -1).square().mean(dim=1).numpy()
+        coded = ~_kept_rows(save_context, name, restored, len(rows))
+        moved, noise = (math.sqrt(float(x[coded].mean())) if coded.any() else 0.0 for x in (rows**2, errors))
+        if not noise <= _MOST_NOISE * moved:
+            times = f"{noise / moved:.1f} times as large as" if moved > 0 else "not zero, as is"
+            return f"the noise of {name} would be {times} what training has moved it by since the last checkpoint"
+    return None
 
-    def _loses_progress(self, save_context: SaveContext, values: dict[str, torch.Tensor]) -> str | None:
-        self._lost_progress = _lost_share(save_context, values) * save_context.interval
-        if self._lost_progress <= _most_lost(save_context):
-            return None
-        return (
-            f"the weights of a restore would set training back by {self._lost_progress:.2f} of the {save_context.interval} steps between"
-            " two checkpoints"
-        )
 
-    def _worse_than_none(self, state: TrainingState, values: dict[str, torch.Tensor]) -> str | None:
-        for name, spec in state.specs.items():
-            true, restored = state.tensors[name], values[name]
-            if spec.tag.role is not Role.EXP_AVG or restored is true or not bool(torch.isfinite(true).all()):
-                continue
-            length, away = (
-                float(torch.linalg.vector_norm(x.float())) for x in (true, restored.float() - true)
-            )
-            if not away <= _MOST_LOST * length:
-                times = f"{away / length:.1f} times as far from" if length > 0 else "not zeros, as is"
-                return f"the moment {name} would be {times} the truth" + (
-                    " as zeros are" if length > 0 else ""
-                )
+def _worse_than_none(state: TrainingState, values: dict[str, torch.Tensor]) -> str | None:
+    for name, spec in state.specs.items():
+        true, restored = state.tensors[name], values[name]
+        if spec.tag.role is not Role.EXP_AVG or restored is true or not bool(torch.isfinite(true).all()):
+            continue
+        length, away = (float(torch.linalg.vector_norm(x.float())) for x in (true, restored.float() - true))
+        if not away <= _MOST_LOST * length:
+            times = f"{away / length:.1f} times as far from" if length > 0 else "not zeros, as is"
+            return f"the moment {name} would be {times} the truth" + (" as zeros are" if length > 0 else "")
+    return None
+
+
+def _loses_steps(save_context: SaveContext, lost: float, what: str) -> str | None:
+    if lost <= max(_MOST_LOST_STEPS * save_context.interval, _ALWAYS_LOST / save_context.budget_ratio):
         return None
-
-    def _updates_differ(
-        self, save_context: SaveContext, restored: TrainingState, chosen: frozenset[str]
-    ) -> str | None:
-        found = compare_updates(
-            save_context.state, restored, self._kinds, parameters=chosen, threads=self._threads
-        )
-        if isinstance(found, str):
-            self.untried = found
-            return None
-        self.updates = found
-        if not _is_near(found):
-            return (
-                f"the first update after a restore would be {found.length:.2f} times as long as it should be, with an error of"
-                f" {found.error:.0%}"
-            )
-        return None
-
-    def _loses_steps(self, save_context: SaveContext) -> str | None:
-        if self.lost_steps <= _most_lost(save_context):
-            return None
-        self._refuses_moments = (
-            self.lost_steps >= 2 * self._lost_progress
-        )  # the moments lose more than the weights
-        lost = "weights and moments" if self._lost_progress > 0 else "moments"
-        return (
-            f"the {lost} of a restore would set training back by {self.lost_steps:.2f} of the {save_context.interval} steps between"
-            " two checkpoints"
-        )
+    return (
+        f"the {what} of a restore would set training back by {lost:.2f} of the {save_context.interval} steps between"
+        " two checkpoints"
+    )
 
 
 def _is_near(updates: Updates) -> bool:
     return updates.error <= _MOST_ERROR and updates.length <= _LONGEST  # NaN is neither
-
-
-def _most_lost(save_context: SaveContext) -> float:
-    """Training steps that a restore may lose."""
-    return max(_MOST_LOST_STEPS * save_context.interval, _ALWAYS_LOST / save_context.budget_ratio)
 
 
 def _kept_rows(save_context: SaveContext, name: str, restored: torch.Tensor, rows: int) -> Bools:

@@ -10,7 +10,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import Comparison
 from shrinkpoint.quality.measurement import History, Rise, pooled
-from shrinkpoint.quality.strategy import Ladder, Plan, Refusal, exactly
+from shrinkpoint.quality.plan import Ladder, Plan, Refusal, exactly
 from shrinkpoint.quality.trial import restored_model, true_model
 from shrinkpoint.schemes.auto.scheme import MILD_SCALE, Auto, AutoOptions
 from shrinkpoint.schemes.base import SaveContext

@@ -24,6 +24,7 @@ from shrinkpoint.quality.measurement import (
     measured_rise,
     relative_rise,
 )
+from shrinkpoint.quality.plan import Ladder, Plan, Refusal, exactly
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.recovery import RecoveryEstimate
 from shrinkpoint.quality.restore_budget import (
@@ -34,7 +35,6 @@ from shrinkpoint.quality.restore_budget import (
     reserve_of,
     restore_cost,
 )
-from shrinkpoint.quality.strategy import Ladder, Plan, Refusal, exactly
 from shrinkpoint.quality.trial import restored_state
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.state.scratch import in_memory
@@ -63,6 +63,7 @@ class _Save:
         context: of the save.
         measure: as of `Planner.plan`.
         resume: as of `Planner.plan`.
+        guard: as of `Planner.plan`.
         combine: joins what the processes know that have parts of the snapshot.
     """
 
@@ -70,6 +71,7 @@ class _Save:
     context: SaveContext
     measure: Measure | None
     resume: ResumedSteps | None
+    guard: Guard | None
     combine: Combine
 
     def weights(self) -> tuple[list[str], list[str]]:
@@ -111,7 +113,6 @@ class Planner:
     Args:
         config: scheme, bound and budget.
         spent_s: seconds that evaluations have taken from training so far; charged to the search's budget.
-        guard: asked about every lossy plan; None accepts all.
         clock: seconds since any fixed moment.
         warns: whether to warn; False where another rank does.
         advice: what a user does who wants losses measured.
@@ -122,7 +123,6 @@ class Planner:
         config: SaverConfig,
         spent_s: Callable[[], float],
         *,
-        guard: Guard | None = None,
         clock: Callable[[], float] = time.perf_counter,
         warns: bool = True,
         advice: str = "Give evaluate=, or validation data, or scheme='lossless'",
@@ -131,12 +131,9 @@ class Planner:
         self._advice = advice
         self._warns = warns
         self._spent_s = spent_s
-        self.guard = guard
         self._clock = clock
         self._started = clock(), spent_s()
-        self._budget = budget_of(config)
-        self._recovery = RecoveryEstimate(config.probe_steps, config.search_overhead, spent_s, clock)
-        self._ladder = ladder_of(config, spent_s, clock)
+        self._begin()
         self._baseline: tuple[int, float] | None = None  # step and loss of the last save that measured it
         self._fall = 0.0  # of the loss in a step, as far as it is known at this save
         # What a restore under the last plan checked would do: steps that it loses, and the error of the first update.
@@ -147,12 +144,6 @@ class Planner:
         )
         self._warned: set[str] = set()
 
-    @property
-    def overhead(self) -> float:
-        """Share of the time since this planner was made that evaluations and probes have taken."""
-        passed = self._clock() - self._started[0]
-        return (self._spent_s() - self._started[1]) / passed if passed > 0 else 0.0
-
     def plan(
         self,
         save_context: SaveContext,
@@ -160,6 +151,7 @@ class Planner:
         resume: ResumedSteps | None = None,
         *,
         exact: bool = False,
+        guard: Guard | None = None,
         combine: Combine = alone,
     ) -> Plan:
         """Choose for one snapshot.
@@ -170,6 +162,7 @@ class Planner:
             resume: None where the training cannot be resumed from a state and put back. It gets the state as it was saved; where
                 processes have parts, the tensors of this one by name.
             exact: the user wants this checkpoint bit-exact.
+            guard: asked about every lossy plan; None accepts all.
             combine: where several processes have parts of the snapshot, joins what they know; all plan the same then.
         """
         self._recovery.saw(save_context.step)
@@ -179,13 +172,15 @@ class Planner:
             why = ", as a signal to end does" if exact else ""
             plan = exactly(f"exact storage was asked for{why}", is_explained=True)
         else:
-            save = _Save(self._ladder, save_context, measure, resume, combine)
+            save = _Save(self._ladder, save_context, measure, resume, guard, combine)
             plan = self._without_measuring(save) or self._measured(save)
         lasting, cost = plan.cost or plan.rise or EXACT, self._whole_cost(plan)
         self._budget.last = lasting.mean, lasting.high, cost.delay if cost is not None else 0.0
         if plan.baseline is not None and math.isfinite(plan.baseline):
             self._baseline = save_context.step, plan.baseline
-        return replace(plan, allowed=share, whole=cost, overhead=self.overhead)
+        passed = self._clock() - self._started[0]
+        overhead = (self._spent_s() - self._started[1]) / passed if passed > 0 else 0.0
+        return replace(plan, allowed=share, whole=cost, overhead=overhead)
 
     def _whole_cost(self, plan: Plan) -> RestoreCost | None:
         """What a restore may cost in all: as measured at the restore or as it lasts, whichever may be more, and what is not measured."""
@@ -352,30 +347,33 @@ class Planner:
         self, save: _Save, plan: Plan, comparison: Comparison | None = None, allowed: float = 0.0
     ) -> Plan:
         """The plan, or a milder one that the guard accepts, or an exact one."""
-        if self.guard is None or plan.is_exact:
+        if save.guard is None or plan.is_exact:
             return plan
-        first = refusal = self._refusal(self.guard, save, plan)
+        plan, first = self._checked(save, save.guard, plan)
+        refusal = first
         for _ in range(_MILDER):
             if refusal is None:
                 break
             found = save.ladder.milder(save.context, comparison, allowed, refusal)
             if found is None:
                 break
-            plan, refusal = found, self._refusal(self.guard, save, found)
+            plan, refusal = self._checked(save, save.guard, found)
         if refusal is not None and refusal.is_firm:
             return exactly(f"{refusal.reason}: stored exactly")
         return (
             plan if first is None else replace(plan, reason=f"{plan.reason}; with wider steps {first.reason}")
         )
 
-    def _refusal(self, guard: Guard, save: _Save, plan: Plan) -> Refusal | None:
-        """Why a plan must not be used as it is: a guard refuses it, or the progress that it loses costs too much."""
-        reason = guard(save.context, plan.scheme)
+    def _checked(self, save: _Save, guard: Guard, plan: Plan) -> tuple[Plan, Refusal | None]:
+        """The plan with the guard's verdict, and why it must not be used as it is: a guard refuses it, or the progress that it
+        loses costs too much."""
+        verdict = guard(save.context, plan.scheme)
+        plan = replace(plan, verdict=verdict)
         own = {
-            "refused": [] if reason is None else [[guard.refuses_moments, reason]],
-            "at_fault": sorted(guard.at_fault),
-            "lost_steps": [guard.lost_steps],
-            "update_error": [] if guard.update_error is None else [guard.update_error],
+            "refused": [] if verdict.reason is None else [[verdict.moments, verdict.reason]],
+            "at_fault": sorted(verdict.at_fault(len(guard.kinds))),
+            "lost_steps": [verdict.lost_steps],
+            "update_error": [] if verdict.updates is None else [verdict.updates.error],
         }
         found = save.combine(own, joined)
         at_fault = frozenset(found["at_fault"])
@@ -383,14 +381,14 @@ class Planner:
         self._update_error = max(found["update_error"], default=_USUAL_ERROR)
         if found["refused"]:
             moments, reason = min(found["refused"], key=lambda one: bool(one[0]))  # one for the weights first
-            return Refusal(reason, bool(moments), at_fault)
+            return plan, Refusal(reason, bool(moments), at_fault)
         delay, share = self._delay, self._budget.delay_share
         if delay <= share or plan.rise is None:
-            return None
+            return plan, None
         high = max(plan.rise.high, plan.lasting.high)
         reason = f"a restore would lose progress that costs {delay:+.3g}, and {share:.3g} may be lost"
         times = delay / max(share, 1e-9 * delay)
-        return Refusal(reason, True, at_fault, times, is_firm=high + delay > self._budget.delay_left)
+        return plan, Refusal(reason, True, at_fault, times, is_firm=high + delay > self._budget.delay_left)
 
     def _warn_not_finite(self, names: Sequence[str]) -> None:
         if names:
@@ -418,23 +416,23 @@ class Planner:
         }
 
     def load_state_dict(self, state: Mapping[str, object], *, restored: bool = True) -> None:
-        """Continue from the search state stored in the restored checkpoint.
+        """Go on as a process does that has restored a checkpoint with this state; which warnings were given is kept.
 
         Args:
             state: as `state_dict` gave it.
-            restored: whether that counts as a restore.
+            restored: whether that counts as a restore; what is known of the evaluation is kept then.
 
         Raises:
             ConfigError: it is no such state; what could be read of it is kept.
         """
-        self._budget = budget_of(self._config)
+        if not restored:
+            self._sighted, self._sees_network = False, None
+        self._begin()
         self._budget.load_state_dict(state.get("restores"), restored=restored)
         self._baseline = _baseline_of(state.get("baseline"))
         recovery, strategy = state.get("recovery"), state.get("strategy")
         if self._ladder is None or state.get("scheme") != self._config.scheme:
-            if isinstance(
-                recovery, dict
-            ):  # recovery from another scheme's errors does not predict recovery from this one's
+            if isinstance(recovery, dict):  # its share of another scheme's errors predicts nothing
                 self._recovery.carry(recovery)
             return
         if not isinstance(recovery, dict) or not isinstance(strategy, dict):
@@ -442,24 +440,14 @@ class Planner:
         self._recovery.load_state_dict(recovery)
         self._ladder.load_state_dict(strategy)
 
-    def begin_again(self, state: Mapping[str, object], *, restored: bool) -> None:
-        """Go on as a process does that has loaded this state; which warnings were given is kept.
-
-        Args:
-            state: as of `load_state_dict`.
-            restored: as of `load_state_dict`; what is known of the evaluation is kept then.
-
-        Raises:
-            ConfigError: as `load_state_dict`.
-        """
-        if not restored:
-            self._sighted, self._sees_network = False, None
+    def _begin(self) -> None:
+        """Know nothing of earlier saves."""
         config = self._config
+        self._budget = budget_of(config)
         self._recovery = RecoveryEstimate(
             config.probe_steps, config.search_overhead, self._spent_s, self._clock
         )
         self._ladder = ladder_of(config, self._spent_s, self._clock)
-        self.load_state_dict(state, restored=restored)
 
 
 def _stricter(plan: Plan, share: float) -> float:

@@ -20,7 +20,7 @@ from shrinkpoint.errors import StoreError
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.measurement import Losses
-from shrinkpoint.quality.strategy import Plan
+from shrinkpoint.quality.plan import Plan
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext
@@ -192,14 +192,15 @@ class RankBackground(Background):
             context = self._with_sums(context)
         if job.measure is None:
             return super()._plan(job, context, guard)
-        self.planner.guard = guard if self._config.guards else None
-        state, leave = context.state, self._probe.leave
+        state, leave, asked = context.state, self._probe.leave, guard if self._config.guards else None
 
         def measure(weights: Mapping[str, torch.Tensor]) -> Losses:
             return self._probe.measure(owned_weights(state, weights))
 
         try:
-            return plan_together(self._together, self.planner, context, measure, job.resume, leave=leave)
+            return plan_together(
+                self._together, self.planner, context, measure, job.resume, guard=asked, leave=leave
+            )
         finally:
             leave()
 

@@ -11,8 +11,9 @@ from typing import Any
 from shrinkpoint.errors import StoreError
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, Measure, ResumedSteps
+from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.plan import Plan, exactly
 from shrinkpoint.quality.planner import Planner
-from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.schemes.base import SaveContext
 
 __all__ = ["Together", "plan_together"]
@@ -116,16 +117,18 @@ def plan_together(
     measure: Measure,
     resume: ResumedSteps | None = None,
     *,
+    guard: Guard | None = None,
     leave: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Choose the plan of a save on every rank.
 
     Args:
         together: of this save.
-        planner: whose guard is this rank's; its state is made the first rank's where it is another one, as after a failed save.
+        planner: its state is made the first rank's where it is another one, as after a failed save.
         save_context: with this rank's tensors, and the sums of all ranks.
         measure: the losses of all ranks, for this rank's part of a candidate.
         resume: the losses of all ranks after some steps, from this rank's part of a state; None where some rank takes none.
+        guard: of this rank's tensors; None accepts all.
         leave: called when this rank measures no more, before it waits for the others' plans.
 
     Raises:
@@ -133,8 +136,8 @@ def plan_together(
     """
     state = together.combine({"state": json.dumps(planner.state_dict(), sort_keys=True)}, _one_state)
     if state["state"] is not None:
-        planner.begin_again(json.loads(state["state"]), restored=False)
-    plan = planner.plan(save_context, measure, resume, combine=together.combine)
+        planner.load_state_dict(json.loads(state["state"]), restored=False)
+    plan = planner.plan(save_context, measure, resume, guard=guard, combine=together.combine)
     leave()
     return together.agree(plan)
 

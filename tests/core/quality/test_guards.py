@@ -15,7 +15,7 @@ from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.optimizers.updates import OptimizerKind
-from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.guards import Guard, Verdict
 from shrinkpoint.quantize.movement import Movement, MovementTracker, sampled_parameters
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import EncodedTensor, SaveContext, Staged
@@ -73,7 +73,8 @@ class Trained:
 
     def look(self, scheme, **options):
         guard = Guard([OptimizerKind.of(self.optimizer)], **options)
-        return guard(self.save_context, scheme), guard
+        found = guard(self.save_context, scheme)
+        return found.reason, found
 
 
 @pytest.fixture(scope="module")
@@ -136,17 +137,16 @@ def test_any_noise_in_a_tensor_that_has_not_moved_is_refused(trained):
     still = np.zeros_like(trained.movement.rows[name])
     movement = Movement(rows={**trained.movement.rows, name: still}, steps=20)
     save_context = SaveContext(state=trained.state, movement=movement)
-    guard = Guard()
-    why = guard(save_context, ChangingScheme(added(1e-6), names=(name,)))
-    assert why == (
+    found = Guard()(save_context, ChangingScheme(added(1e-6), names=(name,)))
+    assert found.reason == (
         f"the noise of {name} would be not zero, as is what training has moved it by since the last checkpoint"
     )
-    assert guard(save_context, ChangingScheme(torch.clone, names=(name,))) is None
+    assert Guard()(save_context, ChangingScheme(torch.clone, names=(name,))).reason is None
 
 
 def test_without_a_known_movement_weights_are_not_judged_by_it(trained):
     save_context = SaveContext(state=trained.state)
-    assert Guard()(save_context, ChangingScheme(added(1.0), (Role.WEIGHT,))) is None
+    assert Guard()(save_context, ChangingScheme(added(1.0), (Role.WEIGHT,))).reason is None
 
 
 def lagging(trained, share):
@@ -174,7 +174,7 @@ def test_weights_that_stay_where_they_were_are_refused_for_the_steps_that_they_l
             why,
         )
         assert guard.lost_steps > 0.3
-        assert not guard.refuses_moments
+        assert not guard.moments
     if share == 1.0:
         assert guard.lost_steps > 0.8 * 20
 
@@ -225,7 +225,7 @@ def test_what_loses_more_is_blamed(trained, share, moment, blamed):
     moments = ChangingScheme(lambda m: moment * m, (Role.EXP_AVG,))
     why, guard = trained.look(Both(moments, ChangingScheme(lagging(trained, share), names=names)))
     assert why.startswith("the weights and moments of a restore would set training back by")
-    assert guard.refuses_moments == blamed
+    assert guard.moments == blamed
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def test_moments_replaced_by_noise_of_their_own_size_are_refused(optimizer, nois
     """Whether the optimizer can be tried or not."""
     trained = Trained(KINDS[optimizer], steps=5)
     guard = Guard([OptimizerKind.of(trained.optimizer)] if known else ())
-    why = guard(trained.save_context, ChangingScheme(noise, (Role.EXP_AVG,)))
+    why = guard(trained.save_context, ChangingScheme(noise, (Role.EXP_AVG,))).reason
     assert "the moment" in why
     assert "times as far from the truth as zeros are" in why
 
@@ -295,7 +295,7 @@ def test_moments_that_are_zeros_are_refused_for_the_steps_that_they_lose_and_not
         r"the moments of a restore would set training back by [2-9]\.\d\d of the 20 steps between two checkpoints",
         why,
     )
-    assert guard.refuses_moments
+    assert guard.moments
     assert guard.lost_steps == guard.updates.lost_steps > 2
 
 
@@ -304,9 +304,9 @@ def test_how_much_of_a_moment_may_be_lost_depends_on_the_steps_between_checkpoin
     movement = replace(trained.movement, steps=steps) if steps is not None else None
     save_context = SaveContext(state=trained.state, movement=movement)
     guard = Guard([OptimizerKind.of(trained.optimizer)])
-    why = guard(save_context, ChangingScheme(torch.zeros_like, (Role.EXP_AVG,)))
-    assert (why is not None) == refused
-    assert 2 < guard.lost_steps < 15
+    found = guard(save_context, ChangingScheme(torch.zeros_like, (Role.EXP_AVG,)))
+    assert (found.reason is not None) == refused
+    assert 2 < found.lost_steps < 15
 
 
 @pytest.mark.parametrize(("budget", "refused"), [(10, False), (100, True)])
@@ -316,19 +316,17 @@ def test_checkpoints_that_are_close_together_may_lose_less_each_if_they_are_many
     save_context = SaveContext(state=trained.state, movement=movement, restore_budget=budget)
     guard = Guard([OptimizerKind.of(trained.optimizer)])
     less = ChangingScheme(lambda tensor: 0.98 * tensor, (Role.EXP_AVG,))
-    why = guard(save_context, less)
-    assert 0.025 < guard.lost_steps < 0.25
-    assert (why is not None) == refused
+    found = guard(save_context, less)
+    assert 0.025 < found.lost_steps < 0.25
+    assert (found.reason is not None) == refused
 
 
 def test_a_refusal_for_noise_in_weights_does_not_blame_the_moments(trained):
-    _, guard = trained.look(ChangingScheme(torch.zeros_like, (Role.EXP_AVG,)))
-    assert guard.refuses_moments
-    noisy = ChangingScheme(added(100.0), (Role.WEIGHT,))
-    assert guard(trained.save_context, noisy) is not None
-    assert not guard.refuses_moments
-    assert guard(trained.save_context, Lossless()) is None
-    assert not guard.refuses_moments
+    assert trained.look(ChangingScheme(torch.zeros_like, (Role.EXP_AVG,)))[1].moments
+    why, found = trained.look(ChangingScheme(added(100.0), (Role.WEIGHT,)))
+    assert why is not None
+    assert not found.moments
+    assert not trained.look(Lossless())[1].moments
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lion"])
@@ -346,7 +344,7 @@ def test_a_moment_of_zeros_must_stay_zeros(trained):
     name = next(name for name, spec in trained.state.specs.items() if spec.tag.role is Role.EXP_AVG)
     tensors = {**trained.state.tensors, name: torch.zeros_like(trained.state.tensors[name])}
     save_context = SaveContext(state=TrainingState(trained.state.tree, tensors, trained.state.specs))
-    why = Guard()(save_context, ChangingScheme(lambda tensor: tensor + 1e-9, names=(name,)))
+    why = Guard()(save_context, ChangingScheme(lambda tensor: tensor + 1e-9, names=(name,))).reason
     assert why == f"the moment {name} would be not zeros, as is the truth"
 
 
@@ -373,16 +371,13 @@ def test_a_second_moment_that_is_not_a_number_is_refused(trained):
 
 
 def test_why_updates_were_not_tried_is_told(trained):
-    guard = Guard()
-    assert guard(trained.save_context, Auto(save_context=trained.save_context)) is None
-    assert guard.updates is None
-    assert guard.untried == "the optimizers' states are not found in what is saved"
-    assert guard.lost_steps == 0
+    untried = "the optimizers' states are not found in what is saved"
+    assert Guard()(trained.save_context, Auto(save_context=trained.save_context)) == Verdict(untried=untried)
 
 
 def test_a_state_without_weights_is_accepted():
     state = TrainingState.capture({"x": torch.ones(5)})
-    assert Guard()(SaveContext(state=state), Lossless()) is None
+    assert Guard()(SaveContext(state=state), Lossless()).reason is None
 
 
 # ---- what is looked at is what is stored

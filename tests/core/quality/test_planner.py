@@ -56,18 +56,18 @@ def test_the_choice_keeps_the_bound_and_no_smaller_budget_buys_more(state):
     assert chosen.scheme.name == "inshrinkerator"
     assert chosen.configuration == str(chosen.scheme.configuration)
     assert chosen.baseline == 1.0
-    assert chosen.degradation <= 0.01
-    assert chosen.degradation < chosen.degradation_high <= 0.01
+    assert chosen.rise.mean <= 0.01
+    assert chosen.rise.mean < chosen.rise.high <= 0.01
     assert loss.calls == chosen.evaluations
     again = loss(chosen.scheme.weights.restored(chosen.scheme.configuration))
-    assert again - 1 == pytest.approx(chosen.degradation, abs=1e-7)  # the mirrored weights are rounded
+    assert again - 1 == pytest.approx(chosen.rise.mean, abs=1e-7)  # the mirrored weights are rounded
 
 
 def test_the_upper_end_must_hold_and_not_the_mean(state):
     chosen = plan(state, Loss(state, 1e-3))
-    allowed = (chosen.degradation + chosen.degradation_high) / 2
+    allowed = (chosen.rise.mean + chosen.rise.high) / 2
     stricter = plan(state, Loss(state, 1e-3), max_degradation=2 * allowed)
-    assert stricter.degradation_high <= allowed
+    assert stricter.rise.high <= allowed
 
 
 def test_searches_are_paid_by_the_clock_that_the_planner_is_given(state):
@@ -85,7 +85,7 @@ def test_searches_are_paid_by_the_clock_that_the_planner_is_given(state):
 
 def test_a_bound_that_nothing_keeps(state):
     chosen = plan(state, Loss(state, 1e9))
-    assert (chosen.scheme.name, chosen.configuration, chosen.degradation) == ("lossless", "exact", 0.0)
+    assert (chosen.scheme.name, chosen.configuration, chosen.rise.mean) == ("lossless", "exact", 0.0)
     assert "stored exactly" in chosen.reason
     assert chosen.baseline == 1.0
 
@@ -95,7 +95,7 @@ def test_an_evaluation_that_becomes_unavailable(state):
     planner = Planner(INSHRINKERATOR, lambda: 0.0)
     loss.fail_at = 3
     chosen = planner.plan(SaveContext(state=state), loss)
-    assert (chosen.scheme.name, chosen.degradation) == ("lossless", 0.0)
+    assert (chosen.scheme.name, chosen.rise.mean) == ("lossless", 0.0)
     assert "could not be measured (closed)" in chosen.reason
     assert planner.plan(SaveContext(state=state), loss).scheme.name == "inshrinkerator"
 
@@ -139,7 +139,7 @@ def test_one_warning_when_nothing_can_be_measured(state):
     with pytest.warns(ShrinkpointWarning, match="Give evaluate="):
         chosen = planner.plan(SaveContext(state=state), None)
     assert chosen.scheme.configuration == MILDEST
-    assert chosen.degradation is None
+    assert chosen.rise is None
     assert chosen.measured == "unmeasured"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -154,7 +154,7 @@ def test_the_searchs_state_moves_to_another_planner(state):
     second.load_state_dict(first.state_dict())
     again = second.plan(SaveContext(state=state), loss)
     assert again.evaluations < chosen.evaluations
-    assert again.degradation <= 0.01
+    assert again.rise.mean <= 0.01
 
 
 def test_planning_changes_no_tensor(state):

@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from support.training import OPTIMIZERS, TinyMLP, capture, train
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.optimizers.updates import Updates
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
+from shrinkpoint.quality.guards import Verdict
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.restore_budget import NO_COST, fall_of, reserve_of, restore_cost
 from shrinkpoint.quality.trial import restored_model, restored_state, true_model
@@ -48,6 +51,7 @@ class Run:
         self.config = SaverConfig(**{"search_overhead": math.inf, "probe_steps": 8, **config})
         self.planner = Planner(self.config, lambda: 0.0)
         self.reference, self.index, self.asked, self.resumes = None, -1, [], []
+        self.guard = None
 
     @property
     def true(self):
@@ -83,7 +87,11 @@ class Run:
         step = 10 * (self.index + 1)
         save_context = SaveContext(state=self.state, step=step, reference=self.reference, restored=restored)
         plan = self.planner.plan(
-            save_context, self.measure if measure else None, self.resume if resume else None, exact=exact
+            save_context,
+            self.measure if measure else None,
+            self.resume if resume else None,
+            exact=exact,
+            guard=self.guard,
         )
         parent = None if self.reference is None else "0" * 32
         self.reference = dict(
@@ -99,8 +107,8 @@ def test_without_a_probe_a_restore_gets_its_share(states):
     for _ in states:
         plan = run.save(resume=False)
         assert plan.scheme.name == "auto"
-        assert 0 < plan.degradation < plan.degradation_high <= 0.0005
-        assert plan.degradation_low < plan.degradation
+        assert 0 < plan.rise.mean < plan.rise.high <= 0.0005
+        assert plan.rise.low < plan.rise.mean
         assert plan.measured == "measured"
         assert plan.allowed == 0.0005  # half of 1 %, and ten restores
         assert plan.resumed == {}
@@ -109,7 +117,7 @@ def test_without_a_probe_a_restore_gets_its_share(states):
 
 
 def test_one_restore_gets_all(states):
-    (shared, alone) = (Run(states, restore_budget=n).save(resume=False).degradation_high for n in (10, 1))
+    (shared, alone) = (Run(states, restore_budget=n).save(resume=False).rise.high for n in (10, 1))
     assert shared <= 0.0005 < alone <= 0.005
 
 
@@ -117,7 +125,7 @@ def test_what_was_measured_is_what_a_reader_gets(states):
     run = Run(states)
     plan = run.save()
     weights = restored_model(run.state, plan.scheme, None)
-    assert run.measure(weights)[0] / 2.0 - 1 == pytest.approx(plan.degradation, rel=0.02)
+    assert run.measure(weights)[0] / 2.0 - 1 == pytest.approx(plan.rise.mean, rel=0.02)
 
 
 def test_luck_is_told_apart_from_harm(states):
@@ -126,8 +134,8 @@ def test_luck_is_told_apart_from_harm(states):
     for luck in (0.02, -0.02):
         plan = Run(states, luck=luck).save(resume=False)
         assert plan.configuration == plain.configuration
-        assert plan.degradation == pytest.approx(plain.degradation, rel=1e-3)
-        assert abs(plan.rise.first_order) > 3 * plan.degradation
+        assert plan.rise.mean == pytest.approx(plain.rise.mean, rel=1e-3)
+        assert abs(plan.rise.first_order) > 3 * plan.rise.mean
 
 
 def test_the_probe_compares_the_restored_state_with_the_true_one(states):
@@ -136,9 +144,9 @@ def test_the_probe_compares_the_restored_state_with_the_true_one(states):
     (true, marks), (restored, again) = run.resumes
     assert marks == again == (5, 8)
     assert true == 0.0
-    assert restored == pytest.approx(plan.degradation / run.slope, rel=0.02)
+    assert restored == pytest.approx(plan.rise.mean / run.slope, rel=0.02)
     for mark in (5, 8):
-        assert plan.resumed[mark].mean == pytest.approx(plan.degradation / 2, rel=0.02)
+        assert plan.resumed[mark].mean == pytest.approx(plan.rise.mean / 2, rel=0.02)
         assert plan.resumed[mark].low < plan.resumed[mark].mean < plan.resumed[mark].high
 
 
@@ -149,7 +157,7 @@ def test_a_restore_may_cost_more_at_once_when_training_makes_it_good(states):
         for _ in states[1:]:
             run.save()
             run.reference = None
-        costs[remains] = run.save().degradation_high
+        costs[remains] = run.save().rise.high
     assert costs[1.0] <= 0.001 < costs[0.25] <= 0.004
 
 
@@ -158,7 +166,7 @@ def test_what_shows_only_after_some_steps_is_bounded_too(states):
     plan = run.save()
     assert plan.scheme.name == "auto"
     assert plan.resumed[8].mean <= 0.001
-    assert plan.degradation <= 0.001 / 20
+    assert plan.rise.mean <= 0.001 / 20
     assert "after 8 resumed steps the loss was" in plan.reason
 
 
@@ -166,7 +174,7 @@ def test_what_no_settings_keep_after_some_steps_is_stored_exactly(states):
     run = Run(states)
     run.resume = lambda state, marks: [[2.0 + (run.distance(state["model"]) > 0)]] * len(marks)
     plan = run.save()
-    assert (plan.scheme.name, plan.degradation) == ("lossless", 0.0)
+    assert (plan.scheme.name, plan.rise.mean) == ("lossless", 0.0)
     assert "stored exactly" in plan.reason
 
 
@@ -180,7 +188,7 @@ def test_restores_spend_the_bound(states):
     assert told["spent"] == pytest.approx(first.cost.mean)
     assert told["spent_high"] == pytest.approx(first.cost.high)
     assert first.cost.mean < first.cost.high <= 0.005
-    assert again.save(resume=False).degradation_high <= 0.01 - first.cost.high
+    assert again.save(resume=False).rise.high <= 0.01 - first.cost.high
 
 
 def test_when_nothing_is_left_everything_is_stored_exactly(states):
@@ -238,7 +246,7 @@ def test_one_warning_when_nothing_can_be_measured(states):
     with pytest.warns(ShrinkpointWarning, match="Give evaluate="):
         plan = run.save(measure=False)
     assert plan.scheme.name == "auto"
-    assert plan.degradation is None
+    assert plan.rise is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.save(measure=False)
@@ -265,10 +273,10 @@ def test_a_bound_of_nothing_holds_for_a_search_that_measures_an_improvement(stat
 def test_a_fall_pays_for_nothing(states, scheme):
     run = Run(states, scheme=scheme, slope=-1e-6)
     plan = run.save(resume=False)
-    assert plan.rise.mean <= 0 < plan.degradation_high
+    assert plan.rise.mean <= 0 < plan.rise.high
     restores = run.planner.state_dict()["restores"]
     assert restores["cost"] == 0.0
-    assert restores["cost_high"] == plan.degradation_high
+    assert restores["cost_high"] == plan.rise.high
 
 
 def test_a_restore_costs_what_is_left_of_it_where_no_probe_was_due(states):
@@ -281,8 +289,8 @@ def test_a_restore_costs_what_is_left_of_it_where_no_probe_was_due(states):
     told = run.planner.state_dict()
     remains = told["recovery"]["remains"]
     assert remains < 0.9
-    assert told["restores"]["cost"] == pytest.approx(plan.degradation * remains)
-    assert told["restores"]["cost_high"] == pytest.approx(plan.degradation_high * remains)
+    assert told["restores"]["cost"] == pytest.approx(plan.rise.mean * remains)
+    assert told["restores"]["cost_high"] == pytest.approx(plan.rise.high * remains)
     assert told["restores"]["cost_high"] <= 0.001
 
 
@@ -366,7 +374,7 @@ def test_a_blind_evaluation_is_found_at_the_first_save(states, scheme):
     ) as caught:
         plan = run.save()
     assert len(caught) == 1
-    assert (plan.degradation, plan.degradation_high, plan.measured) == (None, None, "blind")
+    assert (plan.rise, plan.measured) == (None, "blind")
     assert plan.reason.startswith("unmeasured: noise of 10% in all weights")
     assert plan.evaluations == 2
     assert plan.baseline == pytest.approx(0.8)
@@ -404,8 +412,8 @@ def test_an_evaluation_that_small_errors_do_not_move_is_not_blind(states):
     # The first save looks at all weights before it measures; all look at those that they change where a pair is exactly 0.
     for looks in [2] + [1] * (len(states) - 1):
         plan = run.save(resume=False)
-        assert (plan.degradation, plan.measured) == (0.0, "measured")
-        assert plan.degradation_high > 0
+        assert (plan.rise.mean, plan.measured) == (0.0, "measured")
+        assert plan.rise.high > 0
         assert plan.evaluations == 3 + looks
 
 
@@ -472,8 +480,8 @@ def test_delays_add_up_before_they_replace_the_reserve():
 def test_lost_progress_counts_at_the_first_save_by_what_its_probe_shows(states):
     """There is no earlier save that tells how fast the loss falls; the probe takes it out of its rise, so it must come back here."""
     run = Run(states, falls=0.01)
-    run.planner.guard = Refusing(lambda scheme: None)
-    run.planner.guard.lost_steps = 0.5
+    run.guard = Refusing(lambda scheme: None)
+    run.guard.verdict = Verdict(lost_steps=0.5)
     plan = run.save()
     assert plan.scheme.name == "auto"
     assert plan.resumed
@@ -502,26 +510,26 @@ def test_the_fall_of_the_loss_in_a_step(before, now, fall):
 
 def test_a_report_holds_what_lost_steps_cost_and_what_is_reserved(states):
     run = Run(states)
-    run.planner.guard = Refusing(lambda scheme: None)
-    run.planner.guard.lost_steps = 0.5
+    run.guard = Refusing(lambda scheme: None)
+    run.guard.verdict = Verdict(lost_steps=0.5)
     run.measure = lambda weights, run=run: 1.0 + 1e-8 * run.distance(weights)
     first = run.save(resume=False)
-    assert first.whole.high == pytest.approx(first.degradation_high + 0.005)  # no fall is known yet
-    assert first.whole.mean == pytest.approx(first.degradation)
+    assert first.whole.high == pytest.approx(first.rise.high + 0.005)  # no fall is known yet
+    assert first.whole.mean == pytest.approx(first.rise.mean)
     step, loss = run.planner._baseline
     run.measure = lambda weights, run=run: 0.9 + 1e-8 * run.distance(weights)
     second = run.save(resume=False)
     delay = 0.5 * (loss - 0.9) / 0.9 / (run.planner._baseline[0] - step)
     assert delay > 0.005
-    assert second.whole.mean == pytest.approx(second.degradation + delay / 2)
-    assert second.whole.high == pytest.approx(second.degradation_high + delay)
+    assert second.whole.mean == pytest.approx(second.rise.mean + delay / 2)
+    assert second.whole.high == pytest.approx(second.rise.high + delay)
 
 
 def test_a_lucky_fall_narrows_the_steps_as_a_rise_does_and_is_not_stored_exactly(states):
     """How far a loss falls at the restore by chance says how far another may rise."""
     fallen, risen, none = (Run(states, slope=slope).save(resume=False) for slope in (-3e-3, 3e-3, 1e-6))
     assert fallen.scheme.name == risen.scheme.name == "auto"
-    assert fallen.degradation <= 0 < fallen.degradation_high <= 0.0005
+    assert fallen.rise.mean <= 0 < fallen.rise.high <= 0.0005
     assert risen.scale <= fallen.scale < none.scale
     tried = Run(states, slope=-3e-3).save()
     assert tried.scale == fallen.scale
@@ -531,8 +539,13 @@ def test_a_lucky_fall_narrows_the_steps_as_a_rise_does_and_is_not_stored_exactly
 def test_a_rise_that_updates_luck_explains_refuses_nothing(states, update_error, kept):
     """After eight steps from a steep start: the loss has fallen by a fifth, and from the restore by half a per cent less."""
     run = Run(states)
-    run.planner.guard = Refusing(lambda scheme: None)
-    run.planner.guard.update_error = update_error
+    run.guard = Refusing(lambda scheme: None)
+    if update_error is None:
+        run.guard.verdict = Verdict()
+    else:
+        run.guard.verdict = Verdict(
+            updates=Updates(error=update_error, length=1.0, later_error=0.0, later_length=1.0, lost_steps=0.0)
+        )
     usual = Run(states).save(resume=False).scale
     fallen = iter([0.8] + [0.805] * 9)
     run.resume = lambda state, marks: [[2.0 * after, 4.0 * after] for after in [next(fallen)] for _ in marks]
@@ -559,22 +572,23 @@ def test_the_last_loss_outlives_a_restart_and_exact_checkpoints_cost_nothing(sta
 class Refusing:
     """A guard that refuses schemes by a function of them, and blames weights or moments."""
 
-    at_fault: frozenset[int] = frozenset()
-    lost_steps = 0.0
-    update_error = 0.0
+    kinds = ()
+    verdict = Verdict(
+        updates=Updates(error=0.0, length=1.0, later_error=0.0, later_length=1.0, lost_steps=0.0)
+    )
 
-    def __init__(self, reason, *, refuses_moments=False):
-        self.reason, self.refuses_moments, self.asked = reason, refuses_moments, []
+    def __init__(self, reason, *, moments=False):
+        self.reason, self.moments, self.asked = reason, moments, []
 
     def __call__(self, save_context, scheme):
         self.asked.append(scheme)
-        return self.reason(scheme)
+        return replace(self.verdict, reason=self.reason(scheme), moments=self.moments)
 
 
 def test_a_guard_makes_auto_milder(states):
     run = Run(states)
     guard = Refusing(lambda scheme: "too far from the truth" if scheme.scale > 0.02 else None)
-    run.planner.guard = guard
+    run.guard = guard
     plan = run.save(resume=False)
     assert plan.scale <= 0.02
     assert plan.scheme.scale == plan.scale == guard.asked[-1].scale
@@ -586,11 +600,11 @@ def test_a_guard_makes_auto_milder(states):
 
 @pytest.mark.parametrize("measure", [True, False])
 @pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
-def test_where_a_guard_refuses_moments_they_become_finer_and_the_weights_stay(states, measure):
+def test_where_a_guard_moments_they_become_finer_and_the_weights_stay(states, measure):
     run = Run(states)
-    guard = Refusing(lambda scheme: None if scheme.finer_moments else "too much lost", refuses_moments=True)
+    guard = Refusing(lambda scheme: None if scheme.finer_moments else "too much lost", moments=True)
     scale = run.save(resume=False, measure=measure).scale
-    run.planner.guard = guard
+    run.guard = guard
     for _ in range(2):  # each save tries the usual moments first
         plan = run.save(resume=False, measure=measure)
         assert plan.scheme.finer_moments
@@ -602,10 +616,10 @@ def test_where_a_guard_refuses_moments_they_become_finer_and_the_weights_stay(st
 
 def test_moments_whose_step_size_is_given_are_not_made_finer_but_exact(states):
     run = Run(states, options=AutoOptions(first_moment_step=8.0))
-    run.planner.guard = Refusing(lambda scheme: "too much lost", refuses_moments=True)
+    run.guard = Refusing(lambda scheme: "too much lost", moments=True)
     plan = run.save(resume=False)
     assert (plan.scheme.name, plan.reason) == ("lossless", "too much lost: stored exactly")
-    assert len(run.planner.guard.asked) == 1
+    assert len(run.guard.asked) == 1
 
 
 def test_where_the_loss_bears_hardly_any_noise_moments_are_finer_too(states):
@@ -642,28 +656,28 @@ def test_moments_whose_step_size_is_given_keep_it_where_the_loss_bears_hardly_an
 
 def test_moments_that_are_finer_already_are_not_made_finer_but_exact(states):
     run = Run(states, slope=0.2)
-    run.planner.guard = Refusing(lambda scheme: "too much lost", refuses_moments=True)
+    run.guard = Refusing(lambda scheme: "too much lost", moments=True)
     plan = run.save(resume=False)
     assert (plan.scheme.name, plan.reason) == ("lossless", "too much lost: stored exactly")
-    assert [scheme.finer_moments for scheme in run.planner.guard.asked] == [True]
+    assert [scheme.finer_moments for scheme in run.guard.asked] == [True]
 
 
 def test_what_a_guard_refuses_at_any_scale_is_stored_exactly(states):
     for config in ({}, {"scheme": "gobo", "slope": 1e-4}):
         run = Run(states, **config)
-        run.planner.guard = Refusing(lambda scheme: "nothing pleases it")
+        run.guard = Refusing(lambda scheme: "nothing pleases it")
         plan = run.save(resume=False)
         assert (plan.scheme.name, plan.reason) == ("lossless", "nothing pleases it: stored exactly")
 
 
 def test_a_guard_sees_unmeasured_plans_too_and_no_exact_ones(states):
     run = Run(states)
-    run.planner.guard = Refusing(lambda scheme: None)
+    run.guard = Refusing(lambda scheme: None)
     run.save(exact=True)
-    assert run.planner.guard.asked == []
+    assert run.guard.asked == []
     with pytest.warns(ShrinkpointWarning, match="Give evaluate="):
         run.save(measure=False)
-    assert [scheme.scale for scheme in run.planner.guard.asked] == [0.0625]
+    assert [scheme.scale for scheme in run.guard.asked] == [0.0625]
 
 
 # ---- what measuring costs

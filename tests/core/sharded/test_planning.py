@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import StoreError
 from shrinkpoint.group.mailbox import Mailbox
+from shrinkpoint.optimizers.updates import OptimizerKind, Updates
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
+from shrinkpoint.quality.guards import Verdict
+from shrinkpoint.quality.plan import Plan
 from shrinkpoint.quality.planner import Planner
-from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.inshrinkerator.partition import added_scores
@@ -70,16 +72,14 @@ class Losses:
 class Refusing:
     """A guard that gives one answer."""
 
-    refuses_moments = False
-    at_fault: frozenset[int] = frozenset()
-    lost_steps = 0.0
-    update_error = 0.0
+    kinds: Sequence[OptimizerKind] = ()
 
     def __init__(self, reason: str | None) -> None:
         self._reason = reason
 
-    def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
-        return self._reason
+    def __call__(self, save_context: SaveContext, scheme: Scheme) -> Verdict:
+        updates = Updates(error=0.0, length=1.0, later_error=0.0, later_length=1.0, lost_steps=0.0)
+        return Verdict(self._reason, updates=updates)
 
 
 def context(rank: int, *, broken: bool = False) -> SaveContext:
@@ -125,7 +125,7 @@ def planned(
     def run(rank: int) -> None:
         planner = Planner(config, lambda: 0.0, clock=lambda: 0.0, warns=False)
         prepare(rank, planner)
-        planner.guard = Refusing(f"rank {rank} refuses" if rank == refuses else None)
+        guard: Any = Refusing(f"rank {rank} refuses" if rank == refuses else None)
         together = Together(Messages(kept, rank, world), 1, config.commit_timeout_s)
 
         def measure(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
@@ -133,7 +133,7 @@ def planned(
             return losses.measure(rank, weights)
 
         try:
-            found[rank] = plan_together(together, planner, contexts[rank], measure)
+            found[rank] = plan_together(together, planner, contexts[rank], measure, guard=guard)
         except Exception as error:  # noqa: BLE001 - compared
             together.fail(error)
             found[rank] = error

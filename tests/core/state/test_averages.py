@@ -208,7 +208,7 @@ def test_the_noise_of_an_average_is_below_its_own_movement_row_by_row():
             assert float((noise / moved).max()) < 0.75
             weight = movement.rows[f"model/{spec.tag.parameter}"]
             assert np.median(moved) < np.median(weight)
-    assert Guard()(SaveContext(state=state, step=30, movement=movement), scheme) is None
+    assert Guard()(SaveContext(state=state, step=30, movement=movement), scheme).reason is None
 
 
 def test_a_copy_that_has_not_begun_or_an_average_of_unknown_movement_is_exact():
@@ -280,8 +280,11 @@ def test_the_guard_refuses_an_average_that_is_noisier_than_it_moves():
     save_context = SaveContext(state=state, step=30, movement=movement)
     judged = SaveContext(state=state, step=30, movement=type(movement)(rows=calm, steps=movement.steps))
     scheme = Auto(options=AutoOptions(), save_context=save_context, scale=0.5)
-    assert "noise of stateful/ema/" in Guard()(judged, scheme)
-    assert "noise of " in Guard()(save_context, Auto(options=options, save_context=save_context, scale=1.0))
+    assert "noise of stateful/ema/" in Guard()(judged, scheme).reason
+    assert (
+        "noise of "
+        in Guard()(save_context, Auto(options=options, save_context=save_context, scale=1.0)).reason
+    )
 
 
 # ---- what an evaluation gets

@@ -550,10 +550,10 @@ def test_the_noise_of_rows_that_are_kept_does_not_refuse_a_checkpoint():
     reference = dict(encode_state(first, scheme, step=1, reference=None, parent=None).reference)
     movement = moving(a=np.where(np.arange(256) < 16, 0.05, 0.0))
     context = SaveContext(state=params(a=adam(later)), step=2, reference=reference, movement=movement)
-    assert Guard()(context, Auto(options=options, save_context=context)) is None
+    assert Guard()(context, Auto(options=options, save_context=context)).reason is None
     anew = replace(context, reference=None)
     assert "times as large as" in str(
-        Guard()(anew, Auto(options=replace(options, movement_share=40.0), save_context=anew))
+        Guard()(anew, Auto(options=replace(options, movement_share=40.0), save_context=anew)).reason
     )
 
 

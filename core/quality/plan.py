@@ -1,4 +1,4 @@
-"""What a save is stored with: a `Ladder` of a scheme's settings chooses, a `Plan` carries the choice, a `Refusal` asks for a milder one."""
+"""How a save is stored: a `Ladder` of a scheme's settings chooses a `Plan`, and a `Refusal` asks for a milder one."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shrinkpoint.quality.comparison import Comparison
+from shrinkpoint.quality.guards import Verdict
 from shrinkpoint.quality.measurement import EXACT, Rise
 from shrinkpoint.quality.restore_budget import RestoreCost
 from shrinkpoint.reports import Measured
@@ -37,6 +38,8 @@ class Plan:
     """The rise that training does not recover; None where only `rise` is known."""
     allowed: float | None = None
     """The allowed cost of one restore."""
+    verdict: Verdict | None = None
+    """What the guard has found of the scheme; None where it was not asked."""
     whole: RestoreCost | None = None
     """The cost of a restore with what no measurement at a save sees; None where nothing could be measured."""
     options: str = ""
@@ -49,26 +52,6 @@ class Plan:
     """Whether the evaluation was found not to see the weights."""
     overhead: float = 0.0
     """Share of the training time of this process that evaluations and probes have taken so far."""
-
-    @property
-    def degradation(self) -> float | None:
-        """The relative rise of the loss at a restore; None where it could not be measured."""
-        return None if self.rise is None else self.rise.mean
-
-    @property
-    def degradation_low(self) -> float | None:
-        """Lower end of its interval."""
-        return None if self.rise is None else self.rise.low
-
-    @property
-    def degradation_high(self) -> float | None:
-        """Upper end of its interval."""
-        return None if self.rise is None else self.rise.high
-
-    @property
-    def degradation_noise(self) -> float | None:
-        """The first-order part of the rise at the restore, in addition to `degradation`."""
-        return None if self.rise is None else self.rise.first_order
 
     @property
     def lasting(self) -> Rise:
