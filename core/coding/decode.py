@@ -144,7 +144,7 @@ def decode_values(
 
 
 def _after(entry: Entry, reference: Mapping[str, ReferenceState]) -> ReferenceState:
-    """What a reader holds of a tensor, given what it held of the checkpoint before."""
+    """What a reader holds of a tensor, given what it had of the checkpoint before."""
     spec, stored = entry.spec, entry.encoded
     context = for_codec(Context(matching(reference.get(spec.name), spec)), stored.codec, spec)
     if stored.uses_reference and context.reference is None:

@@ -16,7 +16,7 @@ import torch
 from shrinkpoint.arrays import Float32s, UInt8s
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_given, encode_symbols
 from shrinkpoint.entropy.static.tables import count_symbols
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import as_float32, floats, matrix_shape, normal, number, plane_of, section
 from shrinkpoint.state.training import Role, TensorSpec
@@ -28,7 +28,8 @@ Array = npt.NDArray[Any]
 _TINY = np.float32(np.finfo(np.float32).tiny)  # the least a nonzero second moment may be restored as
 _V_CLIP_STEPS = 60  # levels on each side of the factor
 _M_CLIP_STEPS = 31  # levels on each side of zero; Adam bounds |m| / sqrt(v) by about 7.3 for (0.9, 0.999)
-_M_BEYOND = 15.5  # |m| / sqrt(v) that moments of one gradient hardly exceed
+_M_STEP = np.float32(0.5)  # of two levels, in roots of the second moment
+_M_BEYOND = np.float32(15.5)  # |m| / sqrt(v) that moments of one gradient hardly exceed
 _M_STRANGERS = 1e-3  # share of such elements above which the two are not moments of one gradient
 
 
@@ -58,20 +59,12 @@ class SecondMomentCodec:
     """Uniform quantizer of ``log2(v / f)``, with Adafactor's factorization f = row mean x column mean / mean.
 
     Guarantees: a restored v is zero if and only if v was; where the level is not clipped (60 steps from the factor),
-    it is within a factor of ``2 ** (step / 2)`` of v, but never below the least normal fp32. The decoder multiplies
+    it is within a factor of ``2 ** (1 / 2)`` of v, but never below the least normal fp32. The decoder multiplies
     fp32 numbers that are stored, so that every machine restores the same bits.
     """
 
     id: ClassVar[str] = "log-second-moment"
     needs: ClassVar[tuple[str, ...]] = ()
-
-    step: float = 1.0
-    """Distance of two levels in octaves of v."""
-
-    def __post_init__(self) -> None:
-        # more, and the outermost of the 60 levels would leave the range of fp32
-        if not 0.01 <= self.step <= 2:
-            raise ConfigError(f"step must be between 0.01 and 2 octaves, not {self.step}")
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `TensorCodec.stage`; second moments that are negative, not fp32 or not finite are refused."""
@@ -81,13 +74,12 @@ class SecondMomentCodec:
         rows, columns = self._factors(values.reshape(matrix_shape(spec.shape)))
         factor = self._factor(rows, columns)
         with np.errstate(divide="ignore"):
-            level = np.rint(np.log2(values / factor) / np.float32(self.step))
+            level = np.rint(np.log2(values / factor))
         plane = np.where(
             values > 0, np.clip(level, -_V_CLIP_STEPS, _V_CLIP_STEPS) + (_V_CLIP_STEPS + 1), 0
         ).astype(np.uint8)
         lowest, highest = _level_range(plane)
-        octaves = (np.arange(lowest, highest + 1) - (_V_CLIP_STEPS + 1)) * self.step
-        codebook = np.exp2(octaves).astype("<f4")
+        codebook = np.exp2(np.arange(lowest, highest + 1) - (_V_CLIP_STEPS + 1.0)).astype("<f4")
         compact = np.where(plane > 0, plane - (lowest - 1), 0).astype(np.uint8)
         payload, uses_reference = encode_given(
             plane, _previous("levels", spec, context), 2 * _V_CLIP_STEPS + 2
@@ -175,19 +167,12 @@ def _level_range(plane: UInt8s) -> tuple[int, int]:
 class FirstMomentCodec:
     """Uniform quantizer of ``m / sqrt(v)``, v being the second moment as restored.
 
-    Guarantees: the error of m is at most ``step / 2 * sqrt(v)`` where the level is not clipped (31 steps); m is
+    Guarantees: the error of m is at most ``sqrt(v) / 4`` where the level is not clipped (31 steps of a half root); m is
     restored as zero where v is zero.
     """
 
     id: ClassVar[str] = "uniform-first-moment"
     needs: ClassVar[tuple[str, ...]] = (Role.EXP_AVG_SQ.value,)
-
-    step: float = 0.5
-    """Distance of two levels in units of sqrt(v)."""
-
-    def __post_init__(self) -> None:
-        if not 0.001 <= self.step <= 4:
-            raise ConfigError(f"step must be between 0.001 and 4 roots of the second moment, not {self.step}")
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `TensorCodec.stage`; first moments without a second moment of their gradient are refused."""
@@ -195,18 +180,16 @@ class FirstMomentCodec:
         root = _root(spec, context)
         if root is None:
             raise CannotRepresentError(f"{spec.name} has no second moment to scale it by: stored exactly")
-        unit = np.float32(self.step) * root
+        unit = _M_STEP * root
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             level = np.where(unit > 0, np.rint(values / unit), 0)
-        limit = np.float32(max(_M_CLIP_STEPS * self.step, _M_BEYOND))
-        if np.count_nonzero((np.abs(values) > limit * root) & (root > 0)) > _M_STRANGERS * values.size:
+        if np.count_nonzero((np.abs(values) > _M_BEYOND * root) & (root > 0)) > _M_STRANGERS * values.size:
             raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
         plane = (np.clip(level, -_M_CLIP_STEPS, _M_CLIP_STEPS) + _M_CLIP_STEPS).astype(np.uint8)
         payload, uses_reference = encode_given(
             plane, _previous("levels", spec, context), 2 * _M_CLIP_STEPS + 1
         )
-        params = {"step": float(np.float32(self.step))}
-        encoded = EncodedTensor(self.id, params, {"levels": payload}, uses_reference)
+        encoded = EncodedTensor(self.id, {"step": float(_M_STEP)}, {"levels": payload}, uses_reference)
         return Staged(self._restore(plane, unit, spec), lambda: (encoded, {"levels": plane}))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:

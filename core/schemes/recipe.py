@@ -20,9 +20,9 @@ __all__ = [
     "check_number",
     "described",
     "is_weight",
+    "moment_codecs",
     "reference_value",
     "weight_codecs",
-    "with_second_moment",
 ]
 
 Moments = Literal["exact", "levels"]
@@ -74,25 +74,24 @@ def is_weight(spec: TensorSpec, min_elements: int) -> bool:
     )
 
 
-def with_second_moment(state: TrainingState) -> frozenset[str | None]:
-    """Parameters that have a second moment: the published schemes store any other momentum exactly."""
-    return frozenset(spec.tag.parameter for spec in state.specs.values() if spec.tag.role is Role.EXP_AVG_SQ)
+def moment_codecs(state: TrainingState, min_elements: int) -> dict[str, Callable[[], TensorCodec]]:
+    """`Scheme.codecs` of Adam's moments in levels; a momentum without a second moment is stored exactly."""
+    makers: dict[str, Callable[[], TensorCodec]] = {}
+    squared = {spec.tag.parameter for spec in state.specs.values() if spec.tag.role is Role.EXP_AVG_SQ}
+    for name, spec in state.specs.items():
+        if spec.numel >= min_elements and spec.tag.role is Role.EXP_AVG_SQ:
+            makers[name] = SecondMomentCodec
+        elif spec.numel >= min_elements and spec.tag.role is Role.EXP_AVG and spec.tag.parameter in squared:
+            makers[name] = FirstMomentCodec
+    return makers
 
 
 def weight_codecs(
     state: TrainingState, options: WeightOptions, make: Callable[[TensorSpec], TensorCodec]
 ) -> dict[str, Callable[[], TensorCodec]]:
     """`Scheme.codecs` of a scheme for weights: `make` is called with each weight's spec just before it is coded."""
-    makers: dict[str, Callable[[], TensorCodec]] = {}
-    squared = with_second_moment(state)
-    for name, spec in state.specs.items():
-        if options.takes(spec):
-            makers[name] = partial(make, spec)
-        elif options.moments == "levels" and spec.numel >= options.min_elements:
-            if spec.tag.role is Role.EXP_AVG_SQ:
-                makers[name] = SecondMomentCodec
-            elif spec.tag.role is Role.EXP_AVG and spec.tag.parameter in squared:
-                makers[name] = FirstMomentCodec
+    makers = moment_codecs(state, options.min_elements) if options.moments == "levels" else {}
+    makers |= {name: partial(make, spec) for name, spec in state.specs.items() if options.takes(spec)}
     return makers
 
 

@@ -92,7 +92,6 @@ def _weights_only() -> Iterator[Setting]:
     swept: Sequence[tuple[str, str, Any]] = (
         ("lc-checkpoint", "2 bit", LCCheckpointOptions(bits=2)),
         ("lc-checkpoint", "3 bit", LCCheckpointOptions()),
-        ("lc-checkpoint", "3 bit, mended", LCCheckpointOptions(representative="mean", priority="energy", paired=True)),
         ("uniform", "by entropy", UniformOptions()),
         ("uniform", "8 bit", UniformOptions(bits=8)),
         ("adaptive", "4 bit", AdaptiveOptions()),

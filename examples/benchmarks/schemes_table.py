@@ -32,8 +32,8 @@ is the mean over the seeds, `±` half of the way from the least to the greatest.
   middle one and the last.
 - **restored n times**: final loss of a run that is restored from every one of its n checkpoints, evenly
   spread, against the undisturbed one; and how small its files were.
-- "moments too" codes Adam's moments in levels, where the papers do not change them; "refilled" and
-  "mended" repair what docs of the options call defects. ExCP's base is stored in full as published, "lossy base" has
+- "moments too" codes Adam's moments in levels, where the papers do not change them; "refilled"
+  repairs what docs of the options call a defect. ExCP's base is stored in full as published, "lossy base" has
   its moments clustered.
 """
 

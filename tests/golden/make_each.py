@@ -1,6 +1,6 @@
 """Makes a golden chain for every codec that the chain of make_codecs.py does not have, and what they decode to. Run by hand, once.
 
-    python tests/golden/make_each.py
+    PYTHONPATH=tests python tests/golden/make_each.py
 
 A chain is a base and two deltas of some small tensors, each by the same codec in another way. As with the other golden
 files, a released chain is never made again: for a new codec, add a case; the script makes the chains that there are not.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from support.super_steps import merge_super_step
 
 from shrinkpoint.coding.encode import EncodedState, encode_state
 from shrinkpoint.coding.selective import decode_chain, in_memory
@@ -35,7 +36,6 @@ from shrinkpoint.schemes.published.itmo import ItmoOptions
 from shrinkpoint.schemes.published.lc_checkpoint import (
     LCCheckpointOptions,
     LCCheckpointWeightCodec,
-    merge_super_step,
 )
 from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
@@ -230,9 +230,6 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
     },
     "lc-checkpoint-weight": {
         "published": weight(lambda *_: LCCheckpointWeightCodec()),
-        "paired": weight(
-            lambda *_: LCCheckpointWeightCodec(options=LCCheckpointOptions(bits=2, paired=True))
-        ),
         "half": weight(
             lambda *_: LCCheckpointWeightCodec(options=LCCheckpointOptions(bits=5)), dtype=torch.bfloat16
         ),

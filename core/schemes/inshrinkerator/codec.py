@@ -4,8 +4,9 @@ Source: Inshrinkerator (arXiv 2306.11800), sections 4.2-4.4. Values are quantize
 accumulates along a chain; only the levels are delta-coded, losslessly.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,15 +16,16 @@ from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.clustering import assign, optimal_clusters, sample_weights
 from shrinkpoint.quantize.sketch import SignedHistogram
 from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
+from shrinkpoint.schemes.codec_io import WEIGHT_DTYPES, integer, section
 from shrinkpoint.schemes.inshrinkerator.level_deltas import decode_levels, encode_levels
 from shrinkpoint.schemes.inshrinkerator.partition import Thresholds, partition
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.tree import JSON
 
 __all__ = ["InshrinkeratorWeightCodec", "Quantized"]
 
 _PRUNED, _PROTECTED, _FIRST = 0, 1, 2  # level ids; independent of the number of bins
-_CODED = {torch.float32, torch.float16, torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class InshrinkeratorWeightCodec:
         Raises:
             CannotRepresentError: a dtype without two-byte form, non-finite values, or no thresholds.
         """
-        if weight.dtype not in _CODED or self.thresholds is None:
+        if weight.dtype not in WEIGHT_DTYPES or self.thresholds is None:
             raise CannotRepresentError(f"{name}: weights of dtype {weight.dtype} are stored exactly")
         if not bool(torch.isfinite(weight).all()):
             raise CannotRepresentError(f"{name} contains NaN or infinity and is stored exactly")
@@ -119,7 +121,7 @@ class InshrinkeratorWeightCodec:
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
         previous, previous_count = _previous(context.reference if encoded.uses_reference else None, spec)
-        payload = _section(encoded, spec, "levels")
+        payload = section(encoded, spec, "levels")
         count = _count(encoded.params, spec)
         return {"levels": decode_levels(payload, spec.numel, count, previous, previous_count)}
 
@@ -127,13 +129,13 @@ class InshrinkeratorWeightCodec:
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        section = _section(encoded, spec, "codebook")
-        if spec.dtype not in _CODED or len(section) != 4 * (_count(encoded.params, spec) - _FIRST):
+        stored = section(encoded, spec, "codebook")
+        if spec.dtype not in WEIGHT_DTYPES or len(stored) != 4 * (_count(encoded.params, spec) - _FIRST):
             raise FormatError(f"{spec.name}: its codebook does not fit its dtype or its number of levels")
-        codebook = np.frombuffer(section, dtype="<f4").astype(np.float32)
+        codebook = np.frombuffer(stored, dtype="<f4").astype(np.float32)
         levels = np.asarray(planes["levels"], dtype=np.uint8)
         half = torch.bfloat16 if spec.dtype is torch.float32 else spec.dtype
-        raw = np.frombuffer(_section(encoded, spec, "protected"), dtype=np.uint8)
+        raw = np.frombuffer(section(encoded, spec, "protected"), dtype=np.uint8)
         protected = tensor_from_bytes(raw, half, (int(np.count_nonzero(levels == _PROTECTED)),))
         shaped = torch.from_numpy(levels).reshape(spec.shape)
         return Quantized(shaped, torch.from_numpy(codebook), protected).value(spec.dtype)
@@ -164,15 +166,5 @@ def _previous(reference: ReferenceState | None, spec: TensorSpec) -> tuple[UInt8
     return plane, _count(reference.params, spec)
 
 
-def _count(params: Any, spec: TensorSpec) -> int:
-    count = params.get("levels")
-    if type(count) is not int or not _FIRST <= count <= 255:
-        raise FormatError(f"{spec.name}: {count!r} is not a number of levels")
-    return count
-
-
-def _section(encoded: EncodedTensor, spec: TensorSpec, name: str) -> bytes:
-    try:
-        return encoded.sections[name]
-    except KeyError:
-        raise FormatError(f"{spec.name}: section {name!r} is missing") from None
+def _count(params: Mapping[str, JSON], spec: TensorSpec) -> int:
+    return integer(params, spec, "levels", _FIRST, 255)

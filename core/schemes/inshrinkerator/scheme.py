@@ -18,8 +18,7 @@ from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder
 from shrinkpoint.schemes.inshrinkerator.partition import ScoreSketches
 from shrinkpoint.schemes.inshrinkerator.sensitivity import sensitivity_score
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
-from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
-from shrinkpoint.schemes.recipe import is_weight, with_second_moment
+from shrinkpoint.schemes.recipe import is_weight, moment_codecs
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
@@ -28,8 +27,6 @@ __all__ = ["Inshrinkerator", "InshrinkeratorOptions", "Weights", "weights_of"]
 _RANGES = (  # those of the parts that the options are passed to, checked before training starts
     ("alpha", 0.001, 0.5),
     ("magnitude_weight", 0, 1),
-    ("second_moment_step", 0.01, 2),
-    ("first_moment_step", 0.001, 4),
 )
 
 
@@ -48,10 +45,6 @@ class InshrinkeratorOptions:
     """Share of the magnitude in the sample weights of the histogram k-means (4.3)."""
     coder: LevelCoder = "rans"
     """Entropy coder of the levels: conditional rANS, or the paper's run lengths and Huffman codes (Algorithm 5)."""
-    second_moment_step: float = 1.0
-    """Distance of two levels of Adam's second moment, in octaves."""
-    first_moment_step: float = 0.5
-    """Distance of two levels of Adam's first moment, in roots of the second."""
     min_elements: int = 2000
     """Tensors with fewer elements are stored exactly."""
 
@@ -174,22 +167,13 @@ class Inshrinkerator:
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`."""
-        makers: dict[str, Callable[[], TensorCodec]] = {}
+        makers = moment_codecs(state, self.options.min_elements)
         sketched = {spec.name for spec in self.weights.specs}
-        squared = with_second_moment(state)
         for name, spec in state.specs.items():
             if name in sketched:
                 makers[name] = partial(self.weights.codec, spec, self.configuration)
             elif self.options.takes(spec):
                 makers[name] = partial(_refuse, name)
-            elif spec.numel >= self.options.min_elements and spec.tag.role is Role.EXP_AVG_SQ:
-                makers[name] = partial(SecondMomentCodec, step=self.options.second_moment_step)
-            elif (
-                spec.numel >= self.options.min_elements
-                and spec.tag.role is Role.EXP_AVG
-                and spec.tag.parameter in squared
-            ):
-                makers[name] = partial(FirstMomentCodec, step=self.options.first_moment_step)
         return makers
 
     def describe(self) -> JSON:

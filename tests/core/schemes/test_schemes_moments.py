@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.chains import encode
 from support.containers import identical
 
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.state.training import TensorSpec
@@ -39,16 +39,16 @@ def factor_of(v: torch.Tensor) -> np.ndarray:
     return np.maximum(np.multiply.outer(rows, columns), TINY).reshape(v.shape)
 
 
-def check_second(v: torch.Tensor, restored: torch.Tensor, step: float) -> None:
+def check_second(v: torch.Tensor, restored: torch.Tensor) -> None:
     assert bool(torch.isfinite(restored).all())
     assert torch.equal(restored == 0, v == 0)
     nonzero = v != 0
     assert bool((restored[nonzero] >= TINY).all())
     with np.errstate(divide="ignore"):
         octaves = np.abs(np.log2(v.double().numpy() / factor_of(v)))
-    free = nonzero & torch.as_tensor(octaves < 60 * step) & (v >= TINY)
+    free = nonzero & torch.as_tensor(octaves < 60) & (v >= TINY)
     ratio = (restored[free].double() / v[free].double()).log2().abs()
-    assert bool((ratio <= step / 2 + 1e-4).all())
+    assert bool((ratio <= 0.5 + 1e-4).all())
 
 
 @st.composite
@@ -77,35 +77,35 @@ def second_moments(draw: st.DrawFn) -> torch.Tensor:
 @settings(max_examples=60)
 @given(st.data())
 def test_second_moments_keep_their_guarantees_along_a_chain(data):
-    reference, step = None, data.draw(st.sampled_from([0.05, 0.5, 1.0, 2.0]))
+    reference = None
     v = data.draw(second_moments())
     for _ in range(data.draw(st.integers(1, 3))):
-        reference, restored = round_trip(SecondMomentCodec(step=step), v, reference)
-        check_second(v, restored, step)
+        reference, restored = round_trip(SecondMomentCodec(), v, reference)
+        check_second(v, restored)
         v = v * 0.999 + 0.001 * torch.rand(v.shape) * v.mean()
 
 
-@given(second_moments(), st.sampled_from([0.05, 0.5, 2.0]), st.integers(-3, 0))
-def test_first_moments_keep_their_guarantees(v, step, scale):
+@given(second_moments(), st.integers(-3, 0))
+def test_first_moments_keep_their_guarantees(v, scale):
     v = round_trip(SecondMomentCodec(), v)[1]
     root = v.sqrt()
     m = torch.randn(v.shape, generator=torch.Generator().manual_seed(1)) * root * 10.0**scale
     reference = None
     for _ in range(2):
-        reference, restored = round_trip(FirstMomentCodec(step=step), m, reference, v)
+        reference, restored = round_trip(FirstMomentCodec(), m, reference, v)
         assert bool(torch.isfinite(restored).all())
         assert not restored[v == 0].any()
-        free = m.abs() <= 31 * step * root
+        free = m.abs() <= 15.5 * root
         error = (restored - m).abs()[free].double()
-        assert bool((error <= step / 2 * root[free].double() * (1 + 1e-5)).all())
+        assert bool((error <= root[free].double() / 4 * (1 + 1e-5)).all())
         clipped = restored.abs()[~free].double()
-        assert bool((clipped <= 31 * step * root[~free].double() * (1 + 1e-5)).all())
+        assert bool((clipped <= 15.5 * root[~free].double() * (1 + 1e-5)).all())
 
 
 @pytest.mark.parametrize("shape", [(1,), (), (1, 1), (5000,), (2, 3, 4, 5)])
 def test_any_number_of_dimensions(shape):
     v = torch.rand(shape) + 0.1
-    check_second(v, round_trip(SecondMomentCodec(), v)[1], 1.0)
+    check_second(v, round_trip(SecondMomentCodec(), v)[1])
 
 
 def test_equal_moments_are_restored_as_they_are():
@@ -139,10 +139,11 @@ def test_decoding_does_not_depend_on_how_the_process_treats_subnormals(fill):
 
 
 def test_the_end_of_the_range_is_refused_rather_than_restored_as_infinite():
-    v = torch.tensor([[3.4e38, 1.5e38], [1.5e38, 3.4e38]])
+    v = torch.tensor([[3.4e38, 1e38], [1e38, 3.4e38]])
     with pytest.raises(CannotRepresentError, match="fp32"):
-        encode(SecondMomentCodec(step=0.5), v, spec_of(v), Context())
-    check_second(v, round_trip(SecondMomentCodec(), v)[1], 1.0)
+        encode(SecondMomentCodec(), v, spec_of(v), Context())
+    v = torch.tensor([[3.4e38, 1.5e38], [1.5e38, 3.4e38]])
+    check_second(v, round_trip(SecondMomentCodec(), v)[1])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -193,14 +194,6 @@ def test_negative_and_empty_second_moments_are_refused():
     for v, why in ((torch.tensor([[1.0, -1e-30]]), "negative"), (torch.ones(0, 5), "empty")):
         with pytest.raises(CannotRepresentError, match=why):
             encode(SecondMomentCodec(), v, spec_of(v), Context())
-
-
-@pytest.mark.parametrize(
-    ("codec", "step"), [(SecondMomentCodec, 2.5), (SecondMomentCodec, 0.0), (FirstMomentCodec, 5)]
-)
-def test_steps_that_cannot_work_are_refused(codec, step):
-    with pytest.raises(ConfigError, match=f"step .*{step}"):
-        codec(step=step)
 
 
 def test_moments_that_hardly_changed_cost_little():

@@ -1,6 +1,6 @@
 """Makes the golden chains of the baselines' codecs that there are not, as tests/golden/make_each.py those of this library's.
 
-python tests/examples/baselines/make_golden.py
+PYTHONPATH=tests python tests/examples/baselines/make_golden.py
 """
 
 import sys
