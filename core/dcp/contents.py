@@ -1,24 +1,29 @@
-"""The tree of a state of which `torch.distributed.checkpoint` knows flat names alone: put together at a save, taken apart at a load."""
+"""What torch's planners say of a whole state, as a tree and a table of boxes: made at a save, taken apart at a load."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from shrinkpoint.dcp.items import FlatPath, path_of
+from shrinkpoint.coding.parts import PartsHeader
+from shrinkpoint.container.reader import Header
+from shrinkpoint.dcp.items import FlatPath, box_place, name_at, path_of
 from shrinkpoint.errors import CannotRepresentError, FormatError, StoreError
+from shrinkpoint.state.dtypes import dtype_name
 from shrinkpoint.state.training import TensorSpec, TrainingState
-from shrinkpoint.state.tree import JSON, decode_tree, encode_tree, join_path
+from shrinkpoint.state.tree import JSON, decode_tree, encode_tree
 
-__all__ = ["flat_nodes", "whole_state"]
+__all__ = ["flat_nodes", "table_to_store", "tables_of", "tensor_in", "whole_state"]
+
+_KEY = "boxes"
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    node: JSON
+# ---- the tree
 
 
 def whole_state(metadata: Metadata, plain: Mapping[str, JSON]) -> TrainingState:
@@ -32,16 +37,15 @@ def whole_state(metadata: Metadata, plain: Mapping[str, JSON]) -> TrainingState:
         StoreError: no rank has stored one of the values.
         CannotRepresentError: the state is nested, and the planner has not flattened it.
     """
-    leaves: dict[str, _Leaf] = {}
-    paths: dict[str, FlatPath] = {}
-    empty: dict[str, TensorSpec] = {}
+    nodes: dict[str, JSON] = {}
+    empty: dict[str, torch.Tensor] = {}
+    paths = {fqn: path_of(fqn, metadata.planner_data) for fqn in metadata.state_dict_metadata}
     for fqn, found in metadata.state_dict_metadata.items():
-        paths[fqn] = path_of(fqn, metadata.planner_data)
         if isinstance(found, TensorStorageMetadata):
-            name = join_path(tuple(map(str, paths[fqn])))
-            leaves[fqn] = _Leaf({"$": "tensor", "name": name})
+            name = name_at(paths[fqn])
+            nodes[fqn] = {"$": "tensor", "name": name}
             if found.size.numel() == 0:
-                empty[name] = TensorSpec(name=name, dtype=found.properties.dtype, shape=tuple(found.size))
+                empty[name] = torch.empty(found.size, dtype=found.properties.dtype)
         elif fqn not in plain:
             raise StoreError(f"no rank has stored {fqn!r}")
         elif metadata.planner_data is None and isinstance(plain[fqn], dict) and "$" not in plain[fqn]:
@@ -49,69 +53,80 @@ def whole_state(metadata: Metadata, plain: Mapping[str, JSON]) -> TrainingState:
                 f"{fqn!r} is a dict that the planner has not flattened: use DefaultSavePlanner(flatten_state_dict=True)"
             )
         else:
-            leaves[fqn] = _Leaf(plain[fqn])
-    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in empty.items()}
-    return TrainingState(_joined(unflatten_state_dict(leaves, paths)), tensors, empty)
+            nodes[fqn] = plain[fqn]
+    stand_ins = {fqn: torch.empty(0) for fqn in nodes}
+    known = {id(tensor): fqn for fqn, tensor in stand_ins.items()}
+    tree = encode_tree(unflatten_state_dict(stand_ins, paths), lambda _, tensor: known[id(tensor)])
+    specs = {name: TensorSpec(name=name, dtype=t.dtype, shape=tuple(t.shape)) for name, t in empty.items()}
+    return TrainingState(_filled(tree, nodes), empty, specs)
 
 
-def _joined(value: Any) -> JSON:
-    """Nested dicts and lists of leaves as a tree."""
-    if isinstance(value, _Leaf):
-        return value.node
-    if isinstance(value, list):
-        return [_joined(item) for item in value]
-    if not isinstance(value, dict):
-        return value  # None in the place of a list's item that the state does not have
-    # the form of the keys is the tree's own matter
-    form = encode_tree(dict.fromkeys(value), _no_tensor)
-    if "$" not in form:
-        return {key: _joined(item) for key, item in value.items()}
-    pairs = zip(form["items"], value.values(), strict=True)
-    return {**form, "items": [[key, _joined(item)] for (key, _), item in pairs]}
+def _filled(node: JSON, nodes: Mapping[str, JSON]) -> JSON:
+    """A tree with other nodes in the places of its tensors."""
+    if isinstance(node, list):
+        return [_filled(item, nodes) for item in node]
+    name = tensor_in(node)
+    if name is not None:
+        return nodes[name]
+    return {key: _filled(item, nodes) for key, item in node.items()} if isinstance(node, dict) else node
 
 
-def _no_tensor(path: tuple[str, ...], tensor: torch.Tensor) -> str:
-    raise FormatError(f"a tensor as a key, in {'/'.join(path)}")
+def tensor_in(node: JSON) -> str | None:
+    """The name of the tensor that a node of a tree stands for; None where it is no tensor."""
+    if isinstance(node, dict) and node.get("$") == "tensor" and isinstance(node.get("name"), str):
+        return str(node["name"])
+    return None
 
 
-def flat_nodes(tree: JSON) -> Iterator[tuple[FlatPath, JSON]]:
-    """The values of a tree as torch flattens nested states: each one's place and its own tree.
+@dataclass(frozen=True)
+class _Leaf:
+    """What torch is not to look into."""
+
+    node: JSON
+
+
+def flat_nodes(tree: JSON) -> tuple[dict[str, JSON], dict[str, FlatPath]]:
+    """The values of a tree as torch flattens nested states.
 
     Args:
         tree: of a checkpoint.
 
+    Returns:
+        The tree of each value, and its place in the whole, by its name in the flat state.
+
     Raises:
-        FormatError: it is malformed.
+        FormatError: it is malformed, or two values have one flat name.
     """
-    members = _members(tree)
-    if members is None:
+    state = _opened(tree)
+    if not isinstance(state, dict):
         raise FormatError("the checkpoint's state is not a dict, as torch.distributed.checkpoint needs it")
-    for key, node in members:
-        yield from _flat((key,), node)
+    nodes: dict[str, JSON] = {}
+    paths: dict[str, FlatPath] = {}
+
+    def note(path: FlatPath, value: Any) -> None:
+        fqn = ".".join(map(str, path))
+        if fqn in nodes:
+            raise FormatError(
+                f"two values of the state have the flat name {fqn!r}, which torch.distributed.checkpoint cannot load"
+            )
+        nodes[fqn], paths[fqn] = _closed(value), path
+
+    traverse_state_dict(
+        state, note, lambda item: isinstance(item, _Leaf) and tensor_in(item.node) is not None
+    )
+    return nodes, paths
 
 
-def _flat(path: FlatPath, node: JSON) -> Iterator[tuple[FlatPath, JSON]]:
-    members = _members(node)
-    if members is not None:
-        for key, item in members:
-            yield from _flat((*path, key), item)
-    elif isinstance(node, list) and not _ends(node):
-        for index, item in enumerate(node):
-            yield from _flat((*path, index), item)
-    else:
-        yield path, node
-
-
-def _members(node: JSON) -> list[tuple[str, JSON]] | None:
-    """Keys and values of a dict; None of anything else."""
-    if not isinstance(node, dict):
-        return None
+def _opened(node: JSON) -> Any:
+    """A tree's dicts and lists, in which everything else is a leaf."""
+    if isinstance(node, list):
+        return [_opened(item) for item in node]
+    if not isinstance(node, dict) or node.get("$", "dict") not in ("dict", "odict"):
+        return _Leaf(node)
     if "$" not in node:
-        return list(node.items())
-    if node["$"] not in ("dict", "odict"):
-        return None
+        return {key: _opened(item) for key, item in node.items()}
     try:
-        return [(str(decode_tree(key, _no_name)), item) for key, item in node["items"]]
+        return {str(decode_tree(key, _no_name)): _opened(item) for key, item in node["items"]}
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"the tree of plain data is malformed: {error!r}") from error
 
@@ -120,15 +135,117 @@ def _no_name(name: str) -> torch.Tensor:
     raise FormatError(f"the tensor {name!r} as a key of a dict")
 
 
-def _ends(node: JSON) -> bool:
-    """Whether torch takes a value as a whole: one that is no dict, and no list with tensors or deeper values in it."""
-    if _members(node) is not None:
-        return False
-    if not isinstance(node, list):
-        return True
-    for item in node:
-        if isinstance(item, dict) and item.get("$") == "tensor":
-            return False
-        if (isinstance(item, list) or _members(item) is not None) and not _ends(item):
-            return False
-    return True
+def _closed(value: Any) -> JSON:
+    return [_closed(item) for item in value] if isinstance(value, list) else value.node
+
+
+# ---- the table, by which few headers are read
+
+
+def table_to_store(
+    metadata: Metadata, stored: Sequence[Sequence[MetadataIndex]], more: Mapping[str, int]
+) -> JSON:
+    """Which boxes of which tensors a checkpoint has in which parts, for the header of its first part (docs/format.md, "Boxes").
+
+    Tensors that lie alike, as those of equal shape mostly do, share a row: its size hardly depends on their number.
+
+    Args:
+        metadata: as torch's planner made it of all ranks' plans.
+        stored: what each rank has stored; part 0 is no rank's.
+        more: the parts that have the tensors in plain data, by name.
+
+    Raises:
+        StoreError: no rank has stored one of the boxes.
+    """
+    parts = {(index.fqn, tuple(index.offset or ())): n for n, own in enumerate(stored, 1) for index in own}
+    rows: dict[str, int] = {}
+    layouts: list[JSON] = []
+    tensors: dict[str, int] = {}
+    for fqn, found in metadata.state_dict_metadata.items():
+        if not isinstance(found, TensorStorageMetadata):
+            continue
+        layout: JSON = [dtype_name(found.properties.dtype), list(found.size), _boxes(fqn, found, parts)]
+        if repr(layout) not in rows:
+            rows[repr(layout)] = len(layouts)
+            layouts.append(layout)
+        tensors[name_at(path_of(fqn, metadata.planner_data))] = rows[repr(layout)]
+    return {_KEY: {"layouts": layouts, "tensors": tensors, "more": dict(more)}}
+
+
+def _boxes(
+    fqn: str, found: TensorStorageMetadata, parts: Mapping[tuple[str, tuple[int, ...]], int]
+) -> list[JSON]:
+    if found.size.numel() == 0:
+        return [[[0] * len(found.size), list(found.size), 0]]
+    boxes: list[JSON] = []
+    for chunk in found.chunks:
+        if chunk.sizes.numel() == 0:
+            continue
+        part = parts.get((fqn, tuple(chunk.offsets)), parts.get((fqn, ())))
+        if part is None:
+            raise StoreError(f"no rank has stored {tuple(chunk.sizes)} at {tuple(chunk.offsets)} of {fqn!r}")
+        boxes.append([list(chunk.offsets), list(chunk.sizes), part])
+    return boxes
+
+
+Table = tuple[Mapping[str, TensorSpec], Mapping[str, int]]
+"""The specs of stored tensors without tags, and the part that has each, by name; of tensors in plain data only the part."""
+
+
+def tables_of(headers: Sequence[Header], parts: Sequence[int]) -> list[Table] | None:
+    """What the tables in the headers of the first parts of a chain's checkpoints say; None where one has none.
+
+    Args:
+        headers: of these parts.
+        parts: how many each checkpoint has.
+
+    Raises:
+        FormatError: one is malformed.
+    """
+    tables: list[Table] = []
+    before: JSON = None
+    for header, count in zip(headers, parts, strict=True):
+        own = header.own.get(0) if isinstance(header, PartsHeader) else None
+        if not isinstance(own, dict) or _KEY not in own:
+            return None
+        # mostly that of the checkpoint before, and there may be very many boxes
+        tables.append(tables[-1] if before == (own, count) else _table(own[_KEY], count))
+        before = own, count
+    return tables
+
+
+def _table(node: JSON, parts: int) -> Table:
+    specs: dict[str, TensorSpec] = {}
+    try:
+        places = {str(name): _number(part, parts) for name, part in node["more"].items()}
+        layouts = [_layout(parts, *row) for row in node["layouts"]]
+        for name, row in node["tensors"].items():
+            for place, spec, part in layouts[_number(row, len(layouts))]:
+                block = None if spec.block is None else replace(spec.block, of=name)
+                specs[name + place] = replace(spec, name=name + place, block=block)
+                places[name + place] = part
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise FormatError(
+            f"the table of boxes in the checkpoint's first part is malformed: {error!r}"
+        ) from error
+    return specs, places
+
+
+def _layout(parts: int, dtype: str, shape: list[int], boxes: list[Any]) -> list[tuple[str, TensorSpec, int]]:
+    """Of each box of tensors that lie alike: what its name ends with, its spec as if it had no other name, and its part."""
+    found = {}
+    for at, size, part in boxes:
+        block = {} if size == shape else {"block": ["", at, shape, None]}
+        tag = {"role": "other", "layer_type": "other", "parameter": None}
+        spec = TensorSpec.from_json({"name": "", "dtype": dtype, "shape": size, **tag, **block})
+        place = box_place(at) if block else ""
+        found[place] = place, spec, _number(part, parts)
+    if len(found) != len(boxes) or sum(spec.numel for _, spec, _ in found.values()) != math.prod(shape):
+        raise ValueError(f"{boxes!r:.80} do not make up {shape!r:.80}")
+    return list(found.values())
+
+
+def _number(value: int, end: int) -> int:
+    if type(value) is not int or not 0 <= value < end:
+        raise ValueError(f"{value!r:.80} is no number below {end}")
+    return value

@@ -1,27 +1,23 @@
 """What a rank is to write, as `torch.distributed.checkpoint` says it, in this library's own terms."""
 
-import io
 import math
-import pickle
 import re
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from pathlib import PosixPath
 from typing import Any
 
-import numpy as np
 import torch
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.state.blocks import block_of
 from shrinkpoint.state.dtypes import dtype_name
 from shrinkpoint.state.roles import named_role
-from shrinkpoint.state.specs import Block
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON, encode_tree, join_path
 
-__all__ = ["FlatPath", "OwnItems", "box_name", "path_of", "take_items"]
+__all__ = ["FlatPath", "box_place", "name_at", "path_of", "take_items"]
 
 FlatPath = tuple[str | int, ...]
 """Where a value stands in the nested state: keys of dicts and indices of lists."""
@@ -29,48 +25,6 @@ FlatPath = tuple[str | int, ...]
 _MODELS = ("model", "state_dict")
 """Keys of a state under which the model's own is."""
 _OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.(?P<parameter>.+)\.(?P<key>[^.]+)$")
-
-
-class OwnItems:
-    """What one rank writes of a checkpoint.
-
-    Attributes:
-        tensors: host memory of their own, by name.
-        specs: of these.
-        plain: everything else, by name in the flat state.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.specs: dict[str, TensorSpec] = {}
-        self.plain: dict[str, JSON] = {}
-
-    @property
-    def state(self) -> TrainingState:
-        """The tensors, without a tree: that is one of all ranks."""
-        return TrainingState(None, self.tensors, self.specs)
-
-    def put(self, spec: TensorSpec, tensor: Any) -> None:
-        """Add a tensor, copied.
-
-        Raises:
-            CannotRepresentError: it is of a kind that cannot be stored, or its name is there already.
-        """
-        plain = tensor.layout is torch.strided and not tensor.is_quantized
-        if not plain or is_traceable_wrapper_subclass(tensor):
-            raise CannotRepresentError(
-                f"{spec.name} is a {type(tensor).__module__}.{type(tensor).__qualname__} of layout {tensor.layout}: only dense"
-                " tensors can be stored; convert it in your state_dict()"
-            )
-        try:
-            dtype_name(tensor.dtype)
-        except CannotRepresentError as error:
-            raise CannotRepresentError(f"tensor {spec.name!r}: {error}") from None
-        if spec.name in self.tensors:
-            raise CannotRepresentError(f"two tensors of the state would be called {spec.name!r}: rename one")
-        # always a copy: training changes its own tensors, and torch reuses the memory that it stages them in
-        self.tensors[spec.name] = torch.empty(spec.shape, dtype=spec.dtype).copy_(tensor.detach())
-        self.specs[spec.name] = spec
 
 
 def path_of(fqn: str, paths: object) -> FlatPath:
@@ -84,7 +38,19 @@ def path_of(fqn: str, paths: object) -> FlatPath:
     return tuple(found) if isinstance(found, (tuple, list)) else (fqn,)
 
 
-def take_items(items: Sequence[WriteItem], planner: SavePlanner, paths: object) -> OwnItems:
+def name_at(path: FlatPath) -> str:
+    """The name of the tensor at a place in the nested state."""
+    return join_path(tuple(map(str, path)))
+
+
+def box_place(offset: Sequence[int]) -> str:
+    """What the name of a box has behind that of its tensor."""
+    return f"@{','.join(map(str, offset))}"
+
+
+def take_items(
+    items: Sequence[WriteItem], planner: DefaultSavePlanner, paths: object
+) -> tuple[TrainingState, dict[str, JSON]]:
     """Copy what this rank is to write.
 
     Args:
@@ -92,48 +58,62 @@ def take_items(items: Sequence[WriteItem], planner: SavePlanner, paths: object) 
         planner: resolves them.
         paths: as of `path_of`.
 
+    Returns:
+        The tensors, without a tree, which is one of all ranks; and everything else, by name in the flat state.
+
     Raises:
-        CannotRepresentError: a value cannot be stored without pickle.
+        CannotRepresentError: a value cannot be stored without pickle, or two tensors have one name.
     """
-    own = OwnItems()
-    state = getattr(planner, "state_dict", None)
-    known = state.keys() if isinstance(state, Mapping) else {item.index.fqn for item in items}
-    flat = not any(_is_below_model(path_of(fqn, paths)) for fqn in known)
+    tensors: dict[str, torch.Tensor] = {}
+    specs: dict[str, TensorSpec] = {}
+    plain: dict[str, JSON] = {}
+    flat = not any(_is_below_model(path_of(fqn, paths)) for fqn in planner.state_dict)
+
+    def add(spec: TensorSpec, tensor: torch.Tensor) -> None:
+        _check_dense(spec.name, tensor)
+        if spec.name in tensors:
+            raise CannotRepresentError(f"two tensors of the state would be called {spec.name!r}: rename one")
+        # always a copy: training changes its own tensors, and torch reuses the memory that it stages them in
+        tensors[spec.name] = torch.empty(spec.shape, dtype=spec.dtype).copy_(tensor.detach())
+        specs[spec.name] = spec
+
+    def put(place: tuple[str, ...], tensor: torch.Tensor) -> str:
+        name = join_path(place)
+        add(TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)), tensor)
+        return name
+
     for item in items:
         fqn = item.index.fqn
-        path, value = path_of(fqn, paths), planner.resolve_data(item)
-        if item.type is WriteItemType.BYTE_IO:
-            assert isinstance(value, io.BytesIO)  # as the planner's interface says
-            own.plain[fqn] = _plain(fqn, path, value, own)
+        path = path_of(fqn, paths)
+        if item.type is WriteItemType.BYTE_IO:  # of which `resolve_data` would make a pickle
+            plain[fqn] = encode_tree(planner.lookup_object(item.index), put, tuple(map(str, path)))
             continue
+        value = planner.resolve_data(item)
         assert isinstance(value, torch.Tensor)
+        assert item.tensor_data is not None
         if hasattr(value, "wait"):  # the result of a collective that has not arrived
             value = value.wait()
-        assert item.tensor_data is not None
-        whole = tuple(item.tensor_data.size)
+        whole, offset = tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets)
         if math.prod(whole) == 0 or value.numel() == 0:
             continue  # of a tensor without elements, its shape is all; an empty shard is nothing
         tag = _tag(fqn, path, value.dtype, flat=flat)
-        offset = tuple(item.tensor_data.chunk.offsets)
-        own.put(_spec(join_path(tuple(map(str, path))), value, whole, offset, tag), value)
-    return own
+        spec = TensorSpec(name=name_at(path), dtype=value.dtype, shape=whole, tag=tag)
+        shape = tuple(value.shape)
+        add(spec if shape == whole else block_of(spec, box_place(offset), offset, shape), value)
+    return TrainingState(None, tensors, specs), plain
 
 
-def _spec(
-    name: str, value: torch.Tensor, whole: tuple[int, ...], offset: tuple[int, ...], tag: Tag
-) -> TensorSpec:
-    shape = tuple(value.shape)
-    if shape == whole:
-        return TensorSpec(name=name, dtype=value.dtype, shape=shape, tag=tag)
-    place = box_name("", offset, shape, whole)
-    block = Block(of=name, offset=offset, shape=whole, parameter=tag.parameter)
-    own = Tag(role=tag.role, parameter=None if tag.parameter is None else tag.parameter + place)
-    return TensorSpec(name=name + place, dtype=value.dtype, shape=shape, tag=own, block=block)
-
-
-def box_name(name: str, offset: tuple[int, ...], size: tuple[int, ...], whole: tuple[int, ...]) -> str:
-    """The name under which a box of a tensor is stored; the tensor's own, if it is all of it."""
-    return name if size == whole else f"{name}@{','.join(map(str, offset))}"
+def _check_dense(name: str, tensor: Any) -> None:
+    plain = tensor.layout is torch.strided and not tensor.is_quantized
+    if not plain or is_traceable_wrapper_subclass(tensor):
+        raise CannotRepresentError(
+            f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__} of layout {tensor.layout}: only dense"
+            " tensors can be stored; convert it in your state_dict()"
+        )
+    try:
+        dtype_name(tensor.dtype)
+    except CannotRepresentError as error:
+        raise CannotRepresentError(f"tensor {name!r}: {error}") from None
 
 
 # ---- roles, read off the names: a storage learns nothing else
@@ -160,39 +140,3 @@ def _tag(fqn: str, path: FlatPath, dtype: torch.dtype, *, flat: bool) -> Tag:
         parameter = ".".join(map(str, path[1:] if len(path) > 1 else path))
         return Tag(role=Role.WEIGHT if dtype.is_floating_point else Role.BUFFER, parameter=parameter)
     return Tag()
-
-
-# ---- plain data
-
-
-def _plain(fqn: str, path: FlatPath, data: io.BytesIO, own: OwnItems) -> JSON:
-    """A value that is no tensor; tensors in it are added to `own`.
-
-    The planner hands over a pickle that it has just made of it. It is read without running anything that it names.
-    """
-    data.seek(0)
-    with torch.serialization.safe_globals(_plain_types()):
-        try:
-            value: Any = torch.load(data, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            data.seek(0)
-            named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(data)[:4])
-            raise CannotRepresentError(
-                f"{fqn} cannot be stored without pickle, for it holds {named or 'what torch does not load safely'}: return numbers,"
-                " strings, lists, dicts and tensors from your state_dict() instead"
-            ) from error
-
-    def put(place: tuple[str, ...], tensor: torch.Tensor) -> str:
-        name = join_path(place)
-        own.put(TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)), tensor)
-        return name
-
-    return encode_tree(value, put, tuple(map(str, path)))
-
-
-def _plain_types() -> list[Any]:
-    """What a tree can hold in addition to what torch's own safe loader knows."""
-    array = np.zeros(1)
-    rebuilt = array.__reduce__()[0], np.float64(0).__reduce__()[0]
-    dtypes = {type(np.dtype(name)) for name in (*"?bhilqBHILQefdFD", "M8[s]", "m8[s]")}
-    return [*rebuilt, np.ndarray, np.dtype, *dtypes, timedelta, PosixPath, io.BytesIO]

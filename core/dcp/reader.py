@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from shrinkpoint.coding.selective import decode_batches, header_of, sources_of_run
+from shrinkpoint.coding.selective import header_of
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.dcp.contents import flat_nodes
+from shrinkpoint.dcp.contents import flat_nodes, tables_of, tensor_in
 from shrinkpoint.dcp.items import FlatPath
-from shrinkpoint.dcp.run import note_read
-from shrinkpoint.dcp.table import Offset, Table, Whole, place_of, table_of, table_of_headers
-from shrinkpoint.dcp.writer import step_of
+from shrinkpoint.dcp.writer import note_loaded, step_of
 from shrinkpoint.engine.address import Address
-from shrinkpoint.errors import ChainError, ConfigError, CorruptionError, FormatError, NoCheckpointError
+from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
+from shrinkpoint.sharded.layout import block_box
+from shrinkpoint.sharded.restoring import ReadPlan, plan_of, rows_of
+from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON, decode_tree, tensor_names
 from shrinkpoint.store.connect import StorageOptions
@@ -37,25 +38,18 @@ from shrinkpoint.store.urls import RunUrl, url_text
 __all__ = ["StorageReader"]
 
 
-_Key = tuple[str, Offset | None]
-"""A tensor, and where the box of it begins; None for one in plain data."""
-
-
 @dataclass(frozen=True)
 class _Opened:
-    """What is known of a checkpoint before any of its tensors is read."""
+    """What is known of a checkpoint before any of its tensors is read, as torch has it."""
 
-    manifest: Manifest
+    plan: ReadPlan
     nodes: Mapping[str, JSON]
     """The tree of each value, by name in the flat state."""
     paths: Mapping[str, FlatPath]
-    tables: tuple[Table, ...]
-    """Of each checkpoint of the chain."""
-
-    @property
-    def table(self) -> Table:
-        """Of the checkpoint itself."""
-        return self.tables[-1]
+    tensors: Mapping[str, TensorSpec]
+    """Of the whole tensors."""
+    boxes: Mapping[str, Mapping[tuple[int, ...], str]]
+    """Of each whole tensor, the names of the boxes that are stored, by their first indices."""
 
 
 class StorageReader(TorchStorageReader):
@@ -115,13 +109,19 @@ class StorageReader(TorchStorageReader):
         opened = self._opened()
         described: dict[str, Any] = {}
         for fqn, node in opened.nodes.items():
-            name = _tensor_name(node)
+            name = tensor_in(node)
             if name is None:
                 described[fqn] = BytesStorageMetadata()
-            elif name not in opened.table.tensors:
+                continue
+            if name not in opened.tensors:
                 raise FormatError(f"the tree refers to the tensor {name!r}, which is not in the checkpoint")
-            else:
-                described[fqn] = _described(opened.table.tensors[name])
+            chunks = [
+                ChunkStorageMetadata(torch.Size(at), torch.Size(opened.plan.specs[stored].shape))
+                for at, stored in opened.boxes[name].items()
+            ]
+            spec = opened.tensors[name]
+            properties = TensorProperties(dtype=spec.dtype)
+            described[fqn] = TensorStorageMetadata(properties, torch.Size(spec.shape), chunks)
         return Metadata(described, planner_data=dict(opened.paths))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None:
@@ -129,7 +129,7 @@ class StorageReader(TorchStorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Note which checkpoint this rank has found; called by torch."""
-        manifest = self._opened().manifest
+        manifest = self._opened().plan.manifest
         plan.storage_data = (manifest.seq, manifest.step, manifest.state_digest)
         return plan
 
@@ -156,18 +156,19 @@ class StorageReader(TorchStorageReader):
         """
         opened = self._opened()
         needs = [_needs_of(item, opened) for item in plan.items]
-        values = self._decoded(opened, {key for keys in needs for key in keys})
-        for item, keys in zip(plan.items, needs, strict=True):
+        values = self._decoded(opened.plan, {name for names in needs for name in names})
+        for item, names in zip(plan.items, needs, strict=True):
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, _pickled(opened.nodes[item.storage_index.fqn], values))
                 continue
-            source = values[keys[0]]
+            [name] = names
+            source = values[name]
             for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(axis, start, length)
             target = planner.resolve_tensor(item).detach()
             target.copy_(source)
             planner.commit_tensor(item, target)
-        note_read(self._store, opened.manifest)
+        note_loaded(self._store, opened.plan.manifest)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -193,90 +194,46 @@ class StorageReader(TorchStorageReader):
             )
         return address.find(found)
 
-    def _decoded(self, opened: _Opened, wanted: Collection[_Key]) -> dict[_Key, torch.Tensor]:
-        if not wanted:
-            return {}
-
-        def parts(at: int) -> Collection[int]:
-            found = {opened.tables[at].part_of(*key) for key in wanted}
-            return [part for part in found if part is not None]
-
-        names = {key: opened.table.name_of(*key) for key in wanted}
-        chain = sources_of_run(self._store, opened.manifest, parts)
-        header, _, batches = decode_batches(
-            chain, lambda header: header.tensors.keys() & set(names.values()), threads=self._threads
-        )
-        found = {entry.spec.name: (entry.spec, value) for rows in batches for entry, _, value in rows}
+    def _decoded(self, plan: ReadPlan, wanted: set[str]) -> dict[str, torch.Tensor]:
         values = {}
-        for (of, at), name in names.items():
-            if name not in found:
-                raise FormatError(f"the checkpoint of step {header.step} lacks {name!r}")
-            spec, value = found[name]
-            if at is not None and not _lies(spec, of, at, opened.table.tensors[of]):
-                raise FormatError(f"{name!r} is not the box of {of!r} that the checkpoint's table says")
-            values[of, at] = value
+        for entry, _, value in rows_of(self._store, plan, wanted, self._threads):
+            spec = entry.spec
+            said = plan.specs.get(spec.name, spec)
+            if (said.dtype, *block_box(said)) != (spec.dtype, *block_box(spec)):
+                raise FormatError(f"{spec.name!r} is not what the checkpoint's table of boxes says")
+            values[spec.name] = value
         return values
 
 
-def _lies(spec: TensorSpec, of: str, at: Offset, whole: Whole) -> bool:
-    """Whether a stored tensor is the box that it should be."""
-    return place_of(spec) == (of, at) and (spec.dtype, spec.shape) == (whole.dtype, whole.boxes[at][0])
-
-
-def _pickled(node: JSON, values: Mapping[_Key, torch.Tensor]) -> io.BytesIO:
+def _pickled(node: JSON, values: Mapping[str, torch.Tensor]) -> io.BytesIO:
     """A value that is no tensor, in the form in which torch's planner takes it: in memory alone, and made here."""
     data = io.BytesIO()
-    torch.save(decode_tree(node, lambda name: values[name, None]), data)
+    torch.save(decode_tree(node, values.__getitem__), data)
     data.seek(0)
     return data
 
 
-def _needs_of(item: ReadItem, opened: _Opened) -> list[_Key]:
-    """What is stored that a value needs."""
+def _needs_of(item: ReadItem, opened: _Opened) -> set[str]:
+    """The names of what is stored that a value needs."""
     node = opened.nodes[item.storage_index.fqn]
     if item.type is LoadItemType.BYTE_IO:
-        return [(name, None) for name in tensor_names(node)]
-    name = _tensor_name(node)
+        return tensor_names(node)
+    name = tensor_in(node)
     if name is None:
         raise FormatError(f"{item.storage_index.fqn!r} is no tensor in the checkpoint")
-    boxes = opened.table.tensors[name].boxes
-    return [(name, tuple(item.storage_index.offset or ()) or next(iter(boxes)))]
-
-
-def _tensor_name(node: JSON) -> str | None:
-    if isinstance(node, dict) and node.get("$") == "tensor" and isinstance(node.get("name"), str):
-        return str(node["name"])
-    return None
-
-
-def _described(whole: Whole) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
-        for offset, (size, _) in whole.boxes.items()
-    ]
-    return TensorStorageMetadata(TensorProperties(dtype=whole.dtype), torch.Size(whole.shape), chunks)
+    boxes = opened.boxes[name]
+    return {boxes[tuple(item.storage_index.offset or ()) or next(iter(boxes))]}
 
 
 def _open(store: RunStore, manifest: Manifest) -> _Opened:
-    headers, tables = [], []
-    for ref in manifest.chain:
-        header = header_of(store, ref, (0,) if ref.parts else None)
-        table = table_of(header)
-        if table is None:
-            header = header_of(store, ref)
-            table = table_of_headers(header)
-        table.check(max(ref.parts, 1))
-        headers.append(header)
-        tables.append(table)
-    newest = headers[-1]
-    if (newest.state_digest, newest.step) != (manifest.state_digest, manifest.step):
-        raise CorruptionError(
-            f"{manifest.chain[-1].key} contains another state than its manifest (commit {manifest.seq}) states"
-        )
-    flat = [(".".join(map(str, path)), path, node) for path, node in flat_nodes(newest.tree)]
-    nodes = {fqn: node for fqn, _, node in flat}
-    if len(nodes) != len(flat):
-        raise FormatError(
-            "two values of the state have the same flat name, which torch.distributed.checkpoint cannot load"
-        )
-    return _Opened(manifest, nodes, {fqn: path for fqn, path, _ in flat}, tuple(tables))
+    headers = [header_of(store, ref, (0,) if ref.parts else None) for ref in manifest.chain]
+    tables = tables_of(headers, [ref.parts for ref in manifest.chain])
+    if tables is None:  # of another writer
+        headers = [header_of(store, ref) for ref in manifest.chain]
+    plan = plan_of(manifest, headers, tables or ())
+    boxes: dict[str, dict[tuple[int, ...], str]] = {}
+    for stored, spec in plan.specs.items():
+        of, box = block_box(spec)
+        boxes.setdefault(of, {})[box.offset] = stored
+    nodes, paths = flat_nodes(plan.tree)
+    return _Opened(plan, nodes, paths, whole_specs(plan.specs.values()), boxes)

@@ -258,8 +258,8 @@ class Chain:
                     f"{self._store.display} holds {len(others)} checkpoints, the newest of step {others[0].step}, that this"
                     " training does not continue. They stay: retention leaves them alone (`shrinkpoint prune` removes them), and"
                     " a resume goes on from the newest one, which is this training's from now on. To go on from them, stop and"
-                    " start with resume='must' (a Checkpointer's resume() must be called, on every rank); to keep the two apart,"
-                    " give another URL"
+                    " start with resume='must' (a Checkpointer's resume() must be called, on every rank; of"
+                    " torch.distributed.checkpoint, a load by StorageReader); to keep the two apart, give another URL"
                 )
             self.lineage = new_nonce()
         return self.lineage

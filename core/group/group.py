@@ -178,10 +178,14 @@ class Distributed(Group):
         return [int(number) for number in tensor.tolist()]
 
 
-def world() -> Group:
-    """Give all processes that train together; this one alone where ``torch.distributed`` is not initialized."""
-    together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return Distributed() if together else Alone()
+def world(process_group: "dist.ProcessGroup | None" = None) -> Group:
+    """Give all processes that train together; this one alone where ``torch.distributed`` is not initialized.
+
+    Args:
+        process_group: as of `Distributed`.
+    """
+    together = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
+    return Distributed(process_group) if together else Alone()
 
 
 def _named(error: Exception | None) -> tuple[str, str] | None:

@@ -1,13 +1,14 @@
 """Reads a checkpoint on all ranks: each decodes the tensors that it will own, then all fill their shards from these."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shrinkpoint.coding.parts import PartsHeader
-from shrinkpoint.coding.selective import decode_batches, header_of, sources_of_run
+from shrinkpoint.coding.selective import Row, decode_batches, header_of, sources_of_run
 from shrinkpoint.container.reader import Header
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError, StoreError
 from shrinkpoint.group.group import Distributed, rebuilt
@@ -23,7 +24,7 @@ from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
-__all__ = ["RANKS_KEY", "Decoded", "fill", "read_newest", "read_one"]
+__all__ = ["RANKS_KEY", "Decoded", "ReadPlan", "fill", "plan_of", "read_newest", "read_one", "rows_of"]
 
 RANKS_KEY = "shrinkpoint ranks"
 """The entry that a restored state has in addition: ``stored``, ``here`` and ``rank``."""
@@ -34,7 +35,7 @@ _NOTHING: tuple[str, Any] = ("", None)
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What the first rank has found out of a checkpoint's headers, for all."""
+    """What is known of a checkpoint by its headers, before any of its tensors is read."""
 
     manifest: Manifest
     tree: JSON
@@ -120,7 +121,7 @@ def _led(
 
 
 def _lead(store: RunStore, group: Distributed, manifest: Manifest, threads: int, limit: int) -> Decoded:
-    plan = _plan(store, manifest)
+    plan = plan_of(manifest, [header_of(store, ref) for ref in manifest.chain])
     group.broadcast(("try", plan))
     decoded, failures = _decode_together(store, group, plan, threads, limit)
     for rank, failure in enumerate(failures):
@@ -143,15 +144,28 @@ def _decode_together(
     return decoded, group.gather(failure)
 
 
-def _plan(store: RunStore, manifest: Manifest) -> ReadPlan:
-    headers = [header_of(store, ref) for ref in manifest.chain]
+def plan_of(
+    manifest: Manifest,
+    headers: Sequence[Header],
+    tables: Sequence[tuple[Mapping[str, TensorSpec], Mapping[str, int]]] = (),
+) -> ReadPlan:
+    """What a checkpoint's headers say.
+
+    Args:
+        manifest: of the checkpoint.
+        headers: of each checkpoint of its chain.
+        tables: specs and parts of the stored tensors of each, where the headers are not those of all parts.
+
+    Raises:
+        CorruptionError: the manifest says something else.
+    """
     newest = headers[-1]
     if (newest.state_digest, newest.step) != (manifest.state_digest, manifest.step):
         raise CorruptionError(
             f"{manifest.chain[-1].key} contains another state than its manifest (commit {manifest.seq}) states"
         )
-    specs = {name: record.spec for name, record in newest.tensors.items()}
-    places = tuple(_places(header) for header in headers)
+    specs = tables[-1][0] if tables else {name: record.spec for name, record in newest.tensors.items()}
+    places = tuple(each for _, each in tables) or tuple(_places(header) for header in headers)
     return ReadPlan(manifest, newest.tree, specs, places, _own_of(newest))
 
 
@@ -163,6 +177,40 @@ def _own_of(header: Header) -> tuple[JSON, ...]:
     return tuple(own for _, own in sorted(header.own.items())) if isinstance(header, PartsHeader) else ()
 
 
+def rows_of(store: RunStore, plan: ReadPlan, wanted: AbstractSet[str], threads: int) -> Iterator[Row]:
+    """Decode some tensors of a checkpoint, and what they need; only the parts that have these are read.
+
+    Args:
+        store: the run.
+        plan: of the checkpoint.
+        wanted: names of stored tensors.
+        threads: that decode.
+
+    Raises:
+        FormatError: one is not there. ShrinkpointError: what is needed is damaged or missing.
+    """
+
+    def parts(at: int) -> AbstractSet[int]:
+        return {plan.places[at][name] for name in wanted if name in plan.places[at]}
+
+    if not wanted:
+        return
+    header, _, batches = decode_batches(
+        sources_of_run(store, plan.manifest, parts),
+        lambda header: header.tensors.keys() & wanted,
+        threads=threads,
+        lasting=True,
+    )
+    missing = wanted - header.tensors.keys()
+    if missing:
+        raise FormatError(f"the checkpoint of step {header.step} lacks {min(missing)!r}")
+    memory = Returns(sum(header.tensors[name].spec.nbytes for name in wanted))
+    for rows in batches:  # not all at once: what was read of a batch is forgotten with it
+        for entry, reference, value in rows:
+            yield entry, reference, value
+            memory.after(value.nbytes)
+
+
 def _decode(store: RunStore, group: Distributed, plan: ReadPlan, threads: int, limit: int) -> Decoded:
     # of a checkpoint in parts alone: a single container's state may have an entry of that name
     common = {n: spec for n, spec in plan.specs.items() if not (plan.own and n.startswith("ranks/"))}
@@ -172,26 +220,12 @@ def _decode(store: RunStore, group: Distributed, plan: ReadPlan, threads: int, l
         below = own_name(group.rank) + "/"
         wanted |= {name for name in plan.specs if name.startswith(below)}
 
-    def parts(at: int) -> Collection[int]:
-        return {plan.places[at][name] for name in wanted if name in plan.places[at]}
-
-    if not wanted:
-        return Decoded(plan, {}, {}, owners)
-    chain = sources_of_run(store, plan.manifest, parts)
-    header, _, batches = decode_batches(
-        chain, lambda header: wanted & header.tensors.keys(), threads=threads, lasting=True
-    )
     values: dict[str, torch.Tensor] = {}
     reference: dict[str, ReferenceState] = {}
-    memory = Returns(sum(plan.specs[name].nbytes for name in wanted))
-    for rows in batches:  # not all at once: what was read of a batch is forgotten with it
-        for entry, now, value in rows:
-            reference[entry.spec.name] = now
-            if entry.spec.name in wanted:
-                values[entry.spec.name] = value
-            memory.after(value.nbytes)
-    if values.keys() != wanted:
-        raise FormatError(f"the checkpoint of step {header.step} lacks {min(wanted - values.keys())!r}")
+    for entry, now, value in rows_of(store, plan, wanted, threads):
+        reference[entry.spec.name] = now
+        if entry.spec.name in wanted:
+            values[entry.spec.name] = value
     return Decoded(plan, values, reference, owners)
 
 

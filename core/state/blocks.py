@@ -10,7 +10,7 @@ import torch
 from shrinkpoint.errors import FormatError
 from shrinkpoint.state.specs import Block, TensorSpec
 
-__all__ = ["BLOCK_ELEMENTS", "blocks_of", "boxes_meet", "joined", "whole_specs"]
+__all__ = ["BLOCK_ELEMENTS", "block_of", "blocks_of", "boxes_meet", "joined", "whole_specs"]
 
 BLOCK_ELEMENTS = 2**24
 """Elements of a block at most, unless a single row has more. A tensor's blocks depend on its shape alone."""
@@ -27,25 +27,27 @@ def blocks_of(spec: TensorSpec, limit: int = BLOCK_ELEMENTS) -> list[TensorSpec]
         return [spec]
     rows, width = spec.shape[0], math.prod(spec.shape[1:])
     height = max(1, limit // width)
-    parameter = spec.tag.parameter
-    blocks = []
-    for number, start in enumerate(range(0, rows, height)):
-        own = None if parameter is None else f"{parameter}@{number}"
-        blocks.append(
-            replace(
-                spec,
-                name=f"{spec.name}@{number}",
-                shape=(min(height, rows - start), *spec.shape[1:]),
-                tag=replace(spec.tag, parameter=own),
-                block=Block(
-                    of=spec.name,
-                    offset=(start, *(0 for _ in spec.shape[1:])),
-                    shape=spec.shape,
-                    parameter=parameter,
-                ),
-            )
+    return [
+        block_of(
+            spec, f"@{number}", (at, *(0 for _ in spec.shape[1:])), (min(height, rows - at), *spec.shape[1:])
         )
-    return blocks
+        for number, at in enumerate(range(0, rows, height))
+    ]
+
+
+def block_of(spec: TensorSpec, place: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> TensorSpec:
+    """One block of a tensor.
+
+    Args:
+        spec: of the whole tensor.
+        place: what the block's name and parameter have behind the tensor's own.
+        offset: its first index in each dimension.
+        shape: its own.
+    """
+    parameter = spec.tag.parameter
+    own = replace(spec.tag, parameter=None if parameter is None else parameter + place)
+    block = Block(of=spec.name, offset=offset, shape=spec.shape, parameter=parameter)
+    return replace(spec, name=spec.name + place, shape=shape, tag=own, block=block)
 
 
 def whole_specs(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:

@@ -243,7 +243,6 @@ def refusals(rank: int, world: int, url: str) -> dict[str, str]:
         dcp.load(chosen, storage_reader=StorageReader(address), **more)
 
     told = {"first": attempt(save)}
-    told["scheme"] = attempt(lambda: StorageWriter(url, scheme="auto"))
     told["url"] = attempt(lambda: StorageWriter("s3:/bucket/run"))
     told["id"] = attempt(lambda: save(checkpoint_id="newest"))
     told["object"] = attempt(lambda: save({"model": {"w": torch.ones(3)}, "odd": Odd()}))

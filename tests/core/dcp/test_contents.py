@@ -20,11 +20,12 @@ from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.coding.parts import PartsHeader
 from shrinkpoint.container.reader import ContainerReader
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.dcp.contents import flat_nodes, whole_state
+from shrinkpoint.dcp.contents import flat_nodes, table_to_store, tables_of, whole_state
 from shrinkpoint.dcp.items import _tag
-from shrinkpoint.dcp.table import Table, place_of, table_of, table_to_store
 from shrinkpoint.errors import CannotRepresentError, FormatError, StoreError
 from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.sharded.boxes import Box
+from shrinkpoint.sharded.layout import block_box
 from shrinkpoint.state.specs import Block
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.state.tree import decode_tree, encode_tree, join_path
@@ -54,9 +55,9 @@ def tree_of(state: object) -> Any:
 @given(STATES)
 def test_a_tree_is_flattened_as_torch_flattens_the_state(state: dict[str, Any]) -> None:
     values, paths = flatten_state_dict(state)
-    found = {".".join(map(str, path)): (path, node) for path, node in flat_nodes(tree_of(state))}
-    assert {fqn: path for fqn, (path, _) in found.items()} == paths
-    for fqn, (_, node) in found.items():
+    nodes, found = flat_nodes(tree_of(state))
+    assert found == paths
+    for fqn, node in nodes.items():
         assert (node == {"$": "tensor", "name": join_path(tuple(map(str, paths[fqn])))}) == torch.is_tensor(
             values[fqn]
         )
@@ -104,17 +105,20 @@ def test_tensors_that_lie_alike_share_a_row_of_the_table() -> None:
     stored = [[MetadataIndex(f"w{n}", (2 * rank, 0)) for n in range(9)] for rank in range(2)]
     node = table_to_store(metadata, stored, {"rng": 2})
     assert len(node["boxes"]["layouts"]) == 2
-    table = table_of(header_with(node))
-    assert table is not None
-    assert table.part_of("model/w3", (2, 0)) == 2
-    assert table.part_of("model/w3", (1, 0)) is None
-    assert table.part_of("rng", None) == 2
-    assert table.name_of("model/w3", (2, 0)) == "model/w3@2,0"
-    assert table.name_of("e", (0, 0)) == "e"
-    table.check(3)
-    with pytest.raises(FormatError, match="names part 2, and there are 2"):
-        table.check(2)
-    assert table_of(header_with(None)) is None
+    found = tables_of([header_with(node)] * 2, [3, 3])
+    assert found is not None
+    assert found[0] == found[1]
+    specs, places = found[0]
+    assert places == {f"model/w{n}@{2 * rank},0": rank + 1 for n in range(9) for rank in range(2)} | {
+        "rng": 2,
+        "e": 0,
+    }
+    assert specs.keys() == places.keys() - {"rng"}
+    assert block_box(specs["model/w3@2,0"]) == ("model/w3", Box((2, 0), (2, 3)))
+    assert block_box(specs["e"]) == ("e", Box((0, 0), (0, 3)))
+    with pytest.raises(FormatError, match="2 is no number below 2"):
+        tables_of([header_with(node)], [2])
+    assert tables_of([header_with(node), header_with(None)], [3, 3]) is None
 
 
 @pytest.mark.parametrize(
@@ -134,9 +138,9 @@ def test_tensors_that_lie_alike_share_a_row_of_the_table() -> None:
 )
 def test_a_malformed_table_is_refused(change: dict[str, Any]) -> None:
     sound: dict[str, Any] = {"layouts": [["float32", [4], [[[0], [4], 1]]]], "tensors": {"w": 0}, "more": {}}
-    assert isinstance(table_of(header_with({"boxes": sound})), Table)
+    assert tables_of([header_with({"boxes": sound})], [2]) is not None
     with pytest.raises(FormatError):
-        table_of(header_with({"boxes": sound | change}))
+        tables_of([header_with({"boxes": sound | change})], [2])
 
 
 def test_a_box_is_written_as_the_format_says() -> None:
@@ -151,7 +155,7 @@ def test_a_box_is_written_as_the_format_says() -> None:
     [record] = ContainerReader(lambda at, size: data[at : at + size], len(data)).header.tensors.values()
     assert record.spec == spec
     assert spec.to_json()["block"] == ["w", [0, 2], [3, 5], "p"]
-    assert place_of(record.spec) == ("w", (0, 2))
+    assert block_box(record.spec) == ("w", Box((0, 2), (3, 3)))
     rows = TensorSpec(
         name="w@1",
         dtype=torch.float32,

@@ -48,13 +48,12 @@ def test_a_rank_that_dies_costs_the_save_under_way(
 def test_wrong_input_is_told_on_every_rank(tmp_path: Path) -> None:
     for told in launch(refusals, 2, tmp_path, str(tmp_path / "run")):
         assert told["first"] == "nothing"
-        assert told["scheme"].startswith(
-            "ConfigError: scheme='auto' is not for torch.distributed.checkpoint's storage"
-        )
         assert "s3:/bucket/run" in told["url"]
         assert told["id"].startswith("ConfigError: checkpoint_id='newest' must be the step or end with it")
-        assert "CannotRepresentError: odd cannot be stored without pickle" in told["object"]
-        assert "dcp_programs.Odd" in told["object"]
+        assert (
+            "CannotRepresentError: odd is a support.dcp_programs.Odd: it cannot be stored without pickle"
+            in told["object"]
+        )
         assert "there is no run at" in told["no run"]
         assert "has no checkpoint of step 7; there are 1" in told["no step"]
         assert told["two steps"].startswith("ConfigError: checkpoint_id='step-2' and ")
@@ -155,7 +154,7 @@ def test_steps_are_counted_where_none_is_given(alone: tuple[StorageWriter, Path]
 def test_a_run_that_was_not_loaded_is_said_to_stay(alone: tuple[StorageWriter, Path]) -> None:
     writer, run = alone
     save(writer, {"w": torch.ones(2)}, 0)
-    with pytest.warns(match="that this training has not loaded"):
+    with pytest.warns(match="that this training does not continue"):
         save(StorageWriter(run, threads=1, keep_last=1), {"w": torch.ones(2)}, 1)
     assert [manifest.step for manifest in RunStore(run).manifests()] == [1, 0]
 
@@ -183,7 +182,7 @@ def test_a_save_that_overlaps_another_is_refused(
         writer.reset(2)
         writer.prepare_local_plan(SavePlan([]))
 
-    monkeypatch.setattr("shrinkpoint.dcp.run.store_part", meanwhile)
+    monkeypatch.setattr("shrinkpoint.dcp.writer.store_part", meanwhile)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         told = attempt(lambda: dcp.save({"w": torch.ones(2)}, storage_writer=writer, checkpoint_id=1))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shrinkpoint
-from shrinkpoint.coding.selective import Source, decode_batches, decode_checkpoint, sources_of_run
+from shrinkpoint.coding.selective import Source, decode_batches, decode_checkpoint, header_of, sources_of_run
 from shrinkpoint.sharded import exchange, restoring
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS
 from shrinkpoint.state.specs import Role, TensorSpec
@@ -75,7 +75,7 @@ def test_ranks_read_less_than_twice_what_they_need(
     manifest = store.manifests()[0]
     assert len(manifest.chain) == 2
     assert all(ref.size > 2**20 for ref in manifest.chain)
-    plan = restoring._plan(store, manifest)
+    plan = restoring.plan_of(manifest, [header_of(store, ref) for ref in manifest.chain])
     found: dict[str, torch.Tensor] = {}
     for rank in range(world):
         counted = Counted(monkeypatch)
@@ -151,7 +151,8 @@ def test_values_are_forgotten_as_they_are_moved(run: Path, monkeypatch: pytest.M
         on_every=lambda work: work(),
         gather=lambda value: [value],
     )
-    plan = restoring._plan(store, store.manifests()[0])
+    manifest = store.manifests()[0]
+    plan = restoring.plan_of(manifest, [header_of(store, ref) for ref in manifest.chain])
     true = restoring._decode(store, alone, plan, 1, BLOCK_ELEMENTS).values
     decoded = restoring._decode(store, alone, plan, 1, BLOCK_ELEMENTS)
     references = [weakref.ref(value) for value in decoded.values.values()]
