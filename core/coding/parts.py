@@ -8,7 +8,7 @@ from shrinkpoint.container.reader import Header, Record
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.schemes.exactness import pack_reasons, unpack_reasons
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.store.parts import Head
+from shrinkpoint.store.manifest import Head
 
 __all__ = ["PartsHeader", "merged_headers"]
 

@@ -25,8 +25,7 @@ from shrinkpoint.errors import ChainError, CorruptionError, FormatError
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.state.blocks import joined
 from shrinkpoint.state.training import TrainingState
-from shrinkpoint.store.manifest import BlobRef, Manifest
-from shrinkpoint.store.parts import Head
+from shrinkpoint.store.manifest import BlobRef, Head, Manifest
 from shrinkpoint.store.run import RunStore
 
 __all__ = [

@@ -93,7 +93,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class PartOf:
-    """Place of a container among those of one checkpoint, which as many ranks have written (`shrinkpoint.store.parts`).
+    """Place of a container among those of one checkpoint, which as many ranks have written (`shrinkpoint.store.manifest`).
 
     The first part has the tree of the state. `Checkpoint.parent` is the digest of the whole previous checkpoint.
     """

@@ -20,8 +20,7 @@ from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import large_share
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.keys import data_key, new_nonce
-from shrinkpoint.store.manifest import Anchor, BlobRef, Manifest
-from shrinkpoint.store.parts import Part
+from shrinkpoint.store.manifest import Anchor, BlobRef, Head, Manifest, Part
 from shrinkpoint.store.run import RunStore, RunWriter
 from shrinkpoint.warn import warn
 
@@ -188,25 +187,25 @@ class Chain:
 
     def commit(
         self,
-        stored: bytes | Sequence[Part],
+        stored: bytes | Head,
         report: SaveReport,
         link: Link | None,
         meta: Mapping[str, JSON],
         *,
         state_digest: str = "",
-        began: float = 0.0,
+        began: float | None = None,
         advances: bool = True,
         explained: bool = True,
     ) -> SaveReport:
         """Commit a checkpoint, and apply retention; on return it survives a crash.
 
         Args:
-            stored: its container; or the parts that several ranks have put.
+            stored: its container; or the head of the parts that several ranks have put.
             report: of the save.
             link: what it builds on; None for a base.
             meta: what the manifest has in addition.
             state_digest: of a container's state.
-            began: the writer's clock before any of several parts was put.
+            began: the writer's clock before any of several parts was put; None of one container.
             advances: whether the next delta builds on it.
             explained: whether the user knows why tensors are stored exactly.
 
@@ -225,22 +224,19 @@ class Chain:
         if self._config.monitor is not None:
             noted["monitor"] = [self._config.monitor, self._config.mode]
         kind: Literal["base", "delta"] = "base" if link is None else "delta"
+        manifest = self.open().commit(
+            stored,
+            step=report.step,
+            kind=kind,
+            parent=parent,
+            anchor=anchor,
+            state_digest=stored.state_digest if isinstance(stored, Head) else state_digest,
+            meta=noted,
+            began=began,
+        )
         if isinstance(stored, bytes):
-            manifest = self.open().commit(
-                stored,
-                step=report.step,
-                kind=kind,
-                parent=parent,
-                anchor=anchor,
-                state_digest=state_digest,
-                meta=noted,
-            )
             report = replace(report, write_s=time.perf_counter() - started)
             self._store.copy_near(manifest, stored)
-        else:
-            manifest = self.open().commit_parts(
-                stored, step=report.step, kind=kind, parent=parent, meta=noted, began=began
-            )
         if advances:
             self.parent, self._restored = manifest, self._restored and link is not None and anchor is None
         if not explained:
@@ -393,7 +389,7 @@ def commit_parts(
 
     Raises:
         StoreError: a rank has failed.
-        ShrinkpointError: see `RunWriter.commit_parts`.
+        ShrinkpointError: see `RunWriter.commit`.
     """
     failed = [f"rank {rank}: {post['error']}" for rank, post in enumerate(posts) if "error" in post]
     if failed:
@@ -402,8 +398,9 @@ def commit_parts(
     own = [SaveReport.of_message(post["report"]) for post in posts]
     report = merged(own, [post["untried"] for post in posts])
     parts = [Part(ref=BlobRef.from_json(post["ref"]), state_digest=post["state_digest"]) for post in posts]
+    head = Head(step=report.step, parts=tuple(parts))
     noted = {"ranks": len(posts), **(meta or {})}
-    report = chain.commit(parts, report, link, noted, began=began, advances=advances)
+    report = chain.commit(head, report, link, noted, began=began, advances=advances)
     # to some ranks more of several stores fail than to others
     spare = [one.redundancy for one in (report, *own) if one.redundancy is not None]
     return replace(report, redundancy=min(spare, default=None))

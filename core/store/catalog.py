@@ -8,9 +8,8 @@ from typing import TypeVar
 
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError, StoreError, UnsupportedFormatError
 from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY, pin_name, seq_of_commit
-from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest, unseal
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Head, Manifest, unseal
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
-from shrinkpoint.store.parts import Head
 
 __all__ = ["Catalog", "DamagedCheckpoint", "Listing", "is_listed", "read_checked"]
 

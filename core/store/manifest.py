@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shrinkpoint.errors import CorruptionError, FormatError, UnsupportedFormatError
+from shrinkpoint.errors import ConfigError, CorruptionError, FormatError, UnsupportedFormatError
 from shrinkpoint.store.keys import MAX_SEQ, MAX_STEP, check_data_key, is_session
 
 __all__ = [
@@ -18,7 +18,9 @@ __all__ = [
     "READER_FEATURES",
     "Anchor",
     "BlobRef",
+    "Head",
     "Manifest",
+    "Part",
     "is_sealed",
     "seal",
     "unseal",
@@ -26,13 +28,14 @@ __all__ = [
 
 FORMAT = 1
 PARTS = "parts"
-"""The feature of a run whose checkpoints have several containers each (`shrinkpoint.store.parts`)."""
+"""The feature of a run whose checkpoints have several containers each (`Head`)."""
 READER_FEATURES: tuple[str, ...] = (PARTS,)
 """Additions to `FORMAT` that this version reads; a manifest lists those that it needs."""
 MAX_MANIFEST_BYTES = 2**20
 MAX_CHAIN = 1024
 _MAX_INT = 2**63 - 1
 _MAGIC = "shrinkpoint-manifest"
+_HEAD_MAGIC = "shrinkpoint-parts"
 _HEX = frozenset("0123456789abcdef")
 _SEAL_BYTES = 66  # newline, 64 hexadecimal digits, newline
 
@@ -106,7 +109,7 @@ def _finite_float(text: str) -> float:
 class BlobRef:
     """One stored object: its key below the run's prefix, its length in bytes and the SHA-256 of its bytes.
 
-    It is a container; or, where `parts` is not 0, the head of so many containers (`shrinkpoint.store.parts`).
+    It is a container; or, where `parts` is not 0, the head of so many containers (`Head`).
     """
 
     key: str
@@ -274,7 +277,7 @@ class Manifest:
 
     @property
     def has_parts(self) -> bool:
-        """Whether reading it takes heads (`shrinkpoint.store.parts`)."""
+        """Whether reading it takes heads (`Head`)."""
         return any(ref.parts for ref in self.chain)
 
     def to_bytes(self) -> bytes:
@@ -327,6 +330,92 @@ class Manifest:
             raise type(error)(f"{what}: {error}") from error
         object.__setattr__(manifest, "_raw", bytes(data))
         return manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One rank's container, and the digest of the tensors in it."""
+
+    ref: BlobRef
+    state_digest: str
+
+    def __post_init__(self) -> None:
+        if self.ref.parts:
+            raise FormatError(f"{self.ref.key} is a part, and cannot have parts")
+        if not isinstance(self.state_digest, str) or len(self.state_digest) != 32:
+            raise FormatError(f"state_digest={self.state_digest!r:.80}: expected 32 hexadecimal digits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The sealed table of the parts that several ranks have written of one checkpoint, in their order.
+
+    A manifest's chain names heads, so that its size does not depend on the number of ranks. The head is put after all parts
+    and before the manifest.
+
+    Raises:
+        FormatError: there are none, or two are the same.
+    """
+
+    step: int
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        keys = {part.ref.key for part in self.parts}
+        if not self.parts or len(keys) != len(self.parts):
+            raise FormatError(f"a head of {len(self.parts)} parts with {len(keys)} keys")
+
+    @property
+    def state_digest(self) -> str:
+        """Digest of the whole checkpoint: over the parts' digests, by their numbers."""
+        from shrinkpoint.state.digest import state_digest  # torch, which listing a run does without
+
+        return state_digest({str(number): part.state_digest for number, part in enumerate(self.parts)})
+
+    @property
+    def parts_bytes(self) -> int:
+        """Size of all parts together."""
+        return sum(part.ref.size for part in self.parts)
+
+    def to_bytes(self) -> bytes:
+        """The stored form: a sealed record (docs/store.md).
+
+        Raises:
+            ConfigError: there are more parts than a record may name.
+        """
+        parts = [part.ref.to_json() | {"state_digest": part.state_digest} for part in self.parts]
+        data = seal({"type": _HEAD_MAGIC, "step": self.step, "parts": parts})
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise ConfigError(
+                f"a checkpoint of {len(self.parts)} parts needs a head of {len(data)} bytes, and {MAX_MANIFEST_BYTES} are allowed:"
+                " save from fewer ranks"
+            )
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes, what: str) -> "Head":
+        """Read what `to_bytes` wrote.
+
+        Args:
+            data: the bytes.
+            what: names it in messages.
+
+        Raises:
+            CorruptionError: the checksum does not match. FormatError: it is not a head.
+        """
+        record = unseal(data, what)
+        if record.get("type") != _HEAD_MAGIC:
+            raise FormatError(f"{what} is not the head of a checkpoint")
+        try:
+            return cls(
+                step=record["step"],
+                parts=tuple(
+                    Part(ref=BlobRef.from_json(node), state_digest=node["state_digest"])
+                    for node in record["parts"]
+                ),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise FormatError(f"{what} lacks a field or has one of the wrong type: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,9 @@ from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
 from shrinkpoint.store.gc import removed
 from shrinkpoint.store.identity import create_record, is_begun_here, read_record, run_id_of, what_is_there
 from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY, MEMBER_KEY
-from shrinkpoint.store.manifest import BlobRef, Manifest
+from shrinkpoint.store.manifest import BlobRef, Head, Manifest
 from shrinkpoint.store.near import NEAR_KEY, NearCopies, is_near
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
-from shrinkpoint.store.parts import Head
 from shrinkpoint.store.probe import honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy, without_retries
 from shrinkpoint.store.urls import RunUrl
@@ -209,7 +208,7 @@ class RunStore:
         return self._catalog.head(ref)
 
     def put_part(self, key: str, container: bytes) -> BlobRef:
-        """Store one rank's container of a checkpoint, which `RunWriter.commit_parts` commits.
+        """Store one rank's container of a checkpoint, whose head `RunWriter.commit` commits.
 
         Args:
             key: A new key of `shrinkpoint.store.keys.data_key`.

@@ -1,10 +1,10 @@
-"""The writing side of a run: commits, pins, what comes back, collection."""
+"""The writing side of a run: the commit point, fencing, pins, what comes back, collection."""
 
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from typing import Any, Literal, final
 
@@ -15,15 +15,21 @@ from shrinkpoint.errors import (
     FormatError,
     NoCheckpointError,
     StoreError,
+    UnsupportedFormatError,
 )
 from shrinkpoint.store import gc
-from shrinkpoint.store.catalog import Catalog
-from shrinkpoint.store.commit_point import CommitPoint
-from shrinkpoint.store.gc import publish_again
-from shrinkpoint.store.keys import COMMITTED_KEY, MAX_STEP, commit_key, data_key, new_nonce, pin_key
-from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, PARTS, Anchor, BlobRef, Manifest, seal
+from shrinkpoint.store.catalog import Catalog, Listing, read_checked
+from shrinkpoint.store.keys import (
+    COMMITTED_KEY,
+    MAX_STEP,
+    commit_key,
+    data_key,
+    new_nonce,
+    pin_key,
+    seq_of_commit,
+)
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, PARTS, Anchor, BlobRef, Head, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
-from shrinkpoint.store.parts import Head, Part
 from shrinkpoint.warn import warn
 
 __all__ = ["COMMIT_LIMIT_S", "RunWriter"]
@@ -31,6 +37,7 @@ __all__ = ["COMMIT_LIMIT_S", "RunWriter"]
 # A commit that takes longer may meet a collection that takes its blobs for leftovers (grace: 24 h).
 COMMIT_LIMIT_S = 3600.0
 _PIN_ATTEMPTS = 5
+_SLOTS_BEFORE_RESCAN = 8
 
 
 def _uptime() -> float:
@@ -71,14 +78,16 @@ class RunWriter:
         self._protect = protect
         self._make_ready = make_ready
         self._clock = clock
-        self._point = CommitPoint(
-            objects, catalog, mode=mode, epoch=self.epoch, session=self.session, next_seq=listing.max_seq + 1
-        )
+        # The number that the next manifest is to have, if nobody else takes it.
+        self._next_seq = self._opened_at = listing.max_seq + 1
+        self._is_first = True
+        self._has_committed = False
         self._known: dict[str, float] = {}
         self._marked = self._warned_unmarked = False
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._library = f"shrinkpoint {version('shrinkpoint')}"
+        self._fenced: str | None = None
         self._unusable: str | None = None
 
     def __enter__(self) -> "RunWriter":
@@ -93,7 +102,7 @@ class RunWriter:
 
     def commit(
         self,
-        container: bytes,
+        container: bytes | Head,
         *,
         step: int,
         kind: Literal["base", "delta"],
@@ -102,11 +111,12 @@ class RunWriter:
         meta: Mapping[str, Any],
         replaces: Manifest | None = None,
         anchor: Anchor | None = None,
+        began: float | None = None,
     ) -> Manifest:
         """Store a checkpoint. When this returns, it survives a crash; when it raises, it may or may not be there.
 
         Args:
-            container: The checkpoint's bytes.
+            container: The checkpoint's bytes; or the head of several containers, which several ranks have put already.
             step: Training step, 0 or more.
             kind: ``"base"``, or ``"delta"`` against ``parent``.
             parent: The checkpoint that a delta builds on; None for a base.
@@ -115,6 +125,7 @@ class RunWriter:
             replaces: The checkpoint of the same state, or of the same weights, whose place in the order this one takes; None: it is
                 the newest.
             anchor: An earlier checkpoint of ``parent``'s chain, which the delta builds on instead; its manifest may be gone.
+            began: `now` of before the first of several containers was put; None: now.
 
         Raises:
             ConfigError: An argument has a value that cannot be stored.
@@ -123,97 +134,66 @@ class RunWriter:
             StoreError: The store failed; committing again is safe and makes another checkpoint.
         """
         with self._lock:
-            return self._commit(
-                bytes(container),
-                None,
-                step,
-                kind,
-                parent,
-                state_digest,
-                meta,
-                replaces,
-                self._clock(),
-                anchor,
+            began = self._clock() if began is None else began
+            self._check_usable()
+            self._check_arguments(step, kind, parent)
+            if parent is not None:
+                self._check_parent(parent)
+            self._catch_up()
+            head = container if isinstance(container, Head) else None
+            data = container.to_bytes() if isinstance(container, Head) else bytes(container)
+            ref = BlobRef(
+                key=data_key(step, self.session),
+                size=len(data),
+                sha256=hashlib.sha256(data).hexdigest(),
+                parts=len(head.parts) if head else 0,
+                parts_bytes=head.parts_bytes if head else 0,
             )
+            before = parent.chain if parent else ()
+            chain = (*(before if anchor is None else before[: anchor.containers]), ref)
+            builds_on = anchor or parent
+            wall_time = time.time()
 
-    def commit_parts(
-        self,
-        parts: Sequence[Part],
-        *,
-        step: int,
-        kind: Literal["base", "delta"],
-        parent: Manifest | None,
-        meta: Mapping[str, Any],
-        began: float,
-    ) -> Manifest:
-        """Store a checkpoint of which the containers are stored already, by several ranks: its head, then its manifest.
+            def draft(seq: int) -> Manifest:
+                try:
+                    manifest = Manifest(
+                        seq=seq,
+                        epoch=self.epoch,
+                        session=self.session,
+                        reader_features=(PARTS,) if any(ref.parts for ref in chain) else (),
+                        step=step,
+                        kind=kind,
+                        chain=chain,
+                        parent_digest=builds_on.digest if builds_on else None,
+                        state_digest=state_digest,
+                        wall_time=wall_time,
+                        library=self._library,
+                        meta=dict(meta),
+                        replaces=replaces.position if replaces else None,
+                    )
+                    return Manifest.from_bytes(manifest.to_bytes())  # what is committed is what a reader gets
+                except FormatError as error:
+                    raise ConfigError(
+                        f"the checkpoint of step {step} cannot be described: {error}"
+                    ) from error
 
-        Args:
-            parts: The containers, in the order of the ranks.
-            step: As of `commit`, like `kind`, `parent` and `meta`.
-            kind: See there.
-            parent: See there.
-            meta: See there.
-            began: `now` of before the first of the containers was put.
-
-        Raises:
-            ShrinkpointError: As `commit`.
-        """
-        with self._lock:
-            head = Head(step=step, parts=tuple(parts))
-            return self._commit(
-                head.to_bytes(), head, step, kind, parent, head.state_digest, meta, None, began
-            )
+            first = draft(self._next_seq).to_bytes()  # refuse what cannot be written before anything is
+            if self._make_ready is not None and self.mode == "conditional":
+                self._make_ready(commit_key(self._next_seq), first)
+            self._objects.put(ref.key, data)
+            self._catch_up()  # once more, since that may have taken minutes
+            publish = self._publish_exclusively if self.mode == "conditional" else self._publish_alone
+            manifest = publish(draft, began)
+            self._check_late(began, manifest)
+            self._known[manifest.digest] = self._clock()
+            if replaces is None:
+                self.last = manifest
+            self._mark_committed()
+            return manifest
 
     def now(self) -> float:
-        """This writer's clock, in seconds: for `commit_parts`."""
+        """Give this writer's clock, in seconds: for `commit`."""
         return self._clock()
-
-    def _commit(
-        self,
-        data: bytes,
-        head: Head | None,
-        step: int,
-        kind: Literal["base", "delta"],
-        parent: Manifest | None,
-        state_digest: str,
-        meta: Mapping[str, Any],
-        replaces: Manifest | None,
-        began: float,
-        anchor: Anchor | None = None,
-    ) -> Manifest:
-        """Put one container, or the head of several, and publish it."""
-        self._check_usable()
-        self._check_arguments(step, kind, parent)
-        if parent is not None:
-            self._check_parent(parent)
-        self._point.catch_up()
-        ref = BlobRef(
-            key=data_key(step, self.session),
-            size=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-            parts=len(head.parts) if head else 0,
-            parts_bytes=head.parts_bytes if head else 0,
-        )
-        before = parent.chain if parent else ()
-        chain = (*(before if anchor is None else before[: anchor.containers]), ref)
-        place = replaces.position if replaces else None
-        builds_on = anchor or parent
-        draft = self._draft(
-            step, kind, chain, builds_on.digest if builds_on else None, state_digest, meta, place
-        )
-        first = draft(self._point.next_seq).to_bytes()  # refuse what cannot be written before anything is
-        if self._make_ready is not None and self.mode == "conditional":
-            self._make_ready(commit_key(self._point.next_seq), first)
-        self._objects.put(ref.key, data)
-        self._point.catch_up()  # once more, since that may have taken minutes
-        manifest = self._point.publish(draft, lambda: self._check_early(began))
-        self._check_late(began, manifest)
-        self._known[manifest.digest] = self._clock()
-        if replaces is None:
-            self.last = manifest
-        self._mark_committed()
-        return manifest
 
     def pin(self, name: str, manifest: Manifest) -> None:
         """Keep ``manifest`` through every collection until :meth:`unpin`.
@@ -270,7 +250,7 @@ class RunWriter:
         """
         with self._lock:
             self._check_usable()
-            publish_again(self._objects, self._catalog, manifest, numbered=self.mode == "conditional")
+            gc.publish_again(self._objects, self._catalog, manifest, numbered=self.mode == "conditional")
 
     def collect(
         self,
@@ -307,14 +287,123 @@ class RunWriter:
                 keep=keep,
                 seen=None if seen is None else {manifest.digest for manifest in seen},
                 protect=[self.last.digest] if self.last else self._protect,
-                check_fence=self._point.check_fence,
+                check_fence=self._check_fence,
                 grace_s=grace_s,
                 dry_run=dry_run,
             )
 
+    # ---- the commit point
+
+    def _catch_up(self) -> None:
+        """Before the first manifest, go on behind whatever was committed since the writer was opened.
+
+        An older writer may have gone on, and removed the manifest of the number that was free then. A manifest that filled this gap
+        would be below the older writer's next number, who would not meet it, and go on.
+        """
+        if self.mode == "conditional" and self._is_first:
+            self._go_behind(self._catalog.scan())
+
+    def _check_fence(self, listing: Listing) -> None:
+        """Raise FencedError where a listing of now shows that another writer has taken over."""
+        for damaged in listing.damaged:
+            if damaged.unsupported and (seq_of_commit(damaged.key) or 0) >= self._opened_at:
+                raise self._fence(f"a newer shrinkpoint ({damaged.reason}) committed")
+        for manifest in listing.manifests:
+            self._check_overtaken(manifest)
+
+    def _publish_exclusively(self, draft: Callable[[int], Manifest], began: float) -> Manifest:
+        """Take the first free number by put-if-absent: THE COMMIT POINT."""
+        taken = 0
+        while True:
+            manifest, key = draft(self._next_seq), commit_key(self._next_seq)
+            data = manifest.to_bytes()
+            self._check_early(began)
+            try:
+                committed = self._objects.put_if_absent(key, data) or self._is_mine(key, data)
+            except StoreError:
+                # It may be there, seen by some and not by others: what is committed next must count as newer.
+                self._next_seq += 1
+                raise
+            if committed:
+                self._has_committed = True
+                self._catalog.note(key, manifest)
+                self._next_seq += 1
+                if self._is_met(manifest):
+                    return manifest
+                continue
+            taken += 1
+            self._next_seq += 1
+            if taken % _SLOTS_BEFORE_RESCAN == 0:
+                self._go_behind(self._catalog.scan())
+
+    def _is_met(self, manifest: Manifest) -> bool:
+        """Whether an older writer that goes on comes to this one's first manifest; else it is to be published again, behind all others."""
+        if self._is_first:
+            listing = self._catalog.scan()
+            if listing.max_seq > manifest.seq:
+                self._go_behind(listing)
+                return False
+            self._is_first = False
+        return True
+
+    def _go_behind(self, listing: Listing) -> None:
+        self._check_fence(listing)
+        self._next_seq = max(self._next_seq, listing.max_seq + 1)
+
+    def _is_mine(self, key: str, data: bytes) -> bool:
+        """Whose manifest took the number? Ours, when the response to an earlier attempt was lost."""
+        try:
+            other = read_checked(self._objects, key, Manifest.from_bytes)
+        except MissingKeyError:
+            return False  # collected meanwhile: the number is used up all the same
+        except UnsupportedFormatError as error:
+            raise self._fence(f"a newer shrinkpoint ({error}) committed") from error
+        except FormatError:
+            return False  # unreadable: occupies its number, says nothing about its writer
+        if other.to_bytes() == data:
+            return True
+        self._check_overtaken(other)
+        return False
+
+    def _publish_alone(self, draft: Callable[[int], Manifest], began: float) -> Manifest:
+        """Without a condition to rely on: look for other writers, then use a name that cannot collide."""
+        listing = self._catalog.scan()
+        self._check_fence(listing)
+        manifest = draft(listing.max_seq + 1)
+        key = commit_key(manifest.seq, manifest.chain[-1].key)
+        self._check_early(began)
+        self._objects.put(key, manifest.to_bytes())
+        self._has_committed = True
+        self._catalog.note(key, manifest)
+        return manifest
+
+    def _check_overtaken(self, other: Manifest) -> None:
+        """Higher epochs win; of one epoch, whoever commits first; where both did so at once, the smaller nonce.
+
+        An epoch is taken by its first commit. A writer that was opened and stood still since, before a later one took its epoch,
+        must not go on from where it stands.
+        """
+        wins = self._has_committed and self.session <= other.session
+        if other.epoch > self.epoch or (
+            other.epoch == self.epoch and other.session != self.session and not wins
+        ):
+            raise self._fence(
+                f"another writer (epoch {other.epoch}, session {other.session}) committed checkpoint {other.seq}, step"
+                f" {other.step}"
+            )
+
+    def _fence(self, reason: str) -> FencedError:
+        self._fenced = (
+            f"{reason} to {self._objects.display} after this one (epoch {self.epoch}, session {self.session}) was opened:"
+            " this process can save no more. Stop it, or, if it is the one to keep, stop the other and start this again"
+        )
+        return FencedError(self._fenced)
+
+    # ---- what a commit takes
+
     def _check_usable(self) -> None:
-        if self._point.fenced is not None:
-            raise FencedError(self._point.fenced)
+        if self._fenced is not None:
+            raise FencedError(self._fenced)
         if self._unusable is not None:
             raise StoreError(self._unusable)
         if os.getpid() != self._pid:
@@ -333,7 +422,13 @@ class RunWriter:
     def _check_parent(self, parent: Manifest) -> None:
         """Make sure that the parent's chain is there, and that it was published a short while ago: then it stays for a grace."""
         present = self._catalog.sizes()
-        for ref in self._refs(parent):
+        try:
+            needed = self._catalog.refs(parent)
+        except FormatError as error:
+            raise ChainError(
+                f"{error}, so that a delta against it could not be restored: save a base"
+            ) from error
+        for ref in needed:
             if present.get(ref.key) != ref.size:
                 self._marked = False  # it may be another folder or bucket by now
                 raise ChainError(
@@ -353,14 +448,6 @@ class RunWriter:
             )
         self._known[parent.digest] = now
 
-    def _refs(self, parent: Manifest) -> Sequence[BlobRef]:
-        try:
-            return self._catalog.refs(parent)
-        except FormatError as error:
-            raise ChainError(
-                f"{error}, so that a delta against it could not be restored: save a base"
-            ) from error
-
     def _mark_committed(self) -> None:
         """Note, next to ``commits/``, that there is a checkpoint: an empty listing is not believed from now on."""
         if self._marked:
@@ -376,41 +463,6 @@ class RunWriter:
                 )
         else:
             self._marked = True
-
-    def _draft(
-        self,
-        step: int,
-        kind: Literal["base", "delta"],
-        chain: tuple[BlobRef, ...],
-        parent_digest: str | None,
-        state_digest: str,
-        meta: Mapping[str, Any],
-        replaces: tuple[int, int] | None,
-    ) -> Callable[[int], Manifest]:
-        wall_time = time.time()
-
-        def draft(seq: int) -> Manifest:
-            try:
-                manifest = Manifest(
-                    seq=seq,
-                    epoch=self.epoch,
-                    session=self.session,
-                    reader_features=(PARTS,) if any(ref.parts for ref in chain) else (),
-                    step=step,
-                    kind=kind,
-                    chain=chain,
-                    parent_digest=parent_digest,
-                    state_digest=state_digest,
-                    wall_time=wall_time,
-                    library=self._library,
-                    meta=dict(meta),
-                    replaces=replaces,
-                )
-                return Manifest.from_bytes(manifest.to_bytes())  # what is committed is what a reader gets
-            except FormatError as error:
-                raise ConfigError(f"the checkpoint of step {step} cannot be described: {error}") from error
-
-        return draft
 
     def _check_early(self, began: float) -> None:
         if self._clock() - began > COMMIT_LIMIT_S:

@@ -35,8 +35,7 @@ from shrinkpoint.sharded.gathering import Gathering
 from shrinkpoint.sharded.layout import Layout, block_box, owners_of
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.store.keys import data_key, new_nonce
-from shrinkpoint.store.manifest import BlobRef, Manifest
-from shrinkpoint.store.parts import Head, Part
+from shrinkpoint.store.manifest import BlobRef, Head, Manifest, Part
 
 RANKS = (64, 256, 1024, 4096)
 MODELS = {

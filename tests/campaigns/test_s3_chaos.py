@@ -20,9 +20,8 @@ from support.journal import Journal
 from support.s3 import S3Server, new_bucket, rclone_program, rclone_server, storage_options
 
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.store.commit_point import CommitPoint
 from shrinkpoint.store.local import LocalObjects
-from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.run import RunStore, RunWriter
 
 FAULTED = 0.25
 FAULTED_OF_SEVERAL = 0.1
@@ -131,7 +130,7 @@ class _Careless(LocalObjects):
 
 def test_the_audit_sees_a_lost_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As if both had looked for others before either committed.
-    monkeypatch.setattr(CommitPoint, "catch_up", lambda point: None)
+    monkeypatch.setattr(RunWriter, "_catch_up", lambda writer: None)
     journal = Journal(str(tmp_path / "journal"))
     objects = _Careless(str(tmp_path / "run"))
     stores = [RunStore("", objects=objects) for _ in range(2)]

@@ -178,7 +178,7 @@ def killed(rank: int, world: int, url: str, victim: int, point: str) -> None:
     """A rank dies in the third save: before or after its part is stored, or, as coordinator, around the manifest."""
     model, optimizer = build("fsdp", world, rank)
     writer = StorageWriter(url, threads=1)
-    owner, name = (RunStore, "put_part") if point.endswith("put") else (RunWriter, "commit_parts")
+    owner, name = (RunStore, "put_part") if point.endswith("put") else (RunWriter, "commit")
     done = getattr(owner, name)
 
     def die_there(*arguments: Any, **options: Any) -> Any:

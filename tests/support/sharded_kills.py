@@ -15,7 +15,7 @@ from shrinkpoint.store.run import RunStore
 
 __all__ = ["EVERYWHERE", "Account", "acknowledged", "check", "kill_ranks"]
 
-_OF_FIRST = {point for point, (kind, _, _) in POINTS.items() if kind.__name__ in ("RunWriter", "CommitPoint")}
+_OF_FIRST = {point for point, (kind, _, _) in POINTS.items() if kind.__name__ == "RunWriter"}
 EVERYWHERE = [(rank, point) for point in POINTS for rank in (0, 1) if rank == 0 or point not in _OF_FIRST]
 """Which rank may be killed at which point."""
 

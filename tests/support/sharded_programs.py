@@ -30,7 +30,6 @@ from shrinkpoint.sharded.background import RankBackground
 from shrinkpoint.sharded.gathering import Gathering
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.state.training import Role, Tag
-from shrinkpoint.store.commit_point import CommitPoint
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import BlobRef
 from shrinkpoint.store.run import RunStore
@@ -166,10 +165,10 @@ POINTS: dict[str, tuple[type, str, bool]] = {
     "before-put": (RunStore, "put_part", False),
     "after-put": (RunStore, "put_part", True),
     "after-post": (RankBackground, "_store_part", True),
-    "before-head": (RunWriter, "commit_parts", False),
-    "before-manifest": (CommitPoint, "publish", False),
-    "after-manifest": (CommitPoint, "publish", True),
-    "after-commit": (RunWriter, "commit_parts", True),
+    "before-head": (RunWriter, "commit", False),
+    "before-manifest": (RunWriter, "_publish_exclusively", False),
+    "after-manifest": (RunWriter, "_publish_exclusively", True),
+    "after-commit": (RunWriter, "commit", True),
 }
 """Where a rank may be killed: a method, and whether after or before it."""
 

@@ -16,8 +16,7 @@ from shrinkpoint.errors import (
 )
 from shrinkpoint.store import manifest as manifests
 from shrinkpoint.store.keys import data_key
-from shrinkpoint.store.manifest import BlobRef, Manifest, seal
-from shrinkpoint.store.parts import Head, Part
+from shrinkpoint.store.manifest import BlobRef, Head, Manifest, Part, seal
 from shrinkpoint.store.retry import RetryPolicy
 from shrinkpoint.store.run import RunStore
 
@@ -46,11 +45,13 @@ class Run:
 
     def save(self, step: int, parent: Manifest | None = None) -> Manifest:
         began = self.writer.now()
-        return self.writer.commit_parts(
-            self.parts(step),
+        head = Head(step=step, parts=tuple(self.parts(step)))
+        return self.writer.commit(
+            head,
             step=step,
             kind="delta" if parent else "base",
             parent=parent,
+            state_digest=head.state_digest,
             meta={},
             began=began,
         )
@@ -166,8 +167,9 @@ def test_a_missing_or_damaged_part_or_head_makes_its_checkpoint_unsound(run: Run
         run.reopen().fetch(bad)
     del run.fake.blobs[part]
     assert newest() == good
+    head = Head(step=3, parts=tuple(run.parts(3)))
     with pytest.raises(ChainError, match="is missing"):
-        run.writer.commit_parts(run.parts(3), step=3, kind="delta", parent=bad, meta={}, began=0.0)
+        run.writer.commit(head, step=3, kind="delta", parent=bad, state_digest=head.state_digest, meta={})
     del run.fake.blobs[bad.chain[-1].key]
     assert newest() == good
     with pytest.raises(ChainError, match="the head of 3 parts, is missing"):

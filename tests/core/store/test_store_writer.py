@@ -152,7 +152,7 @@ def test_higher_number_of_a_lower_epoch_is_not_newest(store: RunStore, fake: Fak
     stale.update(seq=9, epoch=1)
     fake.put("commits/0000000009.json", seal(stale))
     assert [m.seq for m in store.manifests()] == [1, 9, 0]
-    assert store.writer()._point.next_seq == 10
+    assert store.writer()._next_seq == 10
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -174,7 +174,7 @@ def test_of_one_epoch_and_both_at_once_the_smaller_nonce_wins(
     """Where the store hides the other's first manifest until both are there."""
     winner, loser = two_writers(store)
     for writer in (winner, loser):
-        writer._point._has_committed = True
+        writer._has_committed = True
     base(loser, step=1)
     kept = base(winner, step=2)
     assert kept.seq == 1
