@@ -107,7 +107,7 @@ def _weights(
     """The weights of a checkpoint, written some tensors at a time, or its adapters; None where a step was not saved: it may have been
     logged."""
     from shrinkpoint.io.exporting import export_adapters, export_weights
-    from shrinkpoint.store.single import looks_like_file
+    from shrinkpoint.store.connect import looks_like_file
 
     named = addressed(url, step, seq)
     address = named.url if looks_like_file(named.url) else str(named)

@@ -15,12 +15,11 @@ from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpoin
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.schemes.exactness import explained
 from shrinkpoint.store.connect import StorageOptions as Options
-from shrinkpoint.store.connect import open_objects
+from shrinkpoint.store.connect import looks_like_file, naming, open_objects, read_file
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.single import looks_like_file, naming, read_file
 from shrinkpoint.store.urls import split_urls
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from shrinkpoint.cli.runs import (
 )
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.exactness import exact_parts, explained, unpack_reasons
-from shrinkpoint.store.single import looks_like_file, naming, read_file
+from shrinkpoint.store.connect import looks_like_file, naming, read_file
 
 if TYPE_CHECKING:
     from shrinkpoint.container.reader import Header, Record

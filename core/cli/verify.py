@@ -22,7 +22,7 @@ from shrinkpoint.cli.runs import (
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import waiting_for
-from shrinkpoint.store.single import looks_like_file, read_file
+from shrinkpoint.store.connect import looks_like_file, read_file
 
 if TYPE_CHECKING:
     from shrinkpoint.store.manifest import Manifest

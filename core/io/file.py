@@ -13,8 +13,7 @@ from shrinkpoint.quality.planner import Planner
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.exactness import exact_parts, large_share
 from shrinkpoint.state.training import Describe, TrainingState, plain
-from shrinkpoint.store.connect import Options
-from shrinkpoint.store.single import write_file
+from shrinkpoint.store.connect import Options, write_file
 from shrinkpoint.warn import brief, warn
 
 __all__ = ["save"]

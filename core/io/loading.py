@@ -24,10 +24,9 @@ from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, dense_only, tensor_names
-from shrinkpoint.store.connect import Options, StorageOptions
+from shrinkpoint.store.connect import Options, StorageOptions, looks_like_file, naming, read_file
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.single import looks_like_file, naming, read_file
 from shrinkpoint.store.urls import RunUrl, Stores, parse_url, split_urls, url_text
 from shrinkpoint.warn import brief, warn
 

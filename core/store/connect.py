@@ -1,21 +1,43 @@
-"""From a URL, or several, to the object store that holds what lies below."""
+"""From a URL, or several, to the object store that holds what lies below; and single files at a path or URL."""
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
-from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.errors import ChainError, ConfigError, FormatError, StoreError
 from shrinkpoint.store.generic import GenericObjects
 from shrinkpoint.store.local import LocalObjects
-from shrinkpoint.store.objects import CredentialsError, MissingKeyError, ObjectStore, TransientStoreError
+from shrinkpoint.store.objects import (
+    CredentialsError,
+    MissingKeyError,
+    ObjectsBelow,
+    ObjectStore,
+    TransientStoreError,
+)
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.s3 import S3Objects
 from shrinkpoint.store.urls import Location, RunUrl, Stores, parse_url, split_urls
 
-__all__ = ["Options", "StorageOptions", "check_outside", "open_location", "open_objects", "shared_fate"]
+__all__ = [
+    "Options",
+    "StorageOptions",
+    "check_outside",
+    "looks_like_file",
+    "naming",
+    "open_location",
+    "open_objects",
+    "read_file",
+    "shared_fate",
+    "write_file",
+]
+
+T = TypeVar("T")
+
+_MAX_FILE_BYTES = 2**40
 
 Options: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 """Options of fsspec's file system, or what returns them, and is called again when credentials are refused."""
@@ -136,7 +158,7 @@ def _device(path: str) -> int:
     return os.stat(folder).st_dev
 
 
-class RenewingObjects:
+class RenewingObjects(ObjectsBelow):
     """An :class:`ObjectStore` that is opened again, with what a function gives then, where credentials are refused.
 
     Args:
@@ -146,7 +168,7 @@ class RenewingObjects:
 
     def __init__(self, location: Location, ask: Callable[[], Mapping[str, Any]]) -> None:
         self._location, self._ask = location, ask
-        self._inner = self._opened()
+        super().__init__(self._opened())
 
     def _opened(self) -> ObjectStore:
         try:
@@ -157,22 +179,16 @@ class RenewingObjects:
             ) from error
         return open_location(self._location, options)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # while a copy is made
-            raise AttributeError(name)
-        value = getattr(self._inner, name)
-        return partial(self._call, name) if callable(value) else value
-
-    def _call(self, name: str, *args: Any, **options: Any) -> Any:
-        inner = self._inner
+    def _do(self, work: Callable[[ObjectStore], T]) -> T:
+        inner = self.inner
         try:
-            return getattr(inner, name)(*args, **options)
+            return work(inner)
         except (MissingKeyError, TransientStoreError):
             raise
         except StoreError:  # not every server says so where a token has expired
-            if self._inner is inner:  # else another thread has renewed it
-                self._inner = self._opened()
-        return getattr(self._inner, name)(*args, **options)
+            if self.inner is inner:  # else another thread has renewed it
+                self.inner = self._opened()
+        return work(self.inner)
 
 
 def open_location(location: Location, storage_options: Options | None = None) -> ObjectStore:
@@ -182,7 +198,7 @@ def open_location(location: Location, storage_options: Options | None = None) ->
         ConfigError: The options are no mapping, or are for a folder, which has none.
     """
     if callable(storage_options):
-        return cast("ObjectStore", RenewingObjects(location, storage_options))
+        return RenewingObjects(location, storage_options)
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigError(
             f"storage_options must be a dict, not a {type(storage_options).__name__}, such as {{'anon': True}}, a function that returns one, or None"
@@ -197,3 +213,58 @@ def open_location(location: Location, storage_options: Options | None = None) ->
     if location.kind == "s3":
         return S3Objects(location, options)
     return GenericObjects(location, options)
+
+
+# ---- one file without a run
+
+
+def looks_like_file(url: str) -> bool:
+    """Whether ``url`` means one container rather than a run."""
+    if len(split_urls(url)) > 1:
+        return False
+    if url.rstrip("/").endswith(".shrink"):
+        return True
+    return "://" not in url and os.path.isfile(os.path.expanduser(url))
+
+
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Put the file's name before what is wrong with its contents: a container does not know where it lies."""
+    try:
+        yield
+    except (FormatError, ChainError) as error:
+        raise type(error)(f"{file}: {error}") from error
+
+
+def write_file(url: str | os.PathLike[str], data: bytes, storage_options: Options | None = None) -> None:
+    """Write ``data`` durably; an existing file is replaced in one step, and stays whole when this fails.
+
+    Raises:
+        ConfigError: The URL or the options cannot work.
+        MissingDependencyError: The package for the URL's protocol is not installed.
+        StoreError: The file cannot be written.
+    """
+    objects, name = _open(url, storage_options)
+    objects.put(name, data)
+
+
+def read_file(url: str | os.PathLike[str], storage_options: Options | None = None) -> bytes:
+    """The whole file; its checksums are the caller's business.
+
+    Raises:
+        ConfigError: The URL or the options cannot work.
+        MissingDependencyError: The package for the URL's protocol is not installed.
+        StoreError: The file is absent or cannot be read.
+    """
+    objects, name = _open(url, storage_options)
+    return objects.get(name, max_size=_MAX_FILE_BYTES)
+
+
+def _open(url: str | os.PathLike[str], storage_options: Options | None) -> tuple[ObjectStore, str]:
+    location = parse_url(url)
+    folder, _, name = location.path.rpartition("/")
+    if not name or (location.kind == "s3" and not folder):
+        raise ConfigError(f"{location.display} names no file: add one, as in {location.display}/model.shrink")
+    display = location.display[: -len(name)].rstrip("/")
+    inside = replace(location, path=folder or ("/" if location.kind == "local" else ""), display=display)
+    return RetryingObjects(open_location(inside, storage_options), RetryPolicy()), name

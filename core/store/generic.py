@@ -1,4 +1,4 @@
-"""Any other fsspec file system as an object store, by what all of them have: whole-file writes, reads, listings."""
+"""An fsspec file system as an object store, by what all of them have: whole-file writes, reads, listings."""
 
 import errno
 import inspect
@@ -18,7 +18,7 @@ from shrinkpoint.store.keys import probe_key
 from shrinkpoint.store.objects import CredentialsError, MissingKeyError, ObjectInfo, TransientStoreError
 from shrinkpoint.store.urls import Location
 
-__all__ = ["GenericObjects", "forget_loop_in_children"]
+__all__ = ["GenericObjects"]
 
 # In the names of the errors of clouds' own libraries, as google.auth's RefreshError and azure's ClientAuthenticationError.
 _OF_CREDENTIALS = ("Auth", "Credential", "Expired", "Refresh", "Token")
@@ -42,7 +42,7 @@ class GenericObjects:
         self._filesystems: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Connections survive neither pickling nor a spawn.
+        # Connections and event loops survive neither pickling nor a spawn.
         return {**self.__dict__, "_filesystems": {}}
 
     @property
@@ -162,16 +162,19 @@ class GenericObjects:
         """This process's own instance: one inherited through fork may not work, a shared one brings its caches along."""
         found = self._filesystems.get(os.getpid())
         if found is None:
-            options = {**self._options, "use_listings_cache": False, "skip_instance_cache": True}
-            forget_loop_in_children()
-            try:
-                found = fsspec.filesystem(self._location.protocol, **options)
-            except ImportError as error:
-                raise MissingDependencyError(f"{self.display} needs another package: {error}") from error
-            except (TypeError, ValueError) as error:
-                raise ConfigError(f"storage_options do not fit {self.display}: {error}") from error
+            _forget_loop_in_children()
+            found = self._open({**self._options, "use_listings_cache": False, "skip_instance_cache": True})
             self._filesystems = {os.getpid(): found}
         return found
+
+    def _open(self, options: dict[str, Any]) -> Any:
+        """Make the file system of these options."""
+        try:
+            return fsspec.filesystem(self._location.protocol, **options)
+        except ImportError as error:
+            raise MissingDependencyError(f"{self.display} needs another package: {error}") from error
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"storage_options do not fit {self.display}: {error}") from error
 
     @contextmanager
     def _translated(self, verb: str, key: str) -> Iterator[None]:
@@ -208,7 +211,7 @@ def _time_of(entry: Mapping[str, Any]) -> float | None:
 
 
 @lru_cache(maxsize=1)
-def forget_loop_in_children() -> None:
+def _forget_loop_in_children() -> None:
     """Have forked children start an event loop of their own, as newer fsspec does; older ones wait for ever there."""
     from fsspec import asyn
 

@@ -1,10 +1,13 @@
 """What a run needs of a store: seven operations on immutable objects, and the errors that steer retries."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from shrinkpoint.errors import StoreError
+from shrinkpoint.store.keys import new_nonce, probe_key
+from shrinkpoint.warn import warn
 
 __all__ = [
     "CredentialsError",
@@ -13,7 +16,12 @@ __all__ = [
     "ObjectStore",
     "ObjectsBelow",
     "TransientStoreError",
+    "honours_put_if_absent",
 ]
+
+T = TypeVar("T")
+
+_RACERS = 8
 
 
 class MissingKeyError(StoreError):
@@ -147,11 +155,11 @@ class ObjectStore(Protocol):
 
 
 class ObjectsBelow:
-    """An `ObjectStore` whose keys are those of another one without a prefix.
+    """An `ObjectStore` around another one, whose keys are those of the other one without a prefix.
 
     Args:
         inner: the other store.
-        prefix: of its keys, with a slash at its end.
+        prefix: of its keys, with a slash at its end; or nothing.
 
     Examples:
         >>> from shrinkpoint.store.connect import open_objects
@@ -160,50 +168,91 @@ class ObjectsBelow:
         3
     """
 
-    def __init__(self, inner: ObjectStore, prefix: str) -> None:
-        self._inner = inner
+    def __init__(self, inner: ObjectStore, prefix: str = "") -> None:
+        self.inner = inner
+        """The other store."""
         self._prefix = prefix
+
+    def _do(self, work: Callable[[ObjectStore], T]) -> T:
+        """Carry out one operation on the other store."""
+        return work(self.inner)
 
     @property
     def display(self) -> str:
         """See `ObjectStore`."""
-        return self._inner.show(self._prefix.rstrip("/"))
+        return self.inner.show(self._prefix.rstrip("/")) if self._prefix else self.inner.display
 
     @property
     def create_is_atomic(self) -> bool | None:
         """See `ObjectStore`."""
-        return self._inner.create_is_atomic
+        return self.inner.create_is_atomic
 
     def show(self, key: str) -> str:
         """See `ObjectStore`."""
-        return self._inner.show(self._prefix + key)
+        return self.inner.show(self._prefix + key)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """See `ObjectStore`."""
-        return self._inner.put_if_absent(self._prefix + key, data)
+        return self._do(lambda inner: inner.put_if_absent(self._prefix + key, data))
 
     def put(self, key: str, data: bytes) -> None:
         """See `ObjectStore`."""
-        self._inner.put(self._prefix + key, data)
+        self._do(lambda inner: inner.put(self._prefix + key, data))
 
     def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
         """See `ObjectStore`."""
-        return self._inner.get(self._prefix + key, start, end, max_size=max_size)
+        return self._do(lambda inner: inner.get(self._prefix + key, start, end, max_size=max_size))
 
     def list(self, prefix: str, *, limit: int | None = None) -> list[ObjectInfo]:
         """See `ObjectStore`."""
+        found = self._do(lambda inner: inner.list(self._prefix + prefix, limit=limit))
         cut = len(self._prefix)
-        found = self._inner.list(self._prefix + prefix, limit=limit)
-        return [replace(info, key=info.key[cut:]) for info in found]
+        return [replace(info, key=info.key[cut:]) for info in found] if cut else found
 
     def delete(self, keys: Collection[str]) -> None:
         """See `ObjectStore`."""
-        self._inner.delete([self._prefix + key for key in keys])
+        self._do(lambda inner: inner.delete([self._prefix + key for key in keys]))
 
     def server_time(self) -> float:
         """See `ObjectStore`."""
-        return self._inner.server_time()
+        return self._do(lambda inner: inner.server_time())
 
     def sweep(self, before: float) -> int:
-        """Nothing: unfinished writes are removed by the store around this one."""
-        return 0
+        """See `ObjectStore`; below a prefix nothing: the store around this one removes what was left."""
+        return 0 if self._prefix else self._do(lambda inner: inner.sweep(before))
+
+
+def honours_put_if_absent(objects: ObjectStore) -> bool:
+    """Try out whether exactly one of several writers of one new key wins, first one after the other, then at once.
+
+    Some servers accept the condition and ignore it, or check it without a lock. A race that is lost only sometimes may pass; an ignored condition never does. Costs 13 small requests; where the answer
+    is known it costs one, because that the store can be written to must be known before training starts.
+
+    Raises:
+        StoreError: The store could not be written to at all.
+    """
+    sequential, race = probe_key(), probe_key()
+    if objects.create_is_atomic is not None:
+        objects.put(sequential, b"")
+        _remove(objects, [sequential])
+        return objects.create_is_atomic
+    try:
+        if not _wins(objects, sequential) or _wins(objects, sequential):
+            return False
+        with ThreadPoolExecutor(_RACERS) as pool:
+            return sum(pool.map(lambda _: _wins(objects, race), range(_RACERS))) == 1
+    finally:
+        _remove(objects, [sequential, race])
+
+
+def _wins(objects: ObjectStore, key: str) -> bool:
+    """Whether this attempt created ``key``; a refusal counts as a win when a lost response hid that it was one."""
+    mine = new_nonce().encode()
+    return objects.put_if_absent(key, mine) or objects.get(key, max_size=len(mine)) == mine
+
+
+def _remove(objects: ObjectStore, keys: list[str]) -> None:
+    try:
+        objects.delete(keys)
+    except StoreError as error:
+        warn(f"{error}: saving works, but old checkpoints cannot be removed from {objects.display}")

@@ -2,12 +2,12 @@
 
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from shrinkpoint.errors import ConfigError, StoreError
-from shrinkpoint.store.objects import ObjectInfo, ObjectStore, TransientStoreError
+from shrinkpoint.store.objects import ObjectsBelow, ObjectStore, TransientStoreError
 from shrinkpoint.warn import warn
 
 __all__ = ["RetryPolicy", "RetryingObjects", "without_retries"]
@@ -73,55 +73,18 @@ class RetryPolicy:
         raise AssertionError("attempts >= 1")
 
 
-class RetryingObjects:
-    """An :class:`ObjectStore` that repeats what failed for a passing reason."""
+class RetryingObjects(ObjectsBelow):
+    """An :class:`ObjectStore` that repeats what failed for a passing reason.
+
+    After a lost response the second attempt of a put-if-absent reports False although the object is ours.
+    """
 
     def __init__(self, inner: ObjectStore, policy: RetryPolicy) -> None:
-        self.inner = inner
-        """The store that is asked again."""
+        super().__init__(inner)
         self._policy = policy
 
-    @property
-    def display(self) -> str:
-        """See :class:`ObjectStore`."""
-        return self.inner.display
-
-    @property
-    def create_is_atomic(self) -> bool | None:
-        """See :class:`ObjectStore`."""
-        return self.inner.create_is_atomic
-
-    def show(self, key: str) -> str:
-        """See :class:`ObjectStore`."""
-        return self.inner.show(key)
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        """See :class:`ObjectStore`; after a lost response the second attempt reports False although ours is there."""
-        return self._policy.run(lambda: self.inner.put_if_absent(key, data))
-
-    def put(self, key: str, data: bytes) -> None:
-        """See :class:`ObjectStore`."""
-        self._policy.run(lambda: self.inner.put(key, data))
-
-    def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
-        """See :class:`ObjectStore`."""
-        return self._policy.run(lambda: self.inner.get(key, start, end, max_size=max_size))
-
-    def list(self, prefix: str, *, limit: int | None = None) -> list[ObjectInfo]:
-        """See :class:`ObjectStore`."""
-        return self._policy.run(lambda: self.inner.list(prefix, limit=limit))
-
-    def delete(self, keys: Collection[str]) -> None:
-        """See :class:`ObjectStore`."""
-        self._policy.run(lambda: self.inner.delete(keys))
-
-    def server_time(self) -> float:
-        """See :class:`ObjectStore`."""
-        return self._policy.run(self.inner.server_time)
-
-    def sweep(self, before: float) -> int:
-        """See :class:`ObjectStore`."""
-        return self._policy.run(lambda: self.inner.sweep(before))
+    def _do(self, work: Callable[[ObjectStore], T]) -> T:
+        return self._policy.run(lambda: work(self.inner))
 
 
 def without_retries(objects: ObjectStore) -> ObjectStore:

@@ -22,8 +22,7 @@ from shrinkpoint.store.identity import create_record, is_begun_here, read_record
 from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY, MEMBER_KEY
 from shrinkpoint.store.manifest import BlobRef, Head, Manifest
 from shrinkpoint.store.near import NEAR_KEY, NearCopies, is_near
-from shrinkpoint.store.objects import MissingKeyError, ObjectStore
-from shrinkpoint.store.probe import honours_put_if_absent
+from shrinkpoint.store.objects import MissingKeyError, ObjectStore, honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy, without_retries
 from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.store.writer import RunWriter

@@ -1,14 +1,13 @@
 """A prefix of an S3 bucket as an object store: one request per operation, conditions judged by HTTP status."""
 
 import asyncio
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 from shrinkpoint.errors import CorruptionError, StoreError
-from shrinkpoint.store.generic import forget_loop_in_children
+from shrinkpoint.store.generic import GenericObjects
 from shrinkpoint.store.objects import CredentialsError, MissingKeyError, ObjectInfo, TransientStoreError
 from shrinkpoint.store.urls import Location
 
@@ -25,7 +24,7 @@ _CONFIG = {
 }
 
 
-class S3Objects:
+class S3Objects(GenericObjects):
     """Objects below ``s3://bucket/prefix``.
 
     Args:
@@ -33,27 +32,10 @@ class S3Objects:
         options: ``storage_options`` of s3fs (``key``, ``secret``, ``endpoint_url``, ...).
     """
 
-    create_is_atomic = None
-
     def __init__(self, location: Location, options: Mapping[str, Any]) -> None:
-        self._location = location
-        self._options = dict(options)
+        super().__init__(location, options)
         self._bucket, _, self._prefix = location.path.partition("/")
         self._ignores_condition = False
-        self._filesystems: dict[int, Any] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Connections and event loops survive neither pickling nor a spawn.
-        return {**self.__dict__, "_filesystems": {}}
-
-    @property
-    def display(self) -> str:
-        """The URL."""
-        return self._location.display
-
-    def show(self, key: str) -> str:
-        """The URL of ``key``."""
-        return self._location.show(key)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
@@ -203,19 +185,12 @@ class S3Objects:
 
         return sync(self._filesystem.loop, operation, self._filesystem, *args)
 
-    @property
-    def _filesystem(self) -> Any:
-        """This process's own s3fs: one inherited through fork refuses to work, a shared one brings its caches along."""
-        found = self._filesystems.get(os.getpid())
-        if found is None:
-            import s3fs
+    def _open(self, options: dict[str, Any]) -> Any:
+        import s3fs
 
-            forget_loop_in_children()
-            options = {**self._options, "use_listings_cache": False, "skip_instance_cache": True}
-            options["config_kwargs"] = {**_CONFIG, **self._options.get("config_kwargs", {})}
-            found = s3fs.S3FileSystem(**options)
-            found.retries = 1
-            self._filesystems = {os.getpid(): found}
+        options["config_kwargs"] = {**_CONFIG, **self._options.get("config_kwargs", {})}
+        found = s3fs.S3FileSystem(**options)
+        found.retries = 1
         return found
 
     @contextmanager

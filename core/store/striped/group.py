@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from shrinkpoint.errors import RunMismatchError, StoreError
-from shrinkpoint.store.objects import ObjectStore, TransientStoreError
-from shrinkpoint.store.probe import honours_put_if_absent
+from shrinkpoint.store.objects import ObjectStore, TransientStoreError, honours_put_if_absent
 from shrinkpoint.store.striped.calls import Answers, Calls, Patience
 from shrinkpoint.store.striped.health import Health
 from shrinkpoint.store.striped.members import (

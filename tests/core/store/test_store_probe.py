@@ -10,7 +10,7 @@ from support.s3 import S3Server, new_bucket, rclone_program, rclone_server, stor
 from support.stores import FakeSet
 
 from shrinkpoint.errors import ShrinkpointWarning, StoreError
-from shrinkpoint.store.probe import honours_put_if_absent
+from shrinkpoint.store.objects import honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.run import RunStore
 

@@ -5,9 +5,8 @@ import pytest
 
 from shrinkpoint.errors import ConfigError, CorruptionError, MissingDependencyError
 from shrinkpoint.store import keys, urls
-from shrinkpoint.store.connect import open_objects
+from shrinkpoint.store.connect import open_objects, read_file, write_file
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.single import read_file, write_file
 from shrinkpoint.store.urls import parse_url
 
 
