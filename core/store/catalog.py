@@ -1,20 +1,42 @@
-"""Which checkpoints a run has: one listing, every manifest read and checked, newest first."""
+"""What a run holds: its own record, and its checkpoints by one listing, every manifest read and checked."""
 
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from shrinkpoint.errors import ChainError, CorruptionError, FormatError, StoreError, UnsupportedFormatError
-from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY, pin_name, seq_of_commit
-from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Head, Manifest, unseal
+from shrinkpoint.errors import (
+    ChainError,
+    CorruptionError,
+    FormatError,
+    RunMismatchError,
+    StoreError,
+    UnsupportedFormatError,
+)
+from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY, is_own_key, new_nonce, pin_name, seq_of_commit
+from shrinkpoint.store.manifest import (
+    FORMAT,
+    MAX_MANIFEST_BYTES,
+    READER_FEATURES,
+    BlobRef,
+    Head,
+    Manifest,
+    seal,
+    unseal,
+)
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
 
-__all__ = ["Catalog", "DamagedCheckpoint", "Listing", "is_listed", "read_checked"]
+__all__ = ["Catalog", "DamagedCheckpoint", "Listing", "is_begun_here", "is_listed", "read_checked"]
 
 T = TypeVar("T")
 
+_MAGIC = "shrinkpoint-run"
+_RUN_ID = re.compile("[0-9a-f]{32}")
+_LOOK_AT = 1000
+_NAMED = 5
+_begun_here: set[str] = set()
 _READERS = 8
 _LARGEST_GAP = 10**6
 # A byte that was damaged on its way is right the next time; one that was damaged where it lies is not.
@@ -76,6 +98,82 @@ class Catalog:
         self._forgotten = 0
         self._keys: dict[str, str] = {}
         self._heads: dict[BlobRef, Head] = {}
+
+    # ---- the run's own record
+
+    def record(self) -> dict[str, Any] | None:
+        """Read the run's ``format.json``; None where there is no run.
+
+        Raises:
+            RunMismatchError: It is damaged or foreign.
+            UnsupportedFormatError: The run needs a newer shrinkpoint.
+            StoreError: The store could not be read.
+        """
+        objects = self._objects
+        try:
+            record = read_checked(objects, FORMAT_KEY, unseal)
+        except MissingKeyError:
+            return None
+        except FormatError as error:
+            raise RunMismatchError(
+                f"{error}. If there are checkpoints in the same folder, delete this file: they do not depend on it and it is made"
+                " anew; otherwise choose another URL"
+            ) from error
+        if record.get("type") != _MAGIC:
+            raise RunMismatchError(f"{objects.show(FORMAT_KEY)} is not a run's: choose another URL")
+        version, features = record.get("format"), record.get("reader_features")
+        known = isinstance(features, list) and all(feature in READER_FEATURES for feature in features)
+        if version != FORMAT or not known:
+            raise UnsupportedFormatError(
+                f"{objects.display} has format {version} with features {features}; this version reads {FORMAT}: upgrade shrinkpoint"
+            )
+        return record
+
+    def run_id(self) -> str | None:
+        """Read the run's nonce; None where there is no run.
+
+        Raises:
+            RunMismatchError, UnsupportedFormatError, StoreError: As `record`.
+        """
+        record = self.record()
+        if record is None:
+            return None
+        run = record.get("run")
+        if not isinstance(run, str) or _RUN_ID.fullmatch(run) is None:
+            raise RunMismatchError(f"{self._objects.show(FORMAT_KEY)} does not name its run: {run!r:.80}")
+        return run
+
+    def create_record(self) -> dict[str, Any]:
+        """Make a run of an empty prefix; returns its ``format.json``.
+
+        Raises:
+            RunMismatchError: The prefix holds something else.
+            StoreError: The store could not be written to.
+        """
+        objects = self._objects
+        foreign = [info.key for info in objects.list("", limit=_LOOK_AT) if not is_own_key(info.key)]
+        if foreign:
+            raise RunMismatchError(
+                f"{objects.display} holds something else ({foreign[0]!r} for one): choose an empty folder or prefix for the run"
+            )
+        run = new_nonce() + new_nonce()
+        record = {"type": _MAGIC, "run": run, "format": FORMAT, "reader_features": []}
+        # Who loses this race uses the winner's.
+        objects.put_if_absent(FORMAT_KEY, seal(record))
+        _begun_here.add(run)
+        return self.record() or record
+
+    def what_is_there(self) -> str:
+        """Say what a prefix without a run holds, as `shrinkpoint.store.run.RunStore.what_is_there`."""
+        keys = [info.key for info in self._objects.list("", limit=_LOOK_AT)]
+        if not keys:
+            return "it is empty or does not exist. Check the URL"
+        runs = sorted({key[: -len("/format.json")] for key in keys if key.endswith("/format.json")})
+        if runs:
+            return f"below it are the runs {_some(runs)}. Add one of these to the URL"
+        return f"it holds {_some(keys)}. Check the URL"
+
+    # ---- its checkpoints
 
     def scan(self) -> Listing:
         """List ``commits/`` now.
@@ -309,3 +407,13 @@ def read_checked(
         with suppress(CorruptionError):
             return parse(objects.get(key, max_size=max_size), objects.show(key))
     return parse(objects.get(key, max_size=max_size), objects.show(key))
+
+
+def is_begun_here(record: Mapping[str, Any]) -> bool:
+    """Whether this process has begun the run, so that it is no surprise that it holds nothing yet."""
+    return str(record.get("run")) in _begun_here
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {'at least ' if len(names) == _LOOK_AT else ''}{len(names) - _NAMED} more"
+    return ", ".join(names[:_NAMED]) + (more if len(names) > _NAMED else "")

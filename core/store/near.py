@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from shrinkpoint.errors import ConfigError, CorruptionError, FormatError, RunMismatchError, ShrinkpointError
-from shrinkpoint.store.catalog import read_checked
+from shrinkpoint.errors import ConfigError, CorruptionError, RunMismatchError, ShrinkpointError
+from shrinkpoint.store.catalog import Catalog
 from shrinkpoint.store.connect import check_outside
-from shrinkpoint.store.keys import FORMAT_KEY, commit_key, is_own_key, seq_of_commit
+from shrinkpoint.store.keys import FORMAT_KEY, commit_key, is_own_key
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import FORMAT, MAX_MANIFEST_BYTES, BlobRef, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
@@ -37,11 +37,10 @@ class NearCopies:
 
     def __init__(self, folder: str, keep: int) -> None:
         self._objects = LocalObjects(folder)
+        self._catalog = Catalog(self._objects)
         self._keep = keep
         self._mark: bytes | None = None
-        self._format: dict[str, Any] = {}
         self._off = False
-        self._known: dict[str, Manifest] = {}
         self._warned: set[str] = set()
 
     @classmethod
@@ -76,33 +75,28 @@ class NearCopies:
         Raises:
             RunMismatchError: It holds something else, which must not be deleted.
         """
-        self._format = record
-        self._mark = _mark_of(record.get("run"))
-        self._off = False
+        self._mark, self._off = _mark_of(record.get("run")), False
         try:
-            self._claim(self._mark)
+            there = _read(self._objects, NEAR_KEY)
+            if there is None:
+                keys = [info.key for info in self._objects.list("", limit=_LOOK_AT)]
+                if keys:
+                    own = is_own_key(keys[0])
+                    raise RunMismatchError(
+                        f"near={self.display} holds {'a run of its own' if own else 'something else'} ({keys[0]!r} for one), and"
+                        " copies there are deleted again: give an empty folder"
+                    )
+                self._objects.put_if_absent(NEAR_KEY, self._mark)
+            elif there != self._mark:
+                raise RunMismatchError(
+                    f"near={self.display} holds copies of another run: give each run a folder of its own, or delete this one"
+                )
+            self._objects.put_if_absent(FORMAT_KEY, seal(record))
+            self._objects.sweep(self._objects.server_time() - _OLD_S)
         except RunMismatchError:
             raise
         except ShrinkpointError as error:
             self._trouble(f"near={self.display} cannot be used: {error}")
-
-    def _claim(self, mark: bytes) -> None:
-        there = _read(self._objects, NEAR_KEY)
-        if there is None:
-            keys = [info.key for info in self._objects.list("", limit=_LOOK_AT)]
-            if keys:
-                own = is_own_key(keys[0])
-                raise RunMismatchError(
-                    f"near={self.display} holds {'a run of its own' if own else 'something else'} ({keys[0]!r} for one), and"
-                    " copies there are deleted again: give an empty folder"
-                )
-            self._objects.put_if_absent(NEAR_KEY, mark)
-        elif there != mark:
-            raise RunMismatchError(
-                f"near={self.display} holds copies of another run: give each run a folder of its own, or delete this one"
-            )
-        self._objects.put_if_absent(FORMAT_KEY, seal(self._format))
-        self._objects.sweep(self._objects.server_time() - _OLD_S)
 
     def keep(self, manifest: Manifest, container: bytes, fetch: Callable[[BlobRef], bytes]) -> None:
         """Copy a committed checkpoint, in the place of the oldest of `keep`; nothing is raised.
@@ -124,7 +118,7 @@ class NearCopies:
                 )
                 return
             self._thin(manifest)
-            sizes = {info.key: info.size for info in self._objects.list("data/")}
+            sizes = self._catalog.sizes()
             for ref in manifest.chain:
                 if sizes.get(ref.key) != ref.size:
                     self._objects.put(ref.key, container if ref == manifest.chain[-1] else fetch(ref))
@@ -135,48 +129,24 @@ class NearCopies:
 
     def _thin(self, coming: Manifest) -> None:
         """Delete what will not be among the newest, before anything is written: the folder may be small."""
-        listed = self._listed()
-        others = sorted(
-            (manifest for manifest in listed.values() if manifest is not None and manifest != coming),
-            key=lambda manifest: manifest.position,
-            reverse=True,
-        )
-        kept = [*others[: self._keep - 1], coming]
+        listing = self._catalog.scan()
+        kept = [*[manifest for manifest in listing.manifests if manifest != coming][: self._keep - 1], coming]
+        gone = [self._catalog.key_of(manifest) for manifest in listing.manifests if manifest not in kept]
+        keys = [*(key for key in gone if key is not None), *(damaged.key for damaged in listing.damaged)]
+        self._objects.delete(keys)
+        self._catalog.forget(keys)
         needed = {ref.key for manifest in kept for ref in manifest.chain}
-        self._objects.delete([key for key, manifest in listed.items() if manifest not in kept])
-        self._objects.delete(
-            [
-                info.key
-                for info in self._objects.list("data/")
-                if info.key not in needed and is_own_key(info.key)
-            ]
-        )
-
-    def _listed(self) -> dict[str, Manifest | None]:
-        """By key; None for what is damaged."""
-        found: dict[str, Manifest | None] = {}
-        for info in self._objects.list("commits/"):
-            if seq_of_commit(info.key) is None:
-                continue
-            if info.key not in self._known:
-                try:
-                    self._known[info.key] = read_checked(self._objects, info.key, Manifest.from_bytes)
-                except (MissingKeyError, FormatError):
-                    found[info.key] = None
-                    continue
-            found[info.key] = self._known[info.key]
-        return found
+        self._objects.delete([key for key in self._catalog.sizes() if key not in needed and is_own_key(key)])
 
     def manifests(self, run_id: str) -> list[Manifest]:
         """What there are copies of, newest first; none where the folder is another run's, or cannot be read."""
         try:
             if _read(self._objects, NEAR_KEY) != _mark_of(run_id):
                 return []
-            found = [manifest for manifest in self._listed().values() if manifest is not None]
+            return list(self._catalog.scan().manifests)
         except ShrinkpointError as error:
             self._trouble(f"near={self.display} cannot be read: {error}")
             return []
-        return sorted(found, key=lambda manifest: manifest.position, reverse=True)
 
     def read(self, ref: BlobRef, start: int = 0, end: int | None = None) -> bytes | None:
         """A container, if there is a copy whose length and SHA-256 are those of the manifest; or a range of one, which the caller checks."""

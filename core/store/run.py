@@ -15,16 +15,15 @@ from shrinkpoint.errors import (
     RunMismatchError,
     UnsupportedFormatError,
 )
-from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, read_checked
+from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, is_begun_here, read_checked
 from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
 from shrinkpoint.store.gc import removed
-from shrinkpoint.store.identity import create_record, is_begun_here, read_record, run_id_of, what_is_there
 from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY, MEMBER_KEY
 from shrinkpoint.store.manifest import BlobRef, Head, Manifest
 from shrinkpoint.store.near import NEAR_KEY, NearCopies, is_near
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore, honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy, without_retries
-from shrinkpoint.store.urls import RunUrl
+from shrinkpoint.store.urls import COMMAS, RunUrl
 from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.warn import warn
 
@@ -122,7 +121,8 @@ class RunStore:
         Raises:
             StoreError: The store could not be listed.
         """
-        return what_is_there(self.objects, is_one=self.stores is None)
+        words = self._catalog.what_is_there()
+        return words if self.stores is not None or "," not in self.display else f"{words}. {COMMAS}"
 
     @property
     def redundancy(self) -> int | None:
@@ -143,7 +143,7 @@ class RunStore:
             StoreError: The store could not be read; that never looks like an absent run.
         """
         self._refuse_member()
-        return read_record(self.objects) is not None
+        return self._catalog.record() is not None
 
     def run_id(self) -> str:
         """The nonce that distinguishes this run from every other: 32 hexadecimal digits.
@@ -152,7 +152,10 @@ class RunStore:
             NoCheckpointError: There is no run yet; opening a writer makes one.
             RunMismatchError: Its ``format.json`` is damaged or foreign.
         """
-        return run_id_of(self.objects)
+        run = self._catalog.run_id()
+        if run is None:
+            raise NoCheckpointError(f"there is no run at {self.display}")
+        return run
 
     def manifests(self) -> list[Manifest]:
         """Every committed checkpoint, newest first by (epoch, number).
@@ -350,13 +353,13 @@ class RunStore:
             raise ConfigError(f"mode={mode!r}: use 'auto' or 'single-writer'")
         self._refuse_member()
         self._refuse_near()
-        record = read_record(self.objects)
+        record = self._catalog.record()
         if record is None:
-            record = create_record(self.objects)
+            record = self._catalog.create_record()
             self._say_parity()
         self._is_begun = not is_begun_here(record)
         if self._near is not None:
-            self._near.open(read_record(self.objects) or {})
+            self._near.open(self._catalog.record() or {})
         if self._opened is not None and (fate := shared_fate(*self._opened)) is not None:
             self._warn(
                 "shared",
@@ -435,7 +438,7 @@ class RunStore:
 
     def _nearer(self, listing: Listing, read: Callable[[Manifest], T]) -> tuple[Manifest, T] | None:
         """A checkpoint of which only this node's copy is left, newer than all that the run lists, and not removed on purpose."""
-        run_id = None if self._near is None else self._read_run_id()
+        run_id = None if self._near is None else self._catalog.run_id()
         if self._near is None or run_id is None:
             return None
         copies = self._near.manifests(run_id)
@@ -459,12 +462,6 @@ class RunStore:
             )
             return copy, found
         return None
-
-    def _read_run_id(self) -> str | None:
-        try:
-            return self.run_id()
-        except NoCheckpointError:
-            return None
 
     def _scan(self) -> Listing:
         listing = self._catalog.scan()

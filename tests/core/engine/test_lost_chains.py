@@ -12,7 +12,7 @@ from support.training import OPTIMIZERS, TinyMLP, train
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.errors import ChainError, ShrinkpointWarning, StoreError
 from shrinkpoint.saver import Saver
-from shrinkpoint.store import identity
+from shrinkpoint.store import catalog
 from shrinkpoint.store.keys import COMMITTED_KEY
 from shrinkpoint.store.local import LocalObjects
 
@@ -118,7 +118,7 @@ def test_resume_where_all_listings_are_empty_does_not_start_at_step_0(
 
 def test_resume_of_a_run_that_was_never_saved_is_told_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.checkpointer.close()
-    monkeypatch.setattr(identity, "_begun_here", set())  # as in another process
+    monkeypatch.setattr(catalog, "_begun_here", set())  # as in another process
     again = Checkpointer(
         str(run.url),
         run.model,

@@ -14,7 +14,7 @@ from support.s3 import S3Server, moto_server, new_bucket, storage_options
 from support.stores import FakeSet, forget
 
 from shrinkpoint.errors import ChainError, FormatError, ShrinkpointWarning, StoreError
-from shrinkpoint.store import identity
+from shrinkpoint.store import catalog
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, TransientStoreError
@@ -194,7 +194,7 @@ def test_run_that_was_begun_and_never_saved_is_told_and_not_refused(
         again = opened(fake)
         again.writer()
         assert newest_sound(again, step_of) is None
-    monkeypatch.setattr(identity, "_begun_here", set())  # as in another process
+    monkeypatch.setattr(catalog, "_begun_here", set())  # as in another process
     again = opened(fake)
     writer = again.writer()
     with pytest.warns(ShrinkpointWarning, match=r"was begun before .*holds no checkpoint.*stop it now"):
@@ -210,7 +210,7 @@ def test_run_that_was_begun_and_never_saved_is_told_and_not_refused(
 def test_folder_without_its_commits_and_data_is_told_without_the_note(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(identity, "_begun_here", set())  # as in another process
+    monkeypatch.setattr(catalog, "_begun_here", set())  # as in another process
     for folder in folders:
         (folder / "committed.json").unlink()
         for name in ("commits", "data"):
