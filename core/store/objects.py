@@ -16,7 +16,6 @@ __all__ = [
     "ObjectStore",
     "ObjectsBelow",
     "TransientStoreError",
-    "honours_put_if_absent",
 ]
 
 T = TypeVar("T")
