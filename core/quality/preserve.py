@@ -29,6 +29,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.state.dtypes import is_flat
+from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import brief
 
 __all__ = ["TraceError", "is_plain_tensor", "own_part", "preserved_state"]
@@ -80,7 +82,8 @@ def preserved_state(
 
     Tensors are copied meanwhile, each piece of memory once, and get their values back in place, so that
     references to them stay valid; of DTensors this process's shards. Gradients are kept by reference, so the block must take its own. Numbers,
-    containers, arrays, generators, other objects' and their classes' attributes are kept, and what functions close over; not global variables.
+    containers, arrays, generators, other objects' and their classes' attributes are kept, and what functions close over; of what is global,
+    torch's, numpy's and Python's generators alone.
     Of optimizers that are no roots, the groups alone.
 
     Args:
@@ -91,14 +94,17 @@ def preserved_state(
     Raises:
         TraceError: the block has changed something that cannot be put back.
     """
-    memory = _Memory(restored)
+    memory, rng = _Memory(restored), capture_rng()
     memory.keep(roots, whole=True)
     memory.keep(around, whole=False)
     try:
         yield
     finally:
-        with torch.inference_mode(False), torch.no_grad():
-            memory.put_back()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                memory.put_back()
+        finally:
+            restore_rng(rng)
     if memory.changed:
         names = " and ".join(dict.fromkeys(map(memory.name, memory.changed)))
         raise TraceError(
@@ -241,6 +247,9 @@ class _Memory:
     def _remember_tensor(self, tensor: torch.Tensor) -> None:
         own = own_part(tensor)
         if own is None:
+            if tensor.layout == torch.strided and not is_flat(tensor):
+                data = tensor.data  # of one that a library has packed for itself
+                self._undo.append(lambda: _give(tensor, data))
             if id(tensor) not in self._restored:
                 self._watch(tensor, lambda value: value._version)
             return
@@ -248,8 +257,8 @@ class _Memory:
         gradient, requires = tensor.grad if tensor.is_leaf else None, tensor.requires_grad
 
         def undo() -> None:
-            if own is tensor and _layout(tensor) != _layout(alias):
-                tensor.data = alias
+            if own is tensor:
+                _give(tensor, alias)
             if tensor.requires_grad is not requires:
                 tensor.requires_grad_(requires)
             if tensor.is_leaf and tensor.grad is not gradient:
@@ -436,6 +445,12 @@ def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _give(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Give a tensor its memory back, if it has another."""
+    if _layout(tensor) != _layout(data):
+        tensor.data = data
 
 
 def _write(memory: torch.Tensor, copy: torch.Tensor) -> None:

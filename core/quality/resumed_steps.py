@@ -7,10 +7,10 @@ same steps from the true state and from the restored one, and compares the losse
 import inspect
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from shrinkpoint.optimizers.updates import global_hooks
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps, losses_of
 from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_state
 from shrinkpoint.state.dtypes import as_bits
-from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
 __all__ = ["ResumedRun", "UntilFailure", "obstacle"]
@@ -89,9 +88,12 @@ class ResumedRun:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            _left_alone(self.module, self.optimizers, self.around),
-            _at_the_end(self.settle),
+            preserved_state(self.module, *self.optimizers, around=self.around),
+            ExitStack() as stack,
         ):
+            stack.callback(self.settle)
+            for optimizer, hooks in product(self.optimizers, _STEP_HOOKS):
+                setattr(optimizer, hooks, OrderedDict())
             _load_weights(self.module, weights)
             for optimizer, stored in zip(self.optimizers, optimizer_states, strict=True):
                 _load_optimizer(optimizer, stored)
@@ -268,31 +270,8 @@ def _trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.T
     return list(dict.fromkeys(chain(module.parameters(), *groups)))
 
 
-@contextmanager
-def _left_alone(
-    module: nn.Module, optimizers: Sequence[Optimizer], around: Sequence[object]
-) -> Iterator[None]:
-    rng = capture_rng()
-    try:
-        with preserved_state(module, *optimizers, around=around):
-            for optimizer in optimizers:
-                for name in _STEP_HOOKS:
-                    setattr(optimizer, name, OrderedDict())
-            yield
-    finally:
-        restore_rng(rng)
-
-
-@contextmanager
-def _at_the_end(call: Callable[[], None]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        call()
-
-
 def _seed() -> None:
-    """Seed the generators that `restore_rng` puts back, and no others."""
+    """Seed the generators that `preserved_state` puts back, and no others."""
     random.seed(_SEED)
     np.random.seed(_SEED)
     torch.default_generator.manual_seed(_SEED)

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 from torch import nn
 
 from shrinkpoint.arrays import overwrite
-from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_state
+from shrinkpoint.quality.preserve import own_part, preserved_state
 from shrinkpoint.state.averages import Candidate
 from shrinkpoint.state.dtypes import PACKED, inner_tensors, is_flat
-from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
 __all__ = ["swapped_tensors", "swapped_weights"]
@@ -41,85 +39,66 @@ def swapped_weights(
     Raises:
         TraceError: the block has changed something that cannot be put back.
     """
-    tensors = chain(module.parameters(), module.buffers())
-    with preserved_state(around=(module, *around), restored=list(tensors)):
-        for part in module.modules():
-            if "distributed_available_fn" in vars(part):
-                vars(part)["distributed_available_fn"] = _not_distributed
-        with _swapped(module, weights):
-            yield
-
-
-@contextmanager
-def _swapped(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    buffers = dict(named_buffers(module))  # evaluations may change these
+    buffers = dict(named_buffers(module))
     named = [*named_parameters(module), *buffers.items()]
-    # A weight that a library has packed for itself is frozen, and may be packed otherwise for an evaluation.
-    packed = [tensor for _, tensor in named if _is_packed(tensor)]
     live = dict(
         part for name, tensor in named if not _is_packed(tensor) for part in inner_tensors(name, tensor)
     )
-    lent = {
-        name: weights[name]
-        for name in (weights.lent if isinstance(weights, Candidate) else ())
-        if name in live and name not in buffers and _fit(live[name], weights[name])
-    }
+    if isinstance(weights, Candidate):  # evaluations may change buffers
+        weights = Candidate(weights, weights.lent - buffers.keys())
+    tensors = [*module.parameters(), *module.buffers()]
+    with (
+        swapped_tensors(live, weights),
+        preserved_state(around=(module, *around), restored=tensors),
+        torch.no_grad(),
+    ):
+        for part in module.modules():
+            if "distributed_available_fn" in vars(part):
+                vars(part)["distributed_available_fn"] = _not_distributed
+        module.eval()
+        yield
+
+
+@contextmanager
+def swapped_tensors(live: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Run a block with other values in tensors; they are exchanged in place and put back afterwards.
+
+    Args:
+        live: the tensors by name, on any device.
+        values: of the same shapes, by the same names; what is not in `live` is passed over.
+    """
+    lent = values.lent if isinstance(values, Candidate) else frozenset()
+    lent = frozenset(name for name in lent & live.keys() if _fit(live[name], values[name]))
     before = {name: tensor.detach().clone() for name, tensor in live.items() if name not in lent}
-    memory = [(tensor, tensor.detach()) for tensor in live.values() if is_plain_tensor(tensor)]
-    packed_state = [(tensor, tensor.data, _members(tensor)) for tensor in packed]
-    rng = capture_rng()
     exchanges: list[_Exchange] = []
     try:
         with torch.no_grad():
-            for name, value in weights.items():
+            for name, value in values.items():
                 if name in lent:
                     exchanges.append(_Exchange(live[name].data, value))
                     exchanges[-1].forth()
                 elif name in live:
                     overwrite(live[name].data, value)
-            module.eval()
-            yield
+        yield
     finally:
         with torch.no_grad():
-            for tensor, alias in memory:
-                if _layout(tensor) != _layout(alias):
-                    tensor.data = alias
-            for tensor, data, members in packed_state:
-                if _layout(tensor) != _layout(data):
-                    tensor.data = data
-                for owner, values in members:
-                    vars(owner).clear()
-                    vars(owner).update(values)
             for exchange in reversed(exchanges):
                 exchange.back()
             for name, value in before.items():
                 overwrite(live[name].data, value)
-        restore_rng(rng)
 
 
 def _is_packed(tensor: torch.Tensor) -> bool:
-    """Whether nothing is to be swapped into a tensor: a frozen one of a library's class, or one of a dtype that torch does not copy."""
+    """Whether nothing is to be swapped into a tensor: a frozen one of a library's class, or one of a dtype that torch does not copy.
+
+    An evaluation may pack it otherwise, which `preserved_state` undoes.
+    """
     frozen = own_part(tensor) is None and not is_flat(tensor) and not tensor.requires_grad
     return frozen or tensor.dtype in PACKED
 
 
-def _members(tensor: torch.Tensor) -> list[tuple[object, dict[str, object]]]:
-    """What a tensor of a library's class keeps in attributes, and in those of these objects."""
-    owners = [tensor, *vars(tensor).values()] if type(tensor) not in (torch.Tensor, nn.Parameter) else []
-    others = (torch.Tensor, nn.Module, type)
-    return [
-        (owner, dict(vars(owner)))
-        for owner in owners
-        if owner is tensor or (hasattr(owner, "__dict__") and not isinstance(owner, others))
-    ]
-
-
 def _not_distributed() -> bool:
     return False
-
-
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _fit(live: torch.Tensor, value: torch.Tensor) -> bool:
@@ -157,22 +136,3 @@ class _Exchange:
             part = slice(start, start + _CHUNK)
             one, other = self._one[part].clone(), self._other[part].clone()
             self._one[part], self._other[part] = other, one
-
-
-@contextmanager
-def swapped_tensors(live: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Run a block with other values in tensors; they are exchanged in place and put back afterwards.
-
-    Args:
-        live: the tensors by name, on any device.
-        values: of the same shapes, by the same names; what is not in `live` is passed over.
-    """
-    wanted = {name: tensor for name, tensor in live.items() if name in values}
-    before = {name: tensor.detach().clone() for name, tensor in wanted.items()}
-    try:
-        for name, tensor in wanted.items():
-            overwrite(tensor.data, values[name])
-        yield
-    finally:
-        for name, tensor in wanted.items():
-            overwrite(tensor.data, before[name])
