@@ -12,7 +12,7 @@ LLMFOUNDRY_TESTS = --ignore=tests/core/store/striped $(addprefix tests/core/, st
 # What asks little of torch: the coders' bytes are checked there by the golden files and by runs under both versions.
 NOT_ON_NEWEST = $(addprefix --ignore=tests/, campaigns examples test_documents.py test_words.py test_imports_drawing.py $(addprefix core/, entropy schemes store cli container \
   coding quantize engine runtime $(addprefix quality/, test_planner.py test_planner_bounds.py test_ladder.py \
-  test_measurement.py test_restore_budget.py test_bound_controls.py)))
+  test_measurement.py test_budget.py test_bound_controls.py)))
 
 .PHONY: demo demo-stores demo-composer bench bench-bound bench-steps bench-cost wheels test test-newest test-llmfoundry test-slow lint imports docs format clean help
 

@@ -8,7 +8,6 @@ forward passes and, where the worker asks for resumed steps from a state, for th
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +45,8 @@ Two calls take the same batches and the same random numbers; neither leaves a tr
 
 _LOOK_EVERY_S = 0.2
 _Answer = Sequence[tuple[float, ...]]
+_Request = Callable[[Evaluate | None, ResumedSteps | None], _Answer]
+"""Called by the training thread with its evaluation and its resumed steps."""
 
 
 class EvaluationUnavailableError(ShrinkpointError):
@@ -74,13 +75,6 @@ def losses_of(value: Any) -> tuple[float, ...]:
     if not losses:
         raise ConfigError("an evaluation must give one number, or one for each batch, and gave none")
     return losses
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A pending request: called by the training thread with its evaluation and its resumed steps."""
-
-    answer: Callable[[Evaluate | None, ResumedSteps | None], _Answer]
 
 
 class EvaluationDesk:
@@ -120,7 +114,7 @@ class EvaluationDesk:
 
         if self._trace is not None:
             raise EvaluationUnavailableError(str(self._trace)) from self._trace
-        return self._ask(_Request(answer))[0]
+        return self._ask(answer)[0]
 
     def resume(self, state: object, marks: Sequence[int]) -> _Answer:
         """Called by the worker: wait until the training thread has trained from `state` for `marks` steps and come
@@ -142,7 +136,7 @@ class EvaluationDesk:
                 raise EvaluationUnavailableError("no way to resume from a state")
             return [losses_of(loss) for loss in resumed(state, marks)]
 
-        return self._ask(_Request(answer))
+        return self._ask(answer)
 
     def _ask(self, request: _Request) -> _Answer:
         with self._changed:
@@ -189,7 +183,7 @@ class EvaluationDesk:
                 if request is None or not self._unserved():
                     return 0.0
                 self._server, mine = me, True
-            answer = request.answer(evaluate, resumed)
+            answer = request(evaluate, resumed)
         # a failed evaluation must not end training: the worker stores exactly instead
         except Exception as error:  # noqa: BLE001
             answer = error

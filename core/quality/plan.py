@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from shrinkpoint.quality.budget import RestoreCost
 from shrinkpoint.quality.comparison import Comparison
 from shrinkpoint.quality.guards import Verdict
 from shrinkpoint.quality.measurement import EXACT, Rise
-from shrinkpoint.quality.restore_budget import RestoreCost
 from shrinkpoint.reports import Measured
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.lossless import Lossless

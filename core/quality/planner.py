@@ -9,6 +9,14 @@ import torch
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.budget import (
+    NO_COST,
+    RecoveryEstimate,
+    RestoreCost,
+    budget_of,
+    fall_of,
+    reserve_of,
+)
 from shrinkpoint.quality.comparison import BlindEvaluationError, Combine, Comparison, alone, joined
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, Measure, ResumedSteps, losses_of
 from shrinkpoint.quality.guards import Guard
@@ -26,15 +34,6 @@ from shrinkpoint.quality.measurement import (
 )
 from shrinkpoint.quality.plan import Ladder, Plan, Refusal, exactly
 from shrinkpoint.quality.preserve import TraceError
-from shrinkpoint.quality.recovery import RecoveryEstimate
-from shrinkpoint.quality.restore_budget import (
-    NO_COST,
-    RestoreCost,
-    budget_of,
-    fall_of,
-    reserve_of,
-    restore_cost,
-)
 from shrinkpoint.quality.trial import restored_state
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.state.scratch import in_memory
@@ -189,7 +188,7 @@ class Planner:
         if plan.is_exact:
             return NO_COST
         measured = max(plan.rise, plan.lasting, key=lambda rise: rise.high)
-        return restore_cost(measured.mean, measured.high, delay=self._delay, reserve=reserve_of(self._config))
+        return RestoreCost(measured.mean, measured.high, self._delay, reserve_of(self._config))
 
     @property
     def _delay(self) -> float:

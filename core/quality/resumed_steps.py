@@ -204,7 +204,7 @@ def obstacle(
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         return "the model is compiled by torch.jit"
     tensors = [*_trained(module, optimizers), *module.buffers()]
-    known = own_part if shards else _plain
+    known = own_part if shards else _plain_part
     if any(known(tensor) is None for tensor in tensors):
         return "some parameters or buffers are no plain tensors"
     if not {tensor.device for tensor in tensors} <= _restorable_devices():
@@ -213,15 +213,17 @@ def obstacle(
         return "parameters have hooks on their gradients"
     if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
         return "modules have hooks on their gradients"
-    each = (_optimizer_obstacle(optimizer, shards) for optimizer in optimizers)
+    each = (_optimizer_obstacle(optimizer, known) for optimizer in optimizers)
     return global_hooks() or next(filter(None, each), None)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+def _plain_part(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor if is_plain_tensor(tensor) else None
 
 
-def _optimizer_obstacle(optimizer: Optimizer, shards: bool) -> str | None:
+def _optimizer_obstacle(
+    optimizer: Optimizer, known: Callable[[torch.Tensor], torch.Tensor | None]
+) -> str | None:
     kind = type(optimizer)
     attributes = vars(optimizer)
     if not isinstance(optimizer, Optimizer) or not {"state", "param_groups"} <= attributes.keys():
@@ -233,7 +235,7 @@ def _optimizer_obstacle(optimizer: Optimizer, shards: bool) -> str | None:
         return f"{kind.__name__} computes the loss itself"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{kind.__name__} is differentiable"
-    if not all(_is_copyable(entries, shards) for entries in optimizer.state.values()):
+    if not all(_is_copyable(entries, known) for entries in optimizer.state.values()):
         return f"{kind.__name__} keeps objects in its state"
     return None
 
@@ -243,13 +245,11 @@ def _must_be_given(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty and parameter.kind not in several
 
 
-def _is_copyable(value: Any, shards: bool) -> bool:
+def _is_copyable(value: Any, known: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
     if isinstance(value, torch.Tensor):
-        return (own_part if shards else _plain)(value) is not None
-    if type(value) is dict:
-        return all(_is_copyable(item, shards) for item in value.values())
-    if type(value) in (list, tuple):
-        return all(_is_copyable(item, shards) for item in value)
+        return known(value) is not None
+    if type(value) in (dict, list, tuple):
+        return all(_is_copyable(item, known) for item in (value.values() if type(value) is dict else value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 

@@ -17,7 +17,7 @@ from trainings.base import Training
 
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.config import Advanced, SaverConfig
-from shrinkpoint.quality.restore_budget import NO_COST, RestoreCost, reserve_of
+from shrinkpoint.quality.budget import NO_COST, RestoreCost, reserve_of
 from shrinkpoint.reports import SaveReport
 
 KEYS = ("training", "seed", "part", "quick", "scheme", "options", "config")
@@ -186,7 +186,7 @@ def summary(reports: Sequence[SaveReport], config: SaverConfig) -> Cell:
     for report in restored:
         cost, high, delay = report.cost, report.cost_high, report.cost_delay
         if report.configuration != "exact" and cost is not None and high is not None and delay is not None:
-            total += RestoreCost(cost, high - max(reserve, delay), delay, reserve)
+            total += RestoreCost(cost - delay / 2, high - max(reserve, delay), delay, reserve)
     told = {name: sum(getattr(report, name) for report in reports) for name in _SUMMED}
     return {
         **told,

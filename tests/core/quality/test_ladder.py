@@ -7,10 +7,10 @@ import random
 import pytest
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.budget import RestoreBudget
 from shrinkpoint.quality.ladder import ScaleLadder
 from shrinkpoint.quality.measurement import CONFIDENCE, EXACT, Rise, absolute_error, measured_rise
 from shrinkpoint.quality.plan import Refusal
-from shrinkpoint.quality.restore_budget import RestoreBudget
 from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.state.training import TrainingState

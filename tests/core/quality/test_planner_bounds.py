@@ -14,11 +14,11 @@ from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.optimizers.updates import Updates
+from shrinkpoint.quality.budget import NO_COST, RestoreCost, fall_of, reserve_of
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.guards import Verdict
 from shrinkpoint.quality.planner import Planner
-from shrinkpoint.quality.restore_budget import NO_COST, fall_of, reserve_of, restore_cost
 from shrinkpoint.quality.trial import restored_model, restored_state, true_model
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import SaveContext
@@ -455,7 +455,7 @@ def test_the_cost_of_all_restores_is_bounded_by_what_the_user_allows(restores):
     """With nothing lost, ten upper ends are ten shares and the reserve, `max_degradation` together; one has the whole reserve too."""
     config = SaverConfig()
     share = 0.5 * config.max_degradation / config.restore_budget
-    cost = restore_cost(0.5 * share, share, delay=0.0, reserve=reserve_of(config))
+    cost = RestoreCost(0.5 * share, share, delay=0.0, reserve=reserve_of(config))
     together = sum([cost] * restores, NO_COST)
     assert together.high == pytest.approx(restores * share + 0.5 * config.max_degradation)
     assert together.mean == pytest.approx(restores * 0.5 * share)
@@ -467,12 +467,12 @@ def test_of_adopted_checkpoints_the_reserve_is_larger():
 
 @pytest.mark.parametrize(("delay", "high"), [(0.0, 0.0013), (0.0003, 0.0013), (0.002, 0.0028)])
 def test_a_delay_is_within_the_reserve_or_replaces_it(delay, high):
-    cost = restore_cost(0.0004, 0.0008, delay=delay, reserve=0.0005)
+    cost = RestoreCost(0.0004, 0.0008, delay=delay, reserve=0.0005)
     assert (cost.mean, cost.high) == (pytest.approx(0.0004 + delay / 2), pytest.approx(high))
 
 
 def test_delays_add_up_before_they_replace_the_reserve():
-    cost = restore_cost(0.0, 0.0, delay=0.0003, reserve=0.0005)
+    cost = RestoreCost(0.0, 0.0, delay=0.0003, reserve=0.0005)
     assert [sum([cost] * restores, NO_COST).high for restores in (1, 2)] == pytest.approx([0.0005, 0.0006])
     assert sum([cost, NO_COST], NO_COST) == cost
 

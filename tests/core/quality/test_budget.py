@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.budget import RecoveryEstimate, RestoreBudget
 from shrinkpoint.quality.measurement import CONFIDENCE, Rise, lasting_rises, measured_rise
-from shrinkpoint.quality.recovery import RecoveryEstimate
-from shrinkpoint.quality.restore_budget import RestoreBudget
 
 
 def test_each_restore_has_an_equal_share_of_what_is_left():
@@ -86,6 +85,10 @@ def test_the_budgets_state_moves():
 def test_another_budgets_state_is_refused(state):
     with pytest.raises(ConfigError, match="malformed"):
         RestoreBudget(0.01, 10).load_state_dict(state)
+
+
+def estimate(steps, overhead):
+    return RecoveryEstimate(steps, overhead, lambda: 0.0, lambda: 0.0)
 
 
 class Training:
@@ -211,7 +214,7 @@ def test_another_scheme_takes_over_the_purse_alone():
     [(0.002, 0.001, 0.45, 0.6), (0.002, -0.001, 0.25, 0.25), (0.001, 0.004, 3.5, 4.5), (0.001, math.inf, 1.0, 1.0)],
 )  # fmt: skip
 def test_what_remains_follows_what_probes_find(at_restore, left, least, most):
-    recovery = RecoveryEstimate(4, 0.01)
+    recovery = estimate(4, 0.01)
     for _ in range(12):
         recovery.measured(Rise(at_restore, 0.1 * at_restore), {2: Rise(0.0), 4: Rise(left, 0.0002)}, "", 1.0)
     assert least <= recovery.remains <= most
@@ -220,7 +223,7 @@ def test_what_remains_follows_what_probes_find(at_restore, left, least, most):
 def test_a_precise_probe_is_believed_more_than_a_noisy_one():
     shares = []
     for error in (0.0001, 0.001, 0.01):
-        recovery = RecoveryEstimate(4, 0.01)
+        recovery = estimate(4, 0.01)
         recovery.measured(Rise(0.002, 0.0002), {4: Rise(0.0006, error)}, "", 1.0)
         shares.append(recovery.remains)
     assert shares == sorted(shares)
@@ -229,7 +232,7 @@ def test_a_precise_probe_is_believed_more_than_a_noisy_one():
 
 
 def test_what_a_probe_finds_beyond_all_doubt_counts_at_once():
-    recovery = RecoveryEstimate(4, 0.01)
+    recovery = estimate(4, 0.01)
     for _ in range(8):
         recovery.measured(Rise(0.002, 0.0002), {4: Rise(0.0006, 0.0001)}, "", 1.0)
     cost = recovery.measured(Rise(0.002, 0.0002), {4: Rise(0.01, 0.001)}, "", 1.0)
@@ -238,21 +241,21 @@ def test_what_a_probe_finds_beyond_all_doubt_counts_at_once():
 
 
 def test_a_noisy_probe_leaves_what_was_expected():
-    recovery = RecoveryEstimate(4, 0.01)
+    recovery = estimate(4, 0.01)
     cost = recovery.measured(Rise(0.0004, 0.0002), {4: measured_rise([1.0, 1.0], [1.012, 0.992])}, "", 1.0)
     assert cost.mean == pytest.approx(0.0004, rel=0.1)
     assert cost.error < 0.0002
 
 
 def test_what_a_short_probe_shows_to_grow_goes_on_growing():
-    recovery = RecoveryEstimate(20, 0.01)
+    recovery = estimate(20, 0.01)
     at = Rise(0.0001, 0.0001)
     cost = recovery.measured(at, {2: Rise(0.001, 0.0002), 5: Rise(0.003, 0.0002)}, "", 1.0)
     assert cost.mean == pytest.approx(0.003 + 3 * 0.0029)
 
 
 def test_what_long_probes_find_to_heal_later_counts_for_short_ones():
-    recovery = RecoveryEstimate(20, 0.01)
+    recovery = estimate(20, 0.01)
     at, short = Rise(0.001, 0.0001), {2: Rise(0.0008, 0.0001), 5: Rise(0.0008, 0.0001)}
     before = recovery.measured(at, short, "", 1.0).mean
     for _ in range(8):
@@ -299,7 +302,7 @@ def test_falls_show_how_much_noise_there_is():
 def test_a_rise_after_a_fall_that_is_as_large_refuses_nothing():
     at = Rise(0.0002, 0.0001, batches=1)
     for first, is_harm in ((-0.004, False), (0.0, True)):
-        recovery = RecoveryEstimate(20, 0.01)
+        recovery = estimate(20, 0.01)
         rises = {
             2: measured_rise([1.0], [1 + first], absolute=1e-4),
             5: measured_rise([1.0], [1.006], absolute=1e-4),
@@ -313,7 +316,7 @@ def test_a_rise_after_a_fall_that_is_as_large_refuses_nothing():
 def test_a_short_probe_from_a_steep_start_says_little(sign):
     """What the updates' noise could have done is neither taken for harm nor for recovery."""
     at = Rise(0.0002, 0.0001, batches=1)
-    certain, doubted = RecoveryEstimate(20, 0.01), RecoveryEstimate(20, 0.01)
+    certain, doubted = estimate(20, 0.01), estimate(20, 0.01)
     rise = measured_rise([1.0], [1 + sign * 0.006], absolute=1e-4)
     plain = certain.measured(at, {5: rise}, "", 0.5)
     cost = doubted.measured(at, lasting_rises({5: rise}, at, fall=0.03, update_error=0.25), "", 0.5)
@@ -326,7 +329,7 @@ def test_a_short_probe_from_a_steep_start_says_little(sign):
 
 def test_harm_beyond_the_noise_of_updates_is_seen_however_steep_the_start():
     at = Rise(0.0002, 0.0001, batches=1)
-    recovery = RecoveryEstimate(20, 0.01)
+    recovery = estimate(20, 0.01)
     rise = measured_rise([1.0], [1.06], absolute=1e-4)
     rises = lasting_rises({5: rise}, at, fall=0.03, update_error=0.25)
     assert recovery.measured(at, rises, "", 0.5).mean > 0.05
@@ -334,12 +337,12 @@ def test_harm_beyond_the_noise_of_updates_is_seen_however_steep_the_start():
 
 
 def test_marks():
-    assert RecoveryEstimate(0, math.inf).marks("", 1.0) == ()
-    assert RecoveryEstimate(1, math.inf).marks("", 1.0) == (1,)
-    assert RecoveryEstimate(3, math.inf).marks("", 1.0) == (2, 3)
-    assert RecoveryEstimate(20, math.inf).marks("", 1.0) == (5, 20)
-    assert RecoveryEstimate(20, math.inf).state_dict()["budget_s"] == 0.0
-    assert RecoveryEstimate(20, 0.01).marks("", 1.0) == ()  # nobody knows yet how long a step takes
+    assert estimate(0, math.inf).marks("", 1.0) == ()
+    assert estimate(1, math.inf).marks("", 1.0) == (1,)
+    assert estimate(3, math.inf).marks("", 1.0) == (2, 3)
+    assert estimate(20, math.inf).marks("", 1.0) == (5, 20)
+    assert estimate(20, math.inf).state_dict()["budget_s"] == 0.0
+    assert estimate(20, 0.01).marks("", 1.0) == ()  # nobody knows yet how long a step takes
 
 
 @pytest.mark.parametrize(
@@ -348,6 +351,6 @@ def test_marks():
      {"probed": "auto"}, {"probed": ["auto", 0.0]}, {"budget_s": math.nan}, {"budget_s": None}, {"step": 1.5}, {"step": -1}],
 )  # fmt: skip
 def test_another_state_of_healing_is_refused(change):
-    recovery = RecoveryEstimate(4, 0.01)
+    recovery = estimate(4, 0.01)
     with pytest.raises(ConfigError, match="malformed"):
         recovery.load_state_dict({**recovery.state_dict(), **change})
