@@ -4,7 +4,7 @@ What is decided, and on what it depends, is as in `shrinkpoint.engine.adopt`, ov
 ranks is one of the settings.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.retention import Adopted, adopted_of
 from shrinkpoint.engine.takeover import Adoption, Takeover, unsuitable
 from shrinkpoint.group.group import Distributed
-from shrinkpoint.sharded.boxes import Piece
+from shrinkpoint.sharded.boxes import Pieces
 from shrinkpoint.sharded.layout import block_box, tensors_of_rank
 from shrinkpoint.sharded.probing import Probe
 from shrinkpoint.sharded.restoring import Decoded
@@ -63,8 +63,8 @@ def takeover_for(shards: Shards, describe: Describe, adoption: Adoption, waited_
     return Takeover({}, blocks, {**adoption.settings, "ranks": group.size}, waited_s)
 
 
-def _locals(pieces: Mapping[str, Sequence[Piece]], names: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    return {name: own[0].local for name, own in pieces.items() if own and name in names}
+def _locals(pieces: Pieces, names: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    return {name: next(iter(own.values())) for name, own in pieces.items() if own and name in names}
 
 
 def take_over(shards: Shards, takeover: Takeover, probe: Probe, *, started: float) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.state.blocks import boxes_meet
 
-__all__ = ["Box", "Piece", "check_tiling", "intersection", "is_sharded", "pieces_of", "ranks_of"]
+__all__ = ["Box", "Pieces", "check_tiling", "intersection", "is_sharded", "pieces_of", "ranks_of"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,8 @@ def intersection(one: Box, other: Box) -> Box | None:
     return Box(low, size) if all(n > 0 for n in size) else None
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What this rank holds of a tensor."""
-
-    box: Box
-    local: torch.Tensor
-    """Its elements: memory of the training's own."""
+Pieces = Mapping[str, Mapping[Box, torch.Tensor]]
+"""The memory that a rank has for boxes of tensors, by the tensors' names."""
 
 
 def is_sharded(tensor: object) -> bool:
@@ -79,8 +74,8 @@ def _ranks_of_mesh(mesh: Any) -> str:
     return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
 
 
-def pieces_of(name: str, tensor: Any) -> list[Piece]:
-    """What this rank holds of a tensor; pieces without elements are left out.
+def pieces_of(name: str, tensor: Any) -> dict[Box, torch.Tensor]:
+    """What this rank holds of a tensor, the training's own memory; pieces without elements are left out.
 
     Args:
         name: for messages.
@@ -90,10 +85,10 @@ def pieces_of(name: str, tensor: Any) -> list[Piece]:
         CannotRepresentError: what it holds is no box, or torch cannot say which.
     """
     if type(tensor).__name__ == "ShardedTensor":
-        found = [
-            Piece(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
+        found = {
+            Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)): s.tensor.detach()
             for s in tensor.local_shards()
-        ]
+        }
     elif type(tensor).__name__ == "DTensor":
         found = _of_dtensor(name, tensor)
     else:
@@ -102,8 +97,8 @@ def pieces_of(name: str, tensor: Any) -> list[Piece]:
                 f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, of which it is not known which box of a"
                 " tensor each rank holds: convert it to a plain tensor or DTensor in its state_dict()"
             )
-        found = [Piece(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
-    return [piece for piece in found if piece.box.numel]
+        found = {Box((0,) * tensor.dim(), tuple(tensor.shape)): tensor.detach()}
+    return {box: local for box, local in found.items() if box.numel}
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -113,13 +108,13 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _of_dtensor(name: str, tensor: Any) -> list[Piece]:
+def _of_dtensor(name: str, tensor: Any) -> dict[Box, torch.Tensor]:
     if any(placement.is_partial() for placement in tensor.placements):
         raise CannotRepresentError(
             f"{name} has the placements {tensor.placements}: a partial sum is no state; redistribute it first"
         )
     if tensor.device_mesh.get_coordinate() is None:
-        return []
+        return {}
     with torch.no_grad():  # outside it, a local tensor takes part in a graph, which takes time
         local = tensor.to_local()
     if local.requires_grad:
@@ -132,7 +127,7 @@ def _of_dtensor(name: str, tensor: Any) -> list[Piece]:
             f"{name}: this rank holds a shard of shape {tuple(local.shape)}, and its layout says {box.size}: such a layout must"
             " implement __create_chunk_list__"
         )
-    return [Piece(box, local)]
+    return {box: local}
 
 
 def _box_of(name: str, tensor: Any) -> Box:

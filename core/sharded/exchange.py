@@ -16,27 +16,19 @@ import torch.distributed as dist
 from shrinkpoint.arrays import Int64s
 from shrinkpoint.errors import StoreError
 from shrinkpoint.group.group import Distributed
-from shrinkpoint.sharded.boxes import Box, intersection
+from shrinkpoint.sharded.boxes import Box, Pieces, intersection
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Buffers", "ExchangePlan", "Move", "Sources", "Take", "Target", "exchange", "moves", "plain_bytes"]
+__all__ = ["Buffers", "ExchangePlan", "Holders", "Move", "exchange", "moves", "plain_bytes"]
 
-Take = Callable[[str, Box], torch.Tensor]
 Holders = Mapping[Box, tuple[int, ...]]
-Sources = Mapping[str, Holders]
+"""The ranks that hold each of some boxes of a tensor, or are to be given it."""
 
 _BUCKETS = 16
 _BUCKET_BYTES = 2**22, 2**26
 """Bytes that a rank sends and receives at once, about: a sixteenth of its share, between these; more takes memory, and is no faster."""
 _ALIGNED = 16
 """Every piece begins at a multiple of so many bytes of a buffer, so that a view of any dtype can be taken of it."""
-
-
-class Target(NamedTuple):
-    """A box that a rank is to be given."""
-
-    box: Box
-    rank: int
 
 
 class Move(NamedTuple):
@@ -54,6 +46,14 @@ class Move(NamedTuple):
     def room(self) -> int:
         """Bytes of a buffer that it takes."""
         return -(-self.cut.numel * self.dtype.itemsize // _ALIGNED) * _ALIGNED
+
+    def out_of(self, given: Pieces) -> torch.Tensor:
+        """What is sent, as a view of the sender's memory."""
+        return self.source.cut(given[self.name][self.source], self.cut)
+
+    def into(self, taken: Pieces) -> torch.Tensor:
+        """Where it is received, as a view of the receiver's memory."""
+        return self.target.cut(taken[self.name][self.target], self.cut)
 
     def in_buffer(self, buffer: torch.Tensor, at: int) -> torch.Tensor:
         """The piece, as a view of a buffer."""
@@ -108,7 +108,7 @@ class ExchangePlan:
         world: number of ranks.
         specs: of the whole tensors, in the same order on every rank, like the tables.
         sources: for each box of a tensor, the ranks that hold it; different boxes do not overlap.
-        targets: the boxes to be filled.
+        targets: the boxes to be filled; tensors that are cut alike share a table, as in `sources`.
         first_alone: of which tensors the first of the ranks that hold a box gives it, whatever the others hold.
         bucket: bytes that a rank sends and receives at once, about; None chooses it by the tensors' size.
     """
@@ -118,8 +118,8 @@ class ExchangePlan:
         rank: int,
         world: int,
         specs: Mapping[str, TensorSpec],
-        sources: Sources,
-        targets: Mapping[str, Sequence[Target]],
+        sources: Mapping[str, Holders],
+        targets: Mapping[str, Holders],
         *,
         first_alone: Callable[[str], bool] = lambda name: False,
         bucket: int | None = None,
@@ -127,33 +127,22 @@ class ExchangePlan:
         if bucket is None:
             share = sum(specs[name].nbytes for name in targets) // (_BUCKETS * world)
             bucket = min(max(share, _BUCKET_BYTES[0]), _BUCKET_BYTES[1])
-        self._rank = rank
-        self._boxes: dict[int, tuple[Holders, _Boxes]] = {}
+        self._world = world
+        tables: dict[int, _Boxes] = {}
+
+        def table(holders: Holders) -> _Boxes:
+            if id(holders) not in tables:
+                tables[id(holders)] = _Boxes.of(holders, rank)
+            return tables[id(holders)]
+
+        def of_tensor(name: str) -> Iterator[Move]:
+            given, wanted = table(sources[name]), table(targets[name])
+            return _moves(name, specs[name].dtype, given, wanted, rank, first_alone=first_alone(name))
+
         self._buckets = [
-            _Bucket.of(
-                names,
-                [
-                    move
-                    for name in names
-                    for move in self._moves(specs[name], sources[name], targets[name], first_alone(name))
-                ],
-                rank,
-                world,
-            )
+            _Bucket.of(names, [move for name in names for move in of_tensor(name)], rank, world)
             for names in _buckets(specs, targets, bucket * world)
         ]
-        self._boxes.clear()
-        self._world = world
-
-    def _moves(
-        self, spec: TensorSpec, sources: Holders, targets: Sequence[Target], first_alone: bool
-    ) -> Iterator[Move]:
-        # tensors that are cut alike share their table
-        known = self._boxes.get(id(sources))
-        if known is None:
-            table = _Boxes.of(list(sources), list(sources.values()), self._rank)
-            known = self._boxes[id(sources)] = sources, table
-        return _moves(spec.name, spec.dtype, known[1], targets, self._rank, first_alone=first_alone)
 
     def buffers(self, device: torch.device) -> Buffers:
         """Memory for the exchange.
@@ -178,8 +167,8 @@ class ExchangePlan:
         self,
         group: Distributed,
         buffers: Buffers,
-        give: Take,
-        take: Take,
+        given: Pieces,
+        taken: Pieces,
         moved: Callable[[str], None] = lambda name: None,
         *,
         pinned: bool = False,
@@ -189,10 +178,10 @@ class ExchangePlan:
         Args:
             group: all ranks.
             buffers: as `buffers` gave them.
-            give: what this rank holds of a box of the sources.
-            take: memory for a box of this rank's targets.
+            given: what this rank holds of the sources.
+            taken: memory for this rank's targets.
             moved: called with the name of each tensor of which nothing will be given any more.
-            pinned: what `take` gives is pinned memory, to which a GPU copies while the host goes on: it is there once the GPU's
+            pinned: `taken` is pinned memory, to which a GPU copies while the host goes on: it is there once the GPU's
                 current stream has come so far.
 
         Returns:
@@ -201,24 +190,28 @@ class ExchangePlan:
         sent = 0
         with torch.no_grad():
             for bucket in self._buckets:
-                sent += self._run(group, bucket, buffers, give, take, pinned)
+                sent += self._run(group, bucket, buffers, given, taken, pinned)
                 for name in bucket.names:
                     moved(name)
         return sent
 
     def _run(
-        self, group: Distributed, bucket: _Bucket, buffers: Buffers, give: Take, take: Take, pinned: bool
+        self,
+        group: Distributed,
+        bucket: _Bucket,
+        buffers: Buffers,
+        given: Pieces,
+        taken: Pieces,
+        pinned: bool,
     ) -> int:
         for move in bucket.own:
-            taken = move.target.cut(take(move.name, move.target), move.cut)
-            given = move.source.cut(give(move.name, move.source), move.cut)
-            taken.copy_(given, non_blocking=pinned and taken.is_contiguous())
+            into = move.into(taken)
+            into.copy_(move.out_of(given), non_blocking=pinned and into.is_contiguous())
         if self._world == 1:
             return 0
         at = 0
         for move in bucket.out:
-            given = move.source.cut(give(move.name, move.source), move.cut)
-            move.in_buffer(buffers.sending, at).copy_(given)
+            move.in_buffer(buffers.sending, at).copy_(move.out_of(given))
             at += move.room
         sent, received = sum(bucket.sizes_out), sum(bucket.sizes_in)
         dist.all_to_all_single(
@@ -230,8 +223,8 @@ class ExchangePlan:
         )
         at = 0
         for move in bucket.into:
-            taken = move.target.cut(take(move.name, move.target), move.cut)
-            taken.copy_(move.in_buffer(buffers.receiving, at), non_blocking=pinned and taken.is_contiguous())
+            into = move.into(taken)
+            into.copy_(move.in_buffer(buffers.receiving, at), non_blocking=pinned and into.is_contiguous())
             at += move.room
         return sent
 
@@ -239,12 +232,12 @@ class ExchangePlan:
 def exchange(
     group: Distributed,
     specs: Mapping[str, TensorSpec],
-    sources: Sources,
-    targets: Mapping[str, Sequence[Target]],
-    give: Take,
-    take: Take,
+    sources: Mapping[str, Holders],
+    targets: Mapping[str, Holders],
+    given: Pieces,
+    taken: Pieces,
     moved: Callable[[str], None] = lambda name: None,
-) -> int:
+) -> None:
     """Plan an exchange and run it; a collective, on the training thread. See `ExchangePlan`.
 
     Raises:
@@ -256,35 +249,36 @@ def exchange(
         return plan, plan.buffers(group.device)
 
     plan, buffers = group.on_every(planned)
-    return plan.run(group, buffers, give, take, moved)
+    plan.run(group, buffers, given, taken, moved)
 
 
-def moves(name: str, sources: Holders, targets: Sequence[Target], rank: int) -> Iterator[Move]:
-    """What this rank sends or receives of a tensor, in an order that both sides know; as bytes, for lack of its dtype.
+def moves(spec: TensorSpec, sources: Holders, targets: Holders, rank: int) -> Iterator[Move]:
+    """What this rank sends or receives of a tensor, in an order that both sides know.
 
     Args:
-        name: of the tensor.
+        spec: of the tensor.
         sources: its entry of `exchange`'s.
         targets: its entry of `exchange`'s.
         rank: this one.
     """
-    table = _Boxes.of(list(sources), list(sources.values()), rank)
-    return _moves(name, torch.uint8, table, targets, rank, first_alone=False)
+    given, wanted = _Boxes.of(sources, rank), _Boxes.of(targets, rank)
+    return _moves(spec.name, spec.dtype, given, wanted, rank, first_alone=False)
 
 
 def _moves(
-    name: str, dtype: torch.dtype, given: "_Boxes", targets: Sequence[Target], rank: int, *, first_alone: bool
+    name: str, dtype: torch.dtype, given: "_Boxes", wanted: "_Boxes", rank: int, *, first_alone: bool
 ) -> Iterator[Move]:
-    wanted = _Boxes.of([target.box for target in targets], [(target.rank,) for target in targets], rank)
     pairs = {(i, j) for i in wanted.own for j in given.meeting(wanted.boxes[i])}
     pairs |= {(i, j) for j in given.own for i in wanted.meeting(given.boxes[j])}
     for i, j in sorted(pairs):
-        box, target = given.boxes[j], targets[i]
-        cut = intersection(box, target.box)
-        holders = given.holders[j]
-        sender = min(holders) if first_alone else _sender(name, box, holders, target.rank)
-        if cut is not None and rank in (sender, target.rank):
-            yield Move(name, dtype, box, target.box, cut, sender, target.rank)
+        box, target, holders = given.boxes[j], wanted.boxes[i], given.holders[j]
+        cut = intersection(box, target)
+        if cut is None:
+            continue
+        for receiver in wanted.holders[i]:
+            sender = min(holders) if first_alone else _sender(name, box, holders, receiver)
+            if rank in (sender, receiver):
+                yield Move(name, dtype, box, target, cut, sender, receiver)
 
 
 def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -306,7 +300,8 @@ class _Boxes:
     """Behind the last ones."""
 
     @classmethod
-    def of(cls, boxes: Sequence[Box], holders: Sequence[tuple[int, ...]], rank: int) -> "_Boxes":
+    def of(cls, table: Holders, rank: int) -> "_Boxes":
+        boxes, holders = list(table), list(table.values())
         shape = len(boxes), len(boxes[0].offset) if boxes else 0
         low = np.array([box.offset for box in boxes], dtype=np.int64).reshape(shape)
         size = np.array([box.size for box in boxes], dtype=np.int64).reshape(shape)
@@ -324,7 +319,7 @@ class _Boxes:
 
 
 def _buckets(
-    specs: Mapping[str, TensorSpec], targets: Mapping[str, Sequence[Target]], limit: int
+    specs: Mapping[str, TensorSpec], targets: Mapping[str, Holders], limit: int
 ) -> Iterator[list[str]]:
     """Tensors that are moved together; by shapes alone, so that all ranks agree."""
     names: list[str] = []

@@ -9,9 +9,9 @@ import xxhash
 from shrinkpoint.errors import CannotRepresentError, StoreError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.runtime.packing import empty_tensors
-from shrinkpoint.sharded.boxes import Box, Piece
-from shrinkpoint.sharded.exchange import Buffers, ExchangePlan, Target, plain_bytes
-from shrinkpoint.sharded.layout import Layout, block_box
+from shrinkpoint.sharded.boxes import Box, Pieces
+from shrinkpoint.sharded.exchange import Buffers, ExchangePlan, plain_bytes
+from shrinkpoint.sharded.layout import Layout, block_box, owned_boxes
 from shrinkpoint.sharded.trees import renamed_tensors
 from shrinkpoint.state.snapshot import DeviceCopy
 from shrinkpoint.state.training import TensorSpec, TrainingState
@@ -46,18 +46,14 @@ class Gathering:
     ) -> None:
         self._layout = layout
         self._blocks = {name: spec for name, (spec, owner) in owners.items() if owner == rank}
-        targets: dict[str, list[Target]] = {}
-        for spec, owner in owners.values():
-            name, box = block_box(spec)
-            targets.setdefault(name, []).append(Target(box, owner))
         self._plan = ExchangePlan(
-            rank, world, layout.specs, layout.holders, targets, first_alone=layout.first_alone
+            rank, world, layout.specs, layout.holders, owned_boxes(owners), first_alone=layout.first_alone
         )
         self._is_new = True
         self._pinned: dict[str, torch.Tensor] = {}
 
     def gathered(
-        self, group: Distributed, tree: JSON, pieces: Mapping[str, Sequence[Piece]]
+        self, group: Distributed, tree: JSON, pieces: Pieces
     ) -> tuple[TrainingState, DeviceCopy | None, int]:
         """Whole tensors of this rank's own, in host memory; a collective, on the training thread.
 
@@ -83,19 +79,13 @@ class Gathering:
             raise NoMemoryError(str(error)) from error
         check_copies(group, self._layout.unproven, prepared.fingerprints)
         self._is_new = False
-        places: dict[tuple[str, Box], torch.Tensor] = {
-            block_box(self._blocks[name]): tensor for name, tensor in prepared.tensors.items()
-        }
-        locals_ = {(name, piece.box): piece.local for name, own in pieces.items() for piece in own}
+        owned: dict[str, dict[Box, torch.Tensor]] = {}
+        for name, tensor in prepared.tensors.items():
+            of, box = block_box(self._blocks[name])
+            owned.setdefault(of, {})[box] = tensor
         gpu = prepared.gpu
         copy = None if gpu is None else DeviceCopy(torch.cuda.current_stream(gpu))
-        moved = self._plan.run(
-            group,
-            prepared.buffers,
-            lambda name, box: locals_[name, box],
-            lambda name, box: places[name, box],
-            pinned=gpu is not None,
-        )
+        moved = self._plan.run(group, prepared.buffers, pieces, owned, pinned=gpu is not None)
         if copy is not None:
             copy.end()
         state = TrainingState(
@@ -103,8 +93,8 @@ class Gathering:
         )
         return state, copy, moved
 
-    def _prepared(self, group: Distributed, pieces: Mapping[str, Sequence[Piece]]) -> _Prepared:
-        locals_ = (piece.local for own in pieces.values() for piece in own)
+    def _prepared(self, group: Distributed, pieces: Pieces) -> _Prepared:
+        locals_ = (local for own in pieces.values() for local in own.values())
         gpu = next((local.device for local in locals_ if local.is_cuda), None)
         try:
             return _Prepared(
@@ -149,9 +139,7 @@ Unproven = Sequence[tuple[str, Box]]
 # save, since different layers may begin with equal values.
 
 
-def fingerprints(
-    unproven: Unproven, pieces: Mapping[str, Sequence[Piece]], *, whole: bool
-) -> list[int | None]:
+def fingerprints(unproven: Unproven, pieces: Pieces, *, whole: bool) -> list[int | None]:
     """A number of this rank's values for each of some boxes; None where it does not hold one.
 
     Args:
@@ -159,11 +147,10 @@ def fingerprints(
         pieces: what this rank holds.
         whole: of all elements, or of some of each.
     """
-    local_of = {(name, piece.box): piece.local for name, own in pieces.items() for piece in own}
     found: list[int | None] = [None] * len(unproven)
     samples: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for number, place in enumerate(unproven):
-        local = local_of.get(place)
+    for number, (name, box) in enumerate(unproven):
+        local = pieces.get(name, {}).get(box)
         if local is None:
             continue
         if whole:

@@ -8,7 +8,7 @@ import torch
 
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.group.group import Distributed
-from shrinkpoint.sharded.boxes import Box, Piece, check_tiling, is_sharded, pieces_of, ranks_of
+from shrinkpoint.sharded.boxes import Box, Pieces, check_tiling, is_sharded, pieces_of, ranks_of
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS, blocks_of
 from shrinkpoint.state.training import Role, TensorSpec
 
@@ -18,6 +18,7 @@ __all__ = [
     "agreed_layout",
     "block_box",
     "layout_of",
+    "owned_boxes",
     "owners_of",
     "tensors_of_rank",
 ]
@@ -45,7 +46,7 @@ def tensors_of_rank(
     tensors: Mapping[str, torch.Tensor],
     specs: Mapping[str, TensorSpec],
     copied: Callable[[TensorSpec], bool] = lambda spec: False,
-) -> tuple[RankTensors, dict[str, list[Piece]]]:
+) -> tuple[RankTensors, Pieces]:
     """What this rank holds.
 
     Args:
@@ -60,20 +61,15 @@ def tensors_of_rank(
     first: dict[tuple[object, ...], str] = {}
     ties: dict[str, str] = {}
     for name, own in pieces.items():
-        for piece in own[:1]:
-            local = piece.local
+        for local in list(own.values())[:1]:
             view = (local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg())
             place = (local.device, local.data_ptr(), *view, tuple(tensors[name].shape))
             ties[name] = first.setdefault(place, name)
     shards = [name for name, tensor in tensors.items() if is_sharded(tensor)]
     sharded = frozenset([*shards, *(name for name in tensors if copied(specs[name]))])
     alike: dict[tuple[Box, ...], tuple[Box, ...]] = {}
-    boxes = {}
-    for name, own in pieces.items():
-        all_boxes = tuple(piece.box for piece in own)
-        boxes[name] = alike.setdefault(
-            all_boxes, all_boxes
-        )  # one object, for `layout_of` and for the message to other ranks
+    # one object for equal ones, for `layout_of` and for the message to other ranks
+    boxes = {name: alike.setdefault(tuple(own), tuple(own)) for name, own in pieces.items()}
     owners = {name: ranks_of(tensors[name]) for name in shards}
     return RankTensors(dict(specs), boxes, sharded, ties, owners), pieces
 
@@ -268,6 +264,21 @@ def _balanced(sizes: Mapping[str, int], world: int) -> dict[str, int]:
         loads[least] += sizes[group]
         owner[group] = least
     return owner
+
+
+def owned_boxes(
+    owners: Mapping[str, tuple[TensorSpec, int]],
+) -> dict[str, dict[Box, tuple[int, ...]]]:
+    """The owner of each box of each whole tensor, in the form of `Layout.holders`.
+
+    Args:
+        owners: as `owners_of` gives them.
+    """
+    found: dict[str, dict[Box, tuple[int, ...]]] = {}
+    for spec, owner in owners.values():
+        of, box = block_box(spec)
+        found.setdefault(of, {})[box] = (owner,)
+    return found
 
 
 def block_box(spec: TensorSpec) -> tuple[str, Box]:

@@ -26,7 +26,7 @@ from shrinkpoint.quality.evaluation import (
 from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.trial import evaluated
-from shrinkpoint.sharded.boxes import Piece, pieces_of
+from shrinkpoint.sharded.boxes import Pieces, pieces_of
 from shrinkpoint.sharded.layout import block_box
 from shrinkpoint.sharded.spreading import Shards, spread
 from shrinkpoint.state.averages import average_key
@@ -97,7 +97,7 @@ class ProbedSave:
     speakers: tuple[int, ...] = ()
     """On the first rank: the ranks whose losses count. Others have the same batches as these, as with tensor parallelism."""
 
-    def targets(self, names: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, list[Piece]]]:
+    def targets(self, names: Collection[str]) -> tuple[dict[str, torch.Tensor], Pieces]:
         """Memory for stored tensors: tensors with the layout of the training's own, and this rank's pieces of them.
 
         Args:

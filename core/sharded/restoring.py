@@ -14,9 +14,8 @@ from shrinkpoint.errors import ChainError, CorruptionError, FormatError, Shrinkp
 from shrinkpoint.group.group import Distributed, rebuilt
 from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import ReferenceState
-from shrinkpoint.sharded.boxes import Box
-from shrinkpoint.sharded.exchange import Target, exchange
-from shrinkpoint.sharded.layout import Layout, agreed_layout, block_box, owners_of, tensors_of_rank
+from shrinkpoint.sharded.layout import agreed_layout, owners_of, tensors_of_rank
+from shrinkpoint.sharded.spreading import Shards, spread
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.own import merged_tree, own_name
 from shrinkpoint.state.training import TensorSpec, TrainingState
@@ -269,32 +268,14 @@ def fill(
     common = {name: spec for name, (spec, _) in decoded.owners.items()}
     whole = whole_specs(common.values())
     into, own, pieces = group.on_every(lambda: _targets(whole, targets))
-    layout = agreed_layout(own, group)
-    sources: dict[str, dict[Box, tuple[int, ...]]] = {}
-    stored: dict[str, dict[Box, str]] = {}
-    for name, (spec, owner) in decoded.owners.items():
-        of, box = block_box(spec)
-        sources.setdefault(of, {})[box] = (owner,)
-        if owner == group.rank:
-            stored.setdefault(of, {})[box] = name
+    memory = Returns(sum(decoded.values[name].nbytes for name in decoded.own_state.specs))
 
-    memory = Returns(sum(decoded.values[name].nbytes for names in stored.values() for name in names.values()))
+    def moved(name: str) -> None:
+        if not keep(decoded.owners[name][0]):
+            memory.after(decoded.values.pop(name).nbytes)
 
-    def moved(of: str) -> None:
-        for name in stored.get(of, {}).values():
-            if not keep(decoded.owners[name][0]):
-                memory.after(decoded.values.pop(name).nbytes)
-
-    locals_ = {(name, piece.box): piece.local for name, own in pieces.items() for piece in own}
-    exchange(
-        group,
-        whole,
-        sources,
-        _all_targets(layout),
-        lambda name, box: decoded.values[stored[name][box]],
-        lambda name, box: locals_[name, box],
-        moved,
-    )
+    shards = Shards(group, agreed_layout(own, group), pieces, decoded.owners)
+    spread(shards, decoded.owners, decoded.values, moved=moved)
     tree, own = _own_tree(plan, decoded, group)
     return TrainingState(tree, {**into, **own}, whole)
 
@@ -312,13 +293,6 @@ def _targets(
             )
     own, pieces = tensors_of_rank(into, whole)
     return into, own, pieces
-
-
-def _all_targets(layout: Layout) -> dict[str, list[Target]]:
-    return {
-        name: [Target(box, rank) for box, holders in boxes.items() for rank in holders]
-        for name, boxes in layout.holders.items()
-    }
 
 
 def _own_tree(plan: ReadPlan, decoded: Decoded, group: Distributed) -> tuple[JSON, dict[str, torch.Tensor]]:

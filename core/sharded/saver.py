@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from shrinkpoint.saver import Restored
 from shrinkpoint.sharded.adopting import continue_adopting, take_over, takeover_for
 from shrinkpoint.sharded.agreement import Agreed, Status, agree, refuse_options, require_same
 from shrinkpoint.sharded.background import RankBackground
-from shrinkpoint.sharded.boxes import Piece
+from shrinkpoint.sharded.boxes import Pieces
 from shrinkpoint.sharded.gathering import Gathering, NoMemoryError
 from shrinkpoint.sharded.layout import Layout, RankTensors, agreed_layout, owners_of, tensors_of_rank
 from shrinkpoint.sharded.probing import Probe, ProbedSave
@@ -294,7 +294,7 @@ class ShardedSaver(StateSaver):
 
     def _captured(
         self, state: object, describe: Describe
-    ) -> tuple[tuple[TrainingState, RankTensors, dict[str, list[Piece]]] | None, Exception | None]:
+    ) -> tuple[tuple[TrainingState, RankTensors, Pieces] | None, Exception | None]:
         try:
             live = captured(state, describe)
             return (live, *tensors_of_rank(live.tensors, live.specs, self._copied)), None
@@ -339,7 +339,7 @@ class ShardedSaver(StateSaver):
         return agreed
 
     def _gathered(
-        self, live: TrainingState, own: RankTensors, pieces: Mapping[str, Sequence[Piece]], *, new: bool
+        self, live: TrainingState, own: RankTensors, pieces: Pieces, *, new: bool
     ) -> tuple[Snapshot, Shards]:
         """Move the tensors to their owners, on the training thread."""
         group, started = self._group, time.perf_counter()

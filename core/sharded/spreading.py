@@ -1,6 +1,6 @@
 """From owners of whole tensors, or from the first of copies, to all that hold something of them: what a training takes over, and evaluates."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import Distributed
-from shrinkpoint.sharded.boxes import Box, Piece
-from shrinkpoint.sharded.exchange import Sources, Take, Target, exchange, moves
-from shrinkpoint.sharded.layout import Layout, block_box
+from shrinkpoint.sharded.boxes import Box, Pieces
+from shrinkpoint.sharded.exchange import Holders, exchange, moves
+from shrinkpoint.sharded.layout import Layout, block_box, owned_boxes
 from shrinkpoint.state.digest import state_digest, tensor_digest
 from shrinkpoint.state.training import TensorSpec, TrainingState, plain
 
@@ -23,14 +23,19 @@ class Shards:
 
     group: Distributed
     layout: Layout
-    pieces: Mapping[str, Sequence[Piece]]
+    pieces: Pieces
     """What this rank holds of each tensor: the training's own memory, or other memory of the same layout."""
     owners: Mapping[str, tuple[TensorSpec, int]]
     """Of each stored tensor, its spec and its owner."""
 
 
 def spread(
-    shards: Shards, names: Sequence[str], values: Mapping[str, torch.Tensor], *, proved: bool = False
+    shards: Shards,
+    names: Iterable[str],
+    values: Mapping[str, torch.Tensor],
+    *,
+    proved: bool = False,
+    moved: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Write stored tensors into the pieces of everyone that holds something of them; a collective.
 
@@ -39,57 +44,54 @@ def spread(
         names: of the stored tensors, the same on every rank.
         values: those of them that this rank owns, in whole.
         proved: whether all ranks make sure, by digests, that every one has its owner's values.
+        moved: called with the name of each of `values` that is not needed any more.
 
     Raises:
         StateMismatchError: with `proved`, a rank has not; on every rank.
     """
-    sources: dict[str, dict[Box, tuple[int, ...]]] = {}
-    whole: dict[tuple[str, Box], torch.Tensor] = {}
-    for name in names:
-        spec, owner = shards.owners[name]
-        of, box = block_box(spec)
-        sources.setdefault(of, {})[box] = (owner,)
-        if name in values:
-            whole[of, box] = values[name]
-    holders = shards.layout.holders
-    targets = {
-        of: [Target(box, rank) for box, ranks in holders[of].items() for rank in ranks] for of in sources
-    }
-    locals_ = {(name, piece.box): piece.local for name, own in shards.pieces.items() for piece in own}
+    wanted = {name: shards.owners[name] for name in names}
+    sources, holders = owned_boxes(wanted), shards.layout.holders
+    targets = {of: holders[of] for of in sources if of in holders}  # else it is tied to one that is
+    given: dict[str, dict[Box, torch.Tensor]] = {}
+    stored: dict[str, list[str]] = {}
+    for name in values.keys() & wanted.keys():
+        of, box = block_box(wanted[name][0])
+        given.setdefault(of, {})[box] = values[name]
+        stored.setdefault(of, []).append(name)
 
-    def give(name: str, box: Box) -> torch.Tensor:
-        return whole[name, box]
+    def all_moved(of: str) -> None:
+        if not proved:
+            given.pop(of, None)
+        for name in stored.get(of, ()):
+            moved(name)
 
-    def take(name: str, box: Box) -> torch.Tensor:
-        return locals_[name, box]
-
-    exchange(shards.group, shards.layout.specs, sources, targets, give, take)
+    exchange(shards.group, shards.layout.specs, sources, targets, given, shards.pieces, all_moved)
     if proved:
-        compare_moved(shards.group, sources, targets, give, take)
+        compare_moved(shards, sources, targets, given)
 
 
 def compare_moved(
-    group: Distributed, sources: Sources, targets: Mapping[str, Sequence[Target]], give: Take, take: Take
+    shards: Shards, sources: Mapping[str, Holders], targets: Mapping[str, Holders], owned: Pieces
 ) -> None:
-    """Make sure that all boxes were filled with what their sources hold, by one exchange of digests; a collective.
+    """Make sure that all pieces were filled with what their owners hold, by one exchange of digests; a collective.
 
     Args:
-        group: all ranks.
-        sources, targets, give, take: as of `shrinkpoint.sharded.exchange.exchange`, after it.
+        shards: where the tensors are.
+        sources, targets: as of `shrinkpoint.sharded.exchange.exchange`, after it.
+        owned: what this rank has given.
 
     Raises:
         StateMismatchError: a rank holds something else, on every rank; it names the first such tensor.
     """
+    group = shards.group
     given: list[list[tuple[str, str]]] = [[] for _ in range(group.size)]
     received: list[list[tuple[str, str]]] = [[] for _ in range(group.size)]
     for name in targets:
-        for move in moves(name, sources[name], targets[name], group.rank):
+        for move in moves(shards.layout.specs[name], sources[name], targets[name], group.rank):
             if move.sender == group.rank:
-                source = move.source.cut(give(name, move.source), move.cut)
-                given[move.receiver].append((name, _digest(source)))
+                given[move.receiver].append((name, _digest(move.out_of(owned))))
             if move.receiver == group.rank:
-                taken = move.target.cut(take(name, move.target), move.cut)
-                received[move.sender].append((name, _digest(taken)))
+                received[move.sender].append((name, _digest(move.into(shards.pieces))))
     totals = group.gather(([*map(_total, given)], [*map(_total, received)]))
     pairs = [(sender, receiver) for sender in range(group.size) for receiver in range(group.size)]
     if all(totals[sender][0][receiver] == totals[receiver][1][sender] for sender, receiver in pairs):

@@ -173,14 +173,15 @@ def damage_exchange(rank: int) -> None:
 
     original = spreading.exchange
 
-    def damaging(ranks: Any, specs: Any, sources: Any, targets: Any, give: Any, take: Any) -> int:
-        sent = original(ranks, specs, sources, targets, give, take)
+    def damaging(
+        ranks: Any, specs: Any, sources: Any, targets: Any, given: Any, taken: Any, *more: Any
+    ) -> None:
+        original(ranks, specs, sources, targets, given, taken, *more)
         name = sorted(targets)[1]
-        for target in targets[name]:
-            if target.rank == rank == 1:
+        for box, receivers in targets[name].items():
+            if rank == 1 and rank in receivers:
                 with torch.no_grad():
-                    take(name, target.box).view(-1)[:1] += 1
-        return sent
+                    taken[name][box].view(-1)[:1] += 1
 
     spreading.exchange = damaging  # type: ignore[assignment]
 

@@ -116,7 +116,7 @@ def placements(rank: int, world: int) -> list[str]:
         for mesh, placed in cases:
             pieces = pieces_of("w", distribute_tensor(whole, mesh, placed))
             full = Box((0,) * len(shape), shape)
-            if not all(torch.equal(full.cut(whole, piece.box), piece.local) for piece in pieces):
+            if not all(torch.equal(full.cut(whole, box), local) for box, local in pieces.items()):
                 wrong.append(f"{shape} {placed}")
     return wrong
 

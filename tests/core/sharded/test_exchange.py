@@ -15,7 +15,7 @@ from support.tilings import tilings
 
 from shrinkpoint.errors import CannotRepresentError, StoreError
 from shrinkpoint.sharded.boxes import Box
-from shrinkpoint.sharded.exchange import ExchangePlan, Target
+from shrinkpoint.sharded.exchange import ExchangePlan
 from shrinkpoint.sharded.gathering import Gathering, fingerprints
 from shrinkpoint.sharded.layout import RankTensors, layout_of, owners_of
 from shrinkpoint.state.training import Role, Tag, TensorSpec
@@ -76,26 +76,24 @@ def test_plans_of_all_ranks_carry_every_element(
     aims = other[1] if other[0] == shape else [Box((0,) * len(shape), shape)]
     ranks = st.lists(st.integers(0, world - 1), min_size=1, max_size=world, unique=True)
     sources = {box: tuple(sorted(data.draw(ranks))) for box in boxes}
-    targets = [Target(box, data.draw(st.integers(0, world - 1))) for box in aims]
+    targets = {box: tuple(sorted(data.draw(ranks))) for box in aims}
     whole = (torch.arange(math.prod(shape)) % 97).to(dtype).reshape(shape)
     full = Box((0,) * len(shape), shape)
     spec = TensorSpec(name="w", dtype=dtype, shape=shape)
-    filled = {(target.box, target.rank): torch.zeros(target.box.size, dtype=dtype) for target in targets}
+    filled = [
+        {box: torch.zeros(box.size, dtype=dtype) for box in aims if rank in targets[box]}
+        for rank in range(world)
+    ]
 
     def work(rank: int) -> int:
-        def give(name: str, box: Box) -> torch.Tensor:
-            assert rank in sources[box]
-            return full.cut(whole, box)
-
+        held = {box: full.cut(whole, box) for box in boxes if rank in sources[box]}
         plan = ExchangePlan(rank, world, {"w": spec}, {"w": sources}, {"w": targets}, bucket=16)
         memory = plan.buffers(torch.device("cpu"))
-        return plan.run(
-            SimpleNamespace(process_group=None), memory, give, lambda name, box: filled[box, rank]
-        )  # type: ignore[arg-type]
+        return plan.run(SimpleNamespace(process_group=None), memory, {"w": held}, {"w": filled[rank]})  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
         together(world, work, patch)
-    for (box, _), found in filled.items():
+    for box, found in (pair for own in filled for pair in own.items()):
         assert torch.equal(found, full.cut(whole, box))
 
 
@@ -165,14 +163,14 @@ def test_one_rank_with_other_tensors_under_the_same_names() -> None:
 
 def test_fingerprints_are_of_values() -> None:
     place = ("w", Box((0,), (40000,)))
-    pieces = {"w": [SimpleNamespace(box=place[1], local=torch.arange(40000.0))]}
-    [first] = fingerprints([place], pieces, whole=False)  # type: ignore[arg-type]
-    [whole] = fingerprints([place], pieces, whole=True)  # type: ignore[arg-type]
-    pieces["w"][0].local[39_999] = -1
-    assert fingerprints([place], pieces, whole=True) != [whole]  # type: ignore[arg-type]
-    pieces["w"][0].local.neg_()
-    assert fingerprints([place], pieces, whole=False) != [first]  # type: ignore[arg-type]
-    assert fingerprints([("v", place[1])], pieces, whole=True) == [None]  # type: ignore[arg-type]
+    pieces = {"w": {place[1]: torch.arange(40000.0)}}
+    [first] = fingerprints([place], pieces, whole=False)
+    [whole] = fingerprints([place], pieces, whole=True)
+    pieces["w"][place[1]][39_999] = -1
+    assert fingerprints([place], pieces, whole=True) != [whole]
+    pieces["w"][place[1]].neg_()
+    assert fingerprints([place], pieces, whole=False) != [first]
+    assert fingerprints([("v", place[1])], pieces, whole=True) == [None]
 
 
 def test_too_little_memory_is_an_error_before_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
