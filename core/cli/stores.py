@@ -10,9 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from shrinkpoint.cli.output import bytes_text, console, counted, print_json, print_table
 from shrinkpoint.cli.runs import AsJson, Pairs, StorageOptions, keys_of, open_run, parse_storage_options
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.store.striped.heal import Healed
+from shrinkpoint.store.striped.heal import Healed, Survey, survey
 from shrinkpoint.store.striped.heal import heal as heal_objects
-from shrinkpoint.store.striped.survey import Survey, survey
 from shrinkpoint.store.urls import split_urls, url_text
 
 __all__ = ["stores"]

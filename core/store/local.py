@@ -5,15 +5,15 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shrinkpoint.errors import CorruptionError, StoreError
 from shrinkpoint.store.keys import is_own_key, new_nonce
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, TransientStoreError
 
-__all__ = ["LocalObjects", "StagedFile"]
+__all__ = ["LocalObjects"]
 
 _SUFFIXES = {".json", ".shrink"}
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")
@@ -76,29 +76,34 @@ class LocalObjects:
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
-        return self.stage(key, [data]).publish(exclusive=True)
+        return self._put(key, data, exclusive=True)
 
     def put(self, key: str, data: bytes) -> None:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
-        self.stage(key, [data]).publish(exclusive=False)
+        self._put(key, data, exclusive=False)
 
-    def stage(self, key: str, parts: Sequence[bytes | memoryview]) -> "StagedFile":
-        """The slow half of a put: the bytes are on the disk, and nobody sees them under ``key`` yet.
-
-        Args:
-            key: As of :meth:`put`.
-            parts: The bytes, in pieces.
-
-        Raises:
-            StoreError: As of :meth:`put`.
-        """
-        final = self._root / key
-        with self._written(key):
-            self._prepare(final.parent)
-            # Every attempt has its own file: after a failed fsync, the kernel may have dropped the pages of the old one.
-            temporary = final.parent / f".tmp-{new_nonce()}"
-            _write_synced(temporary, parts)
-        return StagedFile(temporary, final, parts, self._written(key))
+    def _put(self, key: str, data: bytes, *, exclusive: bool) -> bool:
+        """Have the bytes on the disk under a temporary name, then give the object its own; returns whether it has it now."""
+        final, created = self._root / key, True
+        # Every attempt has its own file: after a failed fsync, the kernel may have dropped the pages of the old one.
+        temporary = final.parent / f".tmp-{new_nonce()}"
+        with self._translated("write", key):
+            try:
+                self._prepare(final.parent)
+                _write_synced(temporary, data)
+                try:
+                    if exclusive:
+                        created = _publish_exclusive(temporary, final, data)
+                    else:
+                        os.replace(temporary, final)
+                finally:
+                    _remove(temporary)
+                # Also when it existed: it may be ours, from an attempt whose own sync of the folder failed.
+                _sync_folder(final.parent)
+            except FileNotFoundError:
+                self._synced.clear()  # the folder was removed under us; the next attempt makes it again
+                raise TransientStoreError(f"cannot write {final}: its folder vanished") from None
+        return created
 
     def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
@@ -207,69 +212,11 @@ class LocalObjects:
         self._synced.add(folder)
 
     @contextmanager
-    def _written(self, key: str) -> Iterator[None]:
-        with self._translated("write", key):
-            try:
-                yield
-            except FileNotFoundError:
-                self._synced.clear()  # the folder was removed under us; the next attempt makes it again
-                raise TransientStoreError(f"cannot write {self._root / key}: its folder vanished") from None
-
-    @contextmanager
     def _translated(self, verb: str, key: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise _translate(error, f"cannot {verb} {self._root / key}") from error
-
-
-class StagedFile:
-    """An object that is on the disk under a temporary name; if nobody ends that, :meth:`LocalObjects.sweep` does.
-
-    Args:
-        temporary: Where it is.
-        final: Where it is to be, in the same folder.
-        parts: Its bytes.
-        errors: What explains the errors of the operating system.
-    """
-
-    def __init__(
-        self,
-        temporary: Path,
-        final: Path,
-        parts: Sequence[bytes | memoryview],
-        errors: AbstractContextManager[None],
-    ) -> None:
-        self._temporary, self._final, self._parts, self._errors = temporary, final, parts, errors
-
-    def publish(self, *, exclusive: bool) -> bool:
-        """The quick half of a put, once: give the object its name, durably.
-
-        Args:
-            exclusive: Unless the name is taken.
-
-        Returns:
-            Whether it has the name now.
-
-        Raises:
-            StoreError: As of :meth:`LocalObjects.put`.
-        """
-        with self._errors:
-            try:
-                if exclusive:
-                    created = _publish_exclusive(self._temporary, self._final, self._parts)
-                else:
-                    os.replace(self._temporary, self._final)
-                    created = True
-            finally:
-                self.discard()
-            # Also when it existed: it may be ours, from an attempt whose own sync of the folder failed.
-            _sync_folder(self._final.parent)
-            return created
-
-    def discard(self) -> None:
-        """Remove it, if it still has its temporary name."""
-        _remove(self._temporary)
 
 
 def _remove(temporary: Path) -> None:
@@ -297,14 +244,13 @@ def _read(descriptor: int, first: int, last: int) -> bytes:
     return data
 
 
-def _write_synced(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+def _write_synced(path: Path, data: bytes) -> None:
     """Write a new file; where that fails, nothing is left of it: half a format.json would block the run."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        for part in parts:
-            view = memoryview(part)
-            while view:
-                view = view[os.write(descriptor, view) :]
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     except BaseException:
         _remove(path)
@@ -313,7 +259,7 @@ def _write_synced(path: Path, parts: Sequence[bytes | memoryview]) -> None:
         os.close(descriptor)
 
 
-def _publish_exclusive(temporary: Path, final: Path, parts: Sequence[bytes | memoryview]) -> bool:
+def _publish_exclusive(temporary: Path, final: Path, data: bytes) -> bool:
     """Give ``temporary`` its final name unless that is taken; link, else renameat2, else an exclusive create."""
     try:
         os.link(temporary, final)
@@ -333,7 +279,7 @@ def _publish_exclusive(temporary: Path, final: Path, parts: Sequence[bytes | mem
             raise
     try:
         # Exclusive, but visible before it is whole: a crash leaves a manifest that its checksum gives away.
-        _write_synced(final, parts)
+        _write_synced(final, data)
     except FileExistsError:
         return False
     return True

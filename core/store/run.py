@@ -127,7 +127,7 @@ class RunStore:
     @property
     def redundancy(self) -> int | None:
         """How many of several stores may be lost now, as far as this process knows; None where there is one."""
-        return None if self.stores is None else self.stores.redundancy
+        return None if self.stores is None else self.stores.group.redundancy
 
     @property
     def parity(self) -> int | None:
@@ -377,7 +377,6 @@ class RunStore:
             self._catalog,
             mode="conditional" if conditional else "single-writer",
             protect=[self._restored] if self._restored else [],
-            make_ready=None if self.stores is None else self.stores.make_ready,
         )
 
     def _warn_of_containers_alone(self) -> None:

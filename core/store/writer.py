@@ -65,7 +65,6 @@ class RunWriter:
         *,
         mode: Literal["conditional", "single-writer"],
         protect: Collection[str] = (),
-        make_ready: Callable[[str, bytes], None] | None = None,
         clock: Callable[[], float] = _uptime,
     ) -> None:
         listing = catalog.scan()
@@ -76,7 +75,6 @@ class RunWriter:
         self._objects = objects
         self._catalog = catalog
         self._protect = protect
-        self._make_ready = make_ready
         self._clock = clock
         # The number that the next manifest is to have, if nobody else takes it.
         self._next_seq = self._opened_at = listing.max_seq + 1
@@ -177,9 +175,7 @@ class RunWriter:
                         f"the checkpoint of step {step} cannot be described: {error}"
                     ) from error
 
-            first = draft(self._next_seq).to_bytes()  # refuse what cannot be written before anything is
-            if self._make_ready is not None and self.mode == "conditional":
-                self._make_ready(commit_key(self._next_seq), first)
+            draft(self._next_seq)  # refuse what cannot be written before anything is
             self._objects.put(ref.key, data)
             self._catch_up()  # once more, since that may have taken minutes
             publish = self._publish_exclusively if self.mode == "conditional" else self._publish_alone

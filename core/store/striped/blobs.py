@@ -11,7 +11,6 @@ from shrinkpoint.store.striped.parity import Shard
 from shrinkpoint.store.striped.reading import Insufficient, Layout, RangeReader
 from shrinkpoint.store.striped.records import youngest
 from shrinkpoint.store.striped.shards import Geometry, ShardName, cut_data, encode_shard
-from shrinkpoint.store.striped.staging import put_parts
 
 __all__ = ["MIRROR_BELOW", "Blobs", "layouts_of"]
 
@@ -67,8 +66,8 @@ class Blobs:
                 geometry: Geometry = geometry,
             ) -> None:
                 place = order.index(store)
-                name, parts = ShardName(key, geometry, place), encode_shard(key, geometry, cut, place)
-                put_parts(group.stores[store], str(name), parts)
+                name = ShardName(key, geometry, place)
+                group.stores[store].put(str(name), encode_shard(name, cut))
 
             enough = max(group.quorum.write, len(stores) - group.parity)
             answers = group.ask_to_write(stores, write, enough=enough)

@@ -5,8 +5,7 @@ from typing import TypeVar
 
 from shrinkpoint.errors import RunMismatchError, StoreError
 from shrinkpoint.store.objects import ObjectStore, TransientStoreError, honours_put_if_absent
-from shrinkpoint.store.striped.calls import Answers, Calls, Patience
-from shrinkpoint.store.striped.health import Health
+from shrinkpoint.store.striped.calls import Answers, Calls, Health, Patience
 from shrinkpoint.store.striped.members import (
     MEMBER_KEY,
     Member,

@@ -1,12 +1,12 @@
-"""Writing again what a set lacks: a store that was lost or replaced, copies that are missing, shards that are damaged."""
+"""What a set holds and lacks, store by store, and writing it again: `shrinkpoint stores`."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from shrinkpoint.errors import CorruptionError, FormatError, RunMismatchError, StoreError
 from shrinkpoint.store.keys import seq_of_commit
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, is_sealed
-from shrinkpoint.store.objects import MissingKeyError
+from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
 from shrinkpoint.store.striped.blobs import layouts_of
 from shrinkpoint.store.striped.group import Group
 from shrinkpoint.store.striped.members import JOINING_KEY, MEMBER_KEY, Member, holds_a_run, read_member
@@ -16,12 +16,152 @@ from shrinkpoint.store.striped.shards import (
     Geometry,
     ShardName,
     block_sums,
-    encode_shards,
+    cut_data,
+    encode_shard,
     sound_blocks,
 )
-from shrinkpoint.store.striped.survey import best_geometry, is_mirrored
 
-__all__ = ["Healed", "heal"]
+__all__ = ["Healed", "StoreState", "Survey", "heal", "survey"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreState:
+    """One store.
+
+    Attributes:
+        number: Its place in the set, from 1.
+        shown: Its URL.
+        problem: What is wrong with it; None where it answers and belongs here.
+        last_step: Step of the newest checkpoint whose manifest it holds.
+        last_seq: That one's number.
+        records_missing: Records that other stores have and this one does not.
+        shards_missing: Shards of the run's checkpoints that no store holds and that this one, holding none, is to be given.
+        files: Shards that it holds.
+        bytes: Their size.
+    """
+
+    number: int
+    shown: str
+    problem: str | None
+    last_step: int | None = None
+    last_seq: int | None = None
+    records_missing: int = 0
+    shards_missing: int = 0
+    files: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """All of them.
+
+    Attributes:
+        stores: In their order.
+        parity: How many were to be spare.
+        redundancy: How many more stores may be lost now, and every checkpoint is still restored and seen.
+        unrestorable: Containers of the run's checkpoints of which too few shards are left.
+    """
+
+    stores: tuple[StoreState, ...]
+    parity: int
+    redundancy: int
+    unrestorable: tuple[str, ...]
+
+
+def _is_mirrored(key: str) -> bool:
+    """Whether every store is to have a copy: records, but neither probes nor what says which store it is."""
+    own = key in (MEMBER_KEY, JOINING_KEY) or key.startswith("probe/")
+    return not own and ShardName.parse(key) is None
+
+
+def survey(
+    objects: StripedObjects, manifests: list[Manifest], needed: Collection[str] | None = None
+) -> Survey:
+    """Look at all stores; nothing is read but their listings, so that damage is not seen (`shrinkpoint verify`, `heal`).
+
+    Args:
+        objects: The set.
+        manifests: The run's checkpoints.
+        needed: Keys of all containers that they need; None where no chain has heads.
+
+    Raises:
+        StoreError: Fewer stores answer than it takes to be sure.
+    """
+    group = objects.group
+
+    def look(store: int) -> list[ObjectInfo]:
+        infos = group.stores[store].list("")
+        group.confirm(store)
+        return infos
+
+    listed = group.read(look)
+    layouts = layouts_of(listed)
+    if needed is None:
+        needed = {ref.key for manifest in manifests for ref in manifest.chain}
+    present = {
+        store: {info.key for info in infos if _is_mirrored(info.key)} for store, infos in listed.items()
+    }
+    records: set[str] = set().union(*present.values())
+    by_seq = {manifest.seq: manifest for manifest in reversed(manifests)}
+    missing = dict.fromkeys(group.everyone, 0)
+    spares = [group.parity, len(listed) - group.quorum.read]
+    unrestorable = []
+    for key in needed:
+        best = _best_geometry(layouts.get(key, {}))
+        if best is None:
+            unrestorable.append(key)
+            continue
+        geometry, places = best
+        spares.append(len(places) - geometry.k)
+        for store in _lacking_stores(group, geometry, places):
+            missing[store] += 1
+    for key in records:
+        if seq_of_commit(key) is not None:
+            spares.append(sum(key in keys for keys in present.values()) - 1)
+    states = []
+    for store in group.everyone:
+        problem = None if store in listed else group.health.why(store) or "does not answer"
+        seqs = [seq_of_commit(key) for key in present.get(store, ())]
+        last = max(
+            (seq for seq in seqs if seq in by_seq),
+            key=lambda seq: by_seq[seq].position if seq in by_seq else (0, 0),
+            default=None,
+        )
+        files = [info for info in listed.get(store, ()) if ShardName.parse(info.key) is not None]
+        states.append(
+            StoreState(
+                number=store + 1,
+                shown=group.shown[store],
+                problem=problem,
+                last_step=None if last is None else by_seq[last].step,
+                last_seq=last,
+                records_missing=len(records - present[store]) if store in present else 0,
+                shards_missing=missing[store],
+                files=len(files),
+                bytes=sum(info.size for info in files),
+            )
+        )
+    redundancy = 0 if unrestorable else max(0, min(spares))
+    return Survey(
+        stores=tuple(states),
+        parity=group.parity,
+        redundancy=redundancy,
+        unrestorable=tuple(sorted(unrestorable)),
+    )
+
+
+def _best_geometry(layout: Layout) -> tuple[Geometry, Mapping[int, list[int]]] | None:
+    """The geometry with the most shards to spare; None where none has enough."""
+    whole = [(geometry, places) for geometry, places in layout.items() if len(places) >= geometry.k]
+    return max(whole, key=lambda item: (len(item[1]) - item[0].k, item[0]), default=None)
+
+
+def _lacking_stores(group: Group, geometry: Geometry, places: Mapping[int, list[int]]) -> list[int]:
+    """Which stores are to be given the shards that no store has: those that hold none of this geometry."""
+    holders = {store for stores in places.values() for store in stores}
+    absent = geometry.shards - len(places)
+    return [store for store in group.everyone if store not in holders][:absent]
+
 
 Progress = Callable[[int, int, str], None]
 """Called with how many objects are done, how many there are, and the next one's key."""
@@ -89,7 +229,7 @@ class _Repair:
             raise StoreError(f"nothing was ever stored in {self._objects.display}: there is nothing to heal")
         joining = self._join(member)
         listed = {store: group.stores[store].list("") for store in group.everyone}
-        records = sorted({i.key for infos in listed.values() for i in infos if is_mirrored(i.key)})
+        records = sorted({i.key for infos in listed.values() for i in infos if _is_mirrored(i.key)})
         layouts = layouts_of(listed)
         of = len(records) + len(layouts)
         for done, key in enumerate(records):
@@ -184,7 +324,7 @@ class _Repair:
     def _heal_blob(self, key: str, layout: Layout) -> None:
         group = self._group
         sound, damaged = self._look_at(key, layout)
-        best = best_geometry(sound)
+        best = _best_geometry(sound)
         if best is None and damaged:  # blocks of several damaged shards may still be put together
             likeliest = max(layout, key=lambda g: (len(layout[g]) - g.k, g))
             best = likeliest, sound.get(likeliest, {})
@@ -204,12 +344,13 @@ class _Repair:
         except (FormatError, StoreError) as error:
             self._cannot(key, str(error))
             return
-        files = encode_shards(key, geometry, data)
+        cut = cut_data(geometry, data)
         free = [store for store in group.everyone if store not in holders and store not in bad.values()]
         for place in absent:
             store = bad[place] if place in bad else free.pop(0) if free else None
             if store is not None:
-                group.stores[store].put(str(ShardName(key, geometry, place)), files[place])
+                name = ShardName(key, geometry, place)
+                group.stores[store].put(str(name), encode_shard(name, cut))
                 self._repaired += place in bad
                 self._shards += place not in bad
 

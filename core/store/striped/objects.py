@@ -66,11 +66,6 @@ class StripedObjects:
         return f"{{{self.display}}}/{key}"
 
     @property
-    def redundancy(self) -> int:
-        """How many more stores may be lost now, to the best of this process's knowledge."""
-        return self.group.redundancy
-
-    @property
     def create_is_atomic(self) -> bool | None:
         """Whether every store that answers honours put-if-absent; those of which that is not known are tried out, once."""
         return self.group.all_exclusive()
@@ -82,20 +77,11 @@ class StripedObjects:
         self.group.warn_of_changes()
         return created
 
-    def make_ready(self, key: str, data: bytes) -> None:
-        """Say that this record will be put if absent soon, so that folders write it to a temporary file meanwhile."""
-        if self.group.member is not None:
-            self._records.make_ready(key, data)
-
     def put(self, key: str, data: bytes) -> None:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`; the first call founds the set."""
         self.group.found()
         if key.startswith("data/"):
-            try:
-                self._blobs.put(key, data)
-            except BaseException:
-                self._records.forget_ready()
-                raise
+            self._blobs.put(key, data)
         else:
             self._records.put(key, data)
         self.group.warn_of_changes()

@@ -5,7 +5,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import xxhash
@@ -16,7 +15,6 @@ from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, is_sealed
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
 from shrinkpoint.store.striped.calls import for_each, is_transient
 from shrinkpoint.store.striped.group import Group
-from shrinkpoint.store.striped.staging import Prepared, can_stage
 
 __all__ = ["Records", "stored_prefix", "youngest"]
 
@@ -51,7 +49,6 @@ class Records:
         self._seen: dict[tuple[int, ObjectInfo], _Copy] = {}
         self._just_listed: dict[str, tuple[float, bytes]] = {}
         self._lost: dict[str, tuple[float, str]] = {}
-        self._ready: tuple[str, bytes, dict[int, Future[Prepared]]] = "", b"", {}
         self._lock = threading.Lock()
 
     # ---- writing
@@ -64,51 +61,12 @@ class Records:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`.
 
         One store is asked first, and the others only by whoever has won there: who loses leaves no copies behind, unless
-        writers differ in which stores they see. Meanwhile the others are made ready, so that they only have to say yes. True
-        when a majority holds these very bytes, which only one record can have.
+        writers differ in which stores they see. True when a majority holds these very bytes, which only one record can have.
         """
-        calls, waiting = self._group.calls, self._group.writable()
-        ready = self._taken_ready(key, data)
-        others = [store for store in waiting[1:] if store not in ready]
-        ready |= calls.begin(others, lambda store: self._prepare(store, key, data))
-        try:
-            return self._put_if_absent(key, data, waiting, ready)
-        finally:
-            self._discard(ready)
-
-    def make_ready(self, key: str, data: bytes) -> None:
-        """Begin what of the next `put_if_absent` can be done before it is called, which is something in folders only."""
-        group = self._group
-        self.forget_ready()
-        folders = [store for store in group.writable() if can_stage(group.stores[store])]
-        ready = group.calls.begin(folders, lambda store: self._prepare(store, key, data))
-        with self._lock:
-            self._ready = key, data, ready
-
-    def forget_ready(self) -> None:
-        """That record will not be put."""
-        self._discard(self._taken_ready("", b""))
-
-    def _taken_ready(self, key: str, data: bytes) -> "dict[int, Future[Prepared]]":
-        """What was made ready for this record; what was made ready for another one is no longer needed."""
-        with self._lock:
-            expected, self._ready = self._ready, ("", b"", {})
-        if expected[:2] == (key, data):
-            return expected[2]
-        self._discard(expected[2])
-        return {}
-
-    def _discard(self, ready: "dict[int, Future[Prepared]]") -> None:
-        # Where that fails, a later sweep does it.
-        self._group.calls.begin(list(ready), lambda store: ready[store].result().discard())
-
-    def _put_if_absent(
-        self, key: str, data: bytes, waiting: list[int], ready: "dict[int, Future[Prepared]]"
-    ) -> bool:
-        group = self._group
+        group, waiting = self._group, self._group.writable()
 
         def take(store: int) -> bool:
-            return self._take(store, key, data, ready.pop(store, None))
+            return self._take(store, key, data)
 
         mine, transient = 0, False
         while waiting and not mine:
@@ -128,35 +86,18 @@ class Records:
             return self._note_lost(key, data)
         raise group.too_few(mine, transient or rest.transient)
 
-    def _take(self, store: int, key: str, data: bytes, ready: "Future[Prepared] | None") -> bool:
+    def _take(self, store: int, key: str, data: bytes) -> bool:
         """Whether this store holds our record now, written by this attempt or by one whose response was lost."""
         objects = self._group.stores[store]
-        if self._put(store, key, data, ready):
+        self._group.confirm(store)
+        self._group.check_exclusive(store)
+        if objects.put_if_absent(key, data):
             return True
         try:
             # As much as any record may have: one that is longer than ours is another one, not damage.
             return objects.get(key, max_size=MAX_MANIFEST_BYTES) == data
         except (MissingKeyError, CorruptionError):
-            return False
-
-    def _put(self, store: int, key: str, data: bytes, ready: "Future[Prepared] | None") -> bool:
-        try:
-            prepared = None if ready is None else ready.result()
-        except (StoreError, OSError):
-            prepared = None  # asked once more below, with all checks and repetitions
-        created = None if prepared is None else prepared.put_if_absent()
-        if created is not None:
-            return created
-        self._check(store)
-        return self._group.stores[store].put_if_absent(key, data)
-
-    def _prepare(self, store: int, key: str, data: bytes) -> Prepared:
-        self._check(store)
-        return Prepared(self._group.stores[store], key, data)
-
-    def _check(self, store: int) -> None:
-        self._group.confirm(store)
-        self._group.check_exclusive(store)
+            return False  # removed since, or damaged: it is not ours in any case
 
     def _note_lost(self, key: str, data: bytes) -> bool:
         """Remember that a minority may hold this record of ours: it is not who has won the number."""

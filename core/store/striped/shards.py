@@ -20,7 +20,6 @@ __all__ = [
     "block_sums",
     "cut_data",
     "encode_shard",
-    "encode_shards",
     "sound_blocks",
 ]
 
@@ -117,19 +116,6 @@ class ShardName:
         return f"{self.key}.{cut.k}+{cut.spare}.{self.place}.{cut.length}"
 
 
-def encode_shards(key: str, geometry: Geometry, data: bytes) -> list[bytes]:
-    """The files of all shards of a blob, in their order.
-
-    Args:
-        key: The blob's.
-        geometry: How to cut it; `length` is that of `data`.
-        data: The blob.
-    """
-    cut = cut_data(geometry, data)
-    shards = (encode_shard(key, geometry, cut, place) for place in range(geometry.shards))
-    return [join_bytes(parts, sum(map(len, parts))) for parts in shards]
-
-
 def cut_data(geometry: Geometry, data: bytes) -> list[Shard]:
     """The data shards; only those that reach beyond the end are copied, to pad them with zeros."""
     size, flat = geometry.shard_bytes, np.frombuffer(data, np.uint8)
@@ -144,20 +130,17 @@ def cut_data(geometry: Geometry, data: bytes) -> list[Shard]:
     return shards
 
 
-def encode_shard(
-    key: str, geometry: Geometry, cut: Sequence[Shard], place: int
-) -> tuple[bytes, bytes, memoryview]:
-    """The file of one shard, in pieces: the blocks' checksums, the seal on them, the bytes.
+def encode_shard(name: ShardName, cut: Sequence[Shard]) -> bytes:
+    """Make the file of one shard: the blocks' checksums, the seal on them, the bytes.
 
     Args:
-        key: The blob's.
-        geometry: How it was cut.
-        cut: Its data shards.
-        place: Which shard; data from 0, then parity.
+        name: Of the shard.
+        cut: The blob's data shards.
     """
-    shard = cut[place] if place < len(cut) else parity_of(cut, place - len(cut))
+    shard = cut[name.place] if name.place < len(cut) else parity_of(cut, name.place - len(cut))
     sums = b"".join(xxhash.xxh3_128(shard[i : i + BLOCK].data).digest() for i in range(0, len(shard), BLOCK))
-    return sums, _seal(ShardName(key, geometry, place), sums), shard.data
+    parts = sums, _seal(name, sums), shard.data
+    return join_bytes(parts, sum(map(len, parts)))
 
 
 def block_sums(name: ShardName, header: bytes) -> list[bytes]:

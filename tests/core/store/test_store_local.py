@@ -152,29 +152,6 @@ def test_without_hard_links(
     assert temporaries(tmp_path) == []
 
 
-def test_staged_is_on_the_disk_and_not_there(tmp_path: Path) -> None:
-    objects = LocalObjects(str(tmp_path))
-    staged = objects.stage(KEY, [b"in ", memoryview(b"pieces")])
-    [temporary] = temporaries(tmp_path)
-    assert temporary.read_bytes() == b"in pieces"
-    assert objects.list("") == []
-    assert staged.publish(exclusive=True)
-    assert objects.get(KEY, max_size=9) == b"in pieces"
-    assert not objects.stage(KEY, [b"other"]).publish(exclusive=True)
-    assert objects.get(KEY, max_size=9) == b"in pieces"
-    assert temporaries(tmp_path) == []
-
-
-def test_staged_and_not_wanted(tmp_path: Path) -> None:
-    objects = LocalObjects(str(tmp_path))
-    staged = objects.stage(KEY, [b"x"])
-    staged.discard()
-    assert temporaries(tmp_path) == []
-    with pytest.raises(TransientStoreError, match="vanished"):  # as one that a sweep has taken
-        staged.publish(exclusive=True)
-    assert objects.list("") == []
-
-
 def test_last_fallback_takes_back_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects = LocalObjects(str(tmp_path))
     real, calls = os.fsync, [0]

@@ -114,7 +114,7 @@ def test_every_operation_is_repeated(operation: str, stores: int) -> None:
     }
     calls[operation]()
     assert failures == [0] * stores
-    assert isinstance(objects, RetryingObjects) or objects.redundancy == 1  # nobody counts as ill
+    assert isinstance(objects, RetryingObjects) or objects.group.redundancy == 1  # nobody counts as ill
 
 
 def test_a_long_wait_is_told_once() -> None:

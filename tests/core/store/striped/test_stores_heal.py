@@ -12,10 +12,9 @@ from support.stores import NamedFake, Stores, take
 from shrinkpoint.errors import RunMismatchError, ShrinkpointWarning, StoreError
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.striped.heal import Healed, heal
+from shrinkpoint.store.striped.heal import Healed, Survey, heal, survey
 from shrinkpoint.store.striped.members import JOINING_KEY, MEMBER_KEY
 from shrinkpoint.store.striped.shards import BLOCK
-from shrinkpoint.store.striped.survey import Survey, survey
 
 BIG = os.urandom(200_001)
 

@@ -12,8 +12,7 @@ from support.stores import Stores, take
 
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.store.striped.blobs import MIRROR_BELOW
-from shrinkpoint.store.striped.calls import Calls, Patience
-from shrinkpoint.store.striped.health import Health
+from shrinkpoint.store.striped.calls import Calls, Health, Patience
 from shrinkpoint.store.striped.shards import Geometry
 
 BIG = os.urandom(3 * MIRROR_BELOW + 11)

@@ -153,7 +153,7 @@ def test_parity_is_taken_from_the_set() -> None:
     stores.parity = None
     objects = stores.objects()
     assert objects.group.member is not None
-    assert objects.redundancy == 2
+    assert objects.group.redundancy == 2
 
 
 def test_a_run_of_its_own_is_not_taken_over() -> None:
@@ -194,7 +194,7 @@ def test_killed_while_a_run_begins(at: int) -> None:
         warnings.simplefilter("error")
         stores.run().writer().commit(b"1", step=1, kind="base", parent=None, state_digest="", meta={})
         assert reads(stores) == 1
-        assert stores.objects().redundancy == 1
+        assert stores.objects().group.redundancy == 1
     assert all(MEMBER_KEY in each.blobs for each in stores.each)
 
 
@@ -299,3 +299,26 @@ def test_good_member_comes_back() -> None:
     store = NamedFake("a")
     assert read_member(store) is None
     assert QUICK.limit_s > QUICK.alone_s
+
+
+@pytest.mark.parametrize("exchanged", [0, 2])
+def test_a_disk_that_is_unmounted_before_the_manifest_takes_nothing(
+    tmp_path: Path, exchanged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The empty folder in its place is none of the set."""
+    folders = [tmp_path / name for name in "abc"]
+    store = RunStore(folders)
+    writer = store.writer()
+    writer.commit(b"1", step=1, kind="base", parent=None, state_digest="", meta={})
+    mount, put = folders[exchanged], StripedObjects.put
+
+    def unmount(self: StripedObjects, key: str, data: bytes) -> None:
+        put(self, key, data)
+        mount.rename(mount.with_suffix(".away"))
+        mount.mkdir()
+
+    monkeypatch.setattr(StripedObjects, "put", unmount)
+    second = writer.commit(b"2", step=2, kind="base", parent=None, state_digest="", meta={})
+    assert list(mount.rglob("*.json")) == []
+    assert RunStore(folders).manifests()[0] == second
+    assert store.redundancy == 0

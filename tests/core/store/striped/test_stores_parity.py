@@ -15,7 +15,8 @@ from shrinkpoint.store.striped.shards import (
     Geometry,
     ShardName,
     block_sums,
-    encode_shards,
+    cut_data,
+    encode_shard,
     sound_blocks,
 )
 
@@ -26,12 +27,17 @@ def payload(length: int) -> bytes:
     return np.random.default_rng(length).integers(0, 256, length, np.uint8).tobytes()
 
 
+def files_of(geometry: Geometry, data: bytes) -> list[bytes]:
+    cut = cut_data(geometry, data)
+    return [encode_shard(ShardName(KEY, geometry, place), cut) for place in range(geometry.shards)]
+
+
 def joined(geometry: Geometry, shards: list[parity.Shard]) -> bytes:
     return b"".join(shard.tobytes() for shard in shards)[: geometry.length]
 
 
 def payloads_of(geometry: Geometry, data: bytes) -> list[parity.Shard]:
-    files = encode_shards(KEY, geometry, data)
+    files = files_of(geometry, data)
     assert all(len(file) == geometry.file_bytes for file in files)
     return [np.frombuffer(file, np.uint8)[geometry.header_bytes :] for file in files]
 
@@ -87,7 +93,7 @@ def test_q_is_the_sum_with_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> Non
 @given(st.integers(1, 4), st.integers(0, 2), st.integers(1, 400), st.data())
 def test_any_damage_is_noticed(k: int, spare: int, length: int, data: st.DataObject) -> None:
     geometry = Geometry(k, spare, length)
-    files = encode_shards(KEY, geometry, payload(length))
+    files = files_of(geometry, payload(length))
     place = data.draw(st.integers(0, k + spare - 1))
     position = data.draw(st.integers(0, geometry.file_bytes - 1))
     flipped = data.draw(st.integers(1, 255))
@@ -104,7 +110,7 @@ def test_any_damage_is_noticed(k: int, spare: int, length: int, data: st.DataObj
 
 def test_one_block_of_many() -> None:
     geometry = Geometry(1, 0, 2 * BLOCK + 10)
-    file = bytearray(encode_shards(KEY, geometry, payload(geometry.length))[0])
+    file = bytearray(files_of(geometry, payload(geometry.length))[0])
     file[geometry.header_bytes + BLOCK] ^= 1
     sums = block_sums(ShardName(KEY, geometry, 0), bytes(file[: geometry.header_bytes]))
     blocks = sound_blocks(sums, bytes(file[geometry.header_bytes :]))
@@ -113,7 +119,7 @@ def test_one_block_of_many() -> None:
 
 def test_a_shard_in_anothers_place_is_none() -> None:
     geometry = Geometry(2, 1, 100)
-    first = encode_shards(KEY, geometry, payload(100))[0]
+    first = files_of(geometry, payload(100))[0]
     for other in (ShardName(KEY, geometry, 1), ShardName(KEY.replace("01-", "02-", 1), geometry, 0)):
         with pytest.raises(CorruptionError):
             block_sums(other, first[: geometry.header_bytes])

@@ -233,11 +233,11 @@ def test_told_once_and_redundancy() -> None:
     run = stores.run(objects)
     writer = run.writer()
     base(writer, 1)
-    assert objects.redundancy == 1
+    assert objects.group.redundancy == 1
     stores.each[0].lose()
     with pytest.warns(ShrinkpointWarning, match=r"store 1 \(fake://a\): .*gone.*no other store may be lost"):
         base(writer, 2)
-    assert objects.redundancy == 0
+    assert objects.group.redundancy == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         base(writer, 3)
