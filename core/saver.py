@@ -6,7 +6,6 @@ collect. The job's only claim on the training thread is the forward passes of it
 
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -411,22 +410,19 @@ class Saver(StateSaver):
     # ---- restoring
 
     @in_turn
-    def newest(self, *, begins: Callable[[Manifest], object] = lambda manifest: None) -> Manifest | None:
+    def newest(self) -> Manifest | None:
         """The newest checkpoint whose whole chain is sound; None in an empty run.
 
         Damaged checkpoints are skipped with a warning that says what and why.
-
-        Args:
-            begins: called right before a checkpoint is read; again for the next older one, where that was not sound.
 
         Raises:
             ChainError: there are checkpoints, and none of them is sound.
             StoreError: the store cannot be read.
         """
-        return self._find(begins)
+        return self._find()
 
-    def _find(self, begins: Callable[[Manifest], object] = lambda manifest: None) -> Manifest | None:
-        found = self._reader.newest(begins)
+    def _find(self) -> Manifest | None:
+        found = self._reader.newest()
         if found is None:
             return None
         self._newest = found

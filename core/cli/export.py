@@ -17,8 +17,10 @@ from shrinkpoint.cli.runs import (
     load,
     parse_storage_options,
 )
+from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.store.connect import looks_like_file
 
 if TYPE_CHECKING:
     from shrinkpoint.io.export import Exported
@@ -66,22 +68,30 @@ def export(
     target = Path(out) if folder else check_target(out, force=force)
     options = parse_storage_options(url, storage_options, option)
     limit = None if max_shard_size is None else _shard_size(target, max_shard_size)
-    exported, found = None, None
-    if folder or target.suffix == ".safetensors":
-        exported, found = _weights(url, options, step, seq, out, limit=limit, force=force)
-    if exported is None:
-        state, found = _state(url, options, step, seq, step_log_url)
-        with waiting_for(f"writing {out}"):
-            from shrinkpoint.io.export import export as write
+    address, logged = addressed(url, step, seq), False
+    try:
+        exported, found = (
+            _weights(address, options, target, limit=limit, force=force)
+            if folder or target.suffix == ".safetensors"
+            else _whole(url, options, step, seq, target, force=force)
+        )
+    except NoCheckpointError:
+        if address.step is None or folder:
+            raise
+        from shrinkpoint.io.export import export as write
+        from shrinkpoint.io.loading import load_weights
+        from shrinkpoint.state.training import TrainingState
 
-            exported = write(state, out, force=force)
-    assert found is not None
+        weights = load_weights(str(address), storage_options=options, step_log_url=step_log_url)
+        exported = write(TrainingState.capture({"model": weights}), target, force=force)
+        found, logged = {"step": address.step, "seq": None}, True
     report = {
         "path": str(exported.path),
         "bytes": exported.bytes,
         "tensors": exported.tensors,
         **found,
-        "notes": [*([_WEIGHTS_ALONE] if found["logged"] else []), *exported.notes],
+        "logged": logged,
+        "notes": [*([_WEIGHTS_ALONE] if logged else []), *exported.notes],
     }
     if as_json:
         print_json(report)
@@ -102,46 +112,31 @@ def _shard_size(target: Path, text: str) -> int:
 
 
 def _weights(
-    url: str, options: Any, step: int | None, seq: int | None, out: str, *, limit: int | None, force: bool
-) -> "tuple[Exported | None, dict[str, Any] | None]":
-    """The weights of a checkpoint, written some tensors at a time, or its adapters; None where a step was not saved: it may have been
-    logged."""
+    address: Address, options: Any, target: Path, *, limit: int | None, force: bool
+) -> "tuple[Exported, dict[str, Any]]":
+    """Write the weights of a checkpoint some tensors at a time, or its adapters into a folder; returns also what it is."""
     from shrinkpoint.io.exporting import export_adapters, export_weights
-    from shrinkpoint.store.connect import looks_like_file
 
-    named = addressed(url, step, seq)
-    address = named.url if looks_like_file(named.url) else str(named)
-    folder, options = not Path(out).suffix, options or None
-    try:
-        exported = (
-            export_adapters(address, out, force=force, storage_options=options)
-            if folder
-            else export_weights(address, out, max_shard_size=limit, force=force, storage_options=options)
-        )
-    except NoCheckpointError:
-        if named.step is None or folder:
-            raise
-        return None, None
-    found: dict[str, Any] = {"step": exported.step, "seq": exported.seq, "logged": False}
+    url, options = address.url if looks_like_file(address.url) else str(address), options or None
+    exported = (
+        export_weights(url, target, max_shard_size=limit, force=force, storage_options=options)
+        if target.suffix
+        else export_adapters(url, target, force=force, storage_options=options)
+    )
+    found: dict[str, Any] = {"step": exported.step, "seq": exported.seq}
     if len(exported.files) > 1:
         found["files"] = [str(file) for file in exported.files]
     return exported, found
 
 
-def _state(
-    url: str, options: Any, step: int | None, seq: int | None, step_log_url: str | None
-) -> tuple[Any, dict[str, Any]]:
-    """The state of a checkpoint, or the weights of a step that was logged and not saved; and what it is."""
-    from shrinkpoint.io.loading import load_weights
-    from shrinkpoint.state.training import TrainingState
+def _whole(
+    url: str, options: Any, step: int | None, seq: int | None, target: Path, *, force: bool
+) -> "tuple[Exported, dict[str, Any]]":
+    """Write the whole state of a checkpoint; returns also what it is."""
+    from shrinkpoint.io.export import export as write
 
-    try:
-        loaded = load(url, options, step, seq)
-    except NoCheckpointError:
-        address = addressed(url, step, seq)
-        if address.step is None:
-            raise
-        weights = load_weights(str(address), storage_options=options, step_log_url=step_log_url)
-        return TrainingState.capture({"model": weights}), {"step": address.step, "seq": None, "logged": True}
+    loaded = load(url, options, step, seq)
+    with waiting_for(f"writing {target}"):
+        exported = write(loaded.decoded.state, target, force=force)
     number = loaded.manifest.seq if loaded.manifest is not None else None
-    return loaded.decoded.state, {"step": loaded.decoded.header.step, "seq": number, "logged": False}
+    return exported, {"step": loaded.decoded.header.step, "seq": number}

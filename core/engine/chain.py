@@ -21,7 +21,8 @@ from shrinkpoint.schemes.exactness import large_share
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.keys import data_key, new_nonce
 from shrinkpoint.store.manifest import Anchor, BlobRef, Head, Manifest, Part
-from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.warn import warn
 
 __all__ = ["Chain", "Link", "StoredPart", "commit_parts", "store_part"]

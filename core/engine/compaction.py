@@ -50,7 +50,8 @@ from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON, tensor_names
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.warn import warn
 
 __all__ = [

@@ -30,25 +30,15 @@ class CheckpointReader:
         self._url = url
         self._decode = decode
 
-    def newest(
-        self, begins: Callable[[Manifest], object] = lambda manifest: None
-    ) -> tuple[Manifest, Decoded] | None:
+    def newest(self) -> tuple[Manifest, Decoded] | None:
         """The newest checkpoint whose whole chain is sound; None in an empty run.
-
-        Args:
-            begins: called right before a checkpoint is read; again for the next older one, where that was not sound.
 
         Raises:
             ChainError: there are checkpoints, and none of them is sound.
             StoreError: the store cannot be read.
         """
-
-        def read(manifest: Manifest) -> Decoded:
-            begins(manifest)
-            return self._decode(manifest)
-
         with waiting_for(f"reading the newest checkpoint of {self._store.display}"):
-            return self._store.newest_readable(read)
+            return self._store.newest_readable(self._decode)
 
     def chosen(self, which: Manifest | int) -> tuple[Manifest, Decoded]:
         """One checkpoint.

@@ -39,7 +39,6 @@ from shrinkpoint.state.blocks import BLOCK_ELEMENTS
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
-from shrinkpoint.store.keys import probe_key
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl, Stores, url_text
@@ -164,7 +163,7 @@ class ShardedSaver(StateSaver):
         if self._chain is not None:
             self._chain.open()
         else:
-            self.store.try_to_write(probe_key())
+            self.store.try_to_write()
 
     def begin(self, state: object, *, step: int = 0, describe: Describe = plain) -> None:
         """Nothing: how far the weights have moved is known from the second checkpoint on."""

@@ -28,7 +28,7 @@ from shrinkpoint.store.manifest import (
 )
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
 
-__all__ = ["Catalog", "DamagedCheckpoint", "Listing", "is_begun_here", "is_listed", "read_checked"]
+__all__ = ["Catalog", "DamagedCheckpoint", "Listing", "exists", "is_begun_here", "is_listed", "read_checked"]
 
 T = TypeVar("T")
 
@@ -224,14 +224,14 @@ class Catalog:
 
     def _reason_to_doubt(self) -> str | None:
         """Why a listing without a checkpoint is not to be believed."""
-        if _exists(self._objects, COMMITTED_KEY):
+        if exists(self._objects, COMMITTED_KEY):
             return (
                 f"although {self._objects.show(COMMITTED_KEY)} says that this run has some: a disk that is not mounted, a link"
                 " that leads nowhere, a copy that is not complete, or a server that lists wrongly. Nothing was changed. Bring"
                 f" commits/ back; to give up what was there, use another URL or delete {COMMITTED_KEY}"
             )
         # Without that note, the file that every run has at least shows whether listings contain anything at all.
-        if _exists(self._objects, FORMAT_KEY) and not is_listed(self._objects, FORMAT_KEY):
+        if exists(self._objects, FORMAT_KEY) and not is_listed(self._objects, FORMAT_KEY):
             return (
                 f"but {self._objects.show(FORMAT_KEY)} can be read and is not listed either, so that the store's listings are"
                 " not to be believed: a server or a proxy that answers them all with nothing. Nothing was changed. Have the"
@@ -315,15 +315,18 @@ class Catalog:
         except (ChainError, FormatError):
             return False
 
-    def is_published(self, manifest: Manifest) -> bool:
-        """Whether ``manifest`` is still stored, asked now."""
+    def published_key(self, manifest: Manifest) -> str | None:
+        """Under which key ``manifest`` is stored, asked now; None where it is gone, damaged, or its number was used again."""
         key = self.key_of(manifest)
         if key is None:
-            return False
+            return None
         try:
-            return read_checked(self._objects, key, Manifest.from_bytes).digest == manifest.digest
+            if read_checked(self._objects, key, Manifest.from_bytes).digest == manifest.digest:
+                return key
         except (MissingKeyError, FormatError):
-            return False
+            pass  # neither is what was stored there
+        self.forget([key])
+        return None
 
     def is_listed(self, manifest: Manifest) -> bool:
         """Whether ``manifest`` is still listed, asked now; what is listed but cannot be read was not collected."""
@@ -381,14 +384,14 @@ def is_listed(objects: ObjectStore, key: str) -> bool:
     return any(info.key == key for info in objects.list(key))
 
 
-def _exists(objects: ObjectStore, key: str) -> bool:
-    """Whether ``key`` can be read, however damaged."""
+def exists(objects: ObjectStore, key: str) -> bool:
+    """Whether ``key`` can be read. A damaged object counts: that it was written at all is what is asked."""
     try:
         objects.get(key, max_size=MAX_MANIFEST_BYTES)
     except MissingKeyError:
         return False
     except CorruptionError:
-        pass
+        return True
     return True
 
 

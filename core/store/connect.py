@@ -78,7 +78,7 @@ def open_objects(
         RetryingObjects(open_location(location, each), _PATIENCE)
         for location, each in zip(locations, options, strict=True)
     ]
-    from shrinkpoint.store.striped import StripedObjects  # most runs have one store
+    from shrinkpoint.store.striped.objects import StripedObjects  # most runs have one store
 
     return StripedObjects(stores, parity=Stores.of(url).parity, read_anyway=read_anyway)
 

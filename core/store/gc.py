@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shrinkpoint.errors import ChainError, FormatError, NoCheckpointError, StoreError
 from shrinkpoint.store.catalog import Catalog, Listing, is_listed, read_checked
-from shrinkpoint.store.keys import check_data_key, commit_key, is_probe_key, is_trash_key, trash_key
+from shrinkpoint.store.keys import commit_key, is_data_key, is_probe_key, is_trash_key, trash_key
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
 from shrinkpoint.warn import warn
@@ -47,15 +47,6 @@ class GcReport:
     leftovers_removed: int
     damaged: tuple[str, ...]
     dry_run: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Trash:
-    """The trash: blobs still in their grace, entries past theirs, and how far damaged entries reach."""
-
-    recent: frozenset[str]
-    expired: tuple[str, ...]
-    damaged_until: float
 
 
 def collect(
@@ -140,29 +131,13 @@ def _unpublish(objects: ObjectStore, catalog: Catalog, doomed: list[Manifest], *
                     " obstacle: `shrinkpoint prune --grace 0`, if nothing else reads or writes the run"
                 ) from error
         with ThreadPoolExecutor(_UNPUBLISHED_TOGETHER) as pool:
-            found = list(pool.map(lambda manifest: _key_of(objects, catalog, manifest), batch))
+            found = list(pool.map(catalog.published_key, batch))
         keys = [key for key in found if key is not None]
         if keys:
             try:
                 objects.delete(keys)
             finally:
                 catalog.forget(keys)
-
-
-def _key_of(objects: ObjectStore, catalog: Catalog, manifest: Manifest) -> str | None:
-    """Under which key it lies; None where it is gone, or where another writer has used its number again."""
-    key = catalog.key_of(manifest)
-    if key is None:
-        return None
-    try:
-        found = read_checked(objects, key, Manifest.from_bytes)
-    except (MissingKeyError, FormatError):
-        catalog.forget([key])
-        return None
-    if found.digest != manifest.digest:
-        catalog.forget([key])
-        return None
-    return key
 
 
 def _dead_blobs(
@@ -181,15 +156,15 @@ def _dead_blobs(
     # The order matters: a blob that this listing shows was named, if ever, by a manifest that the later one shows.
     infos = objects.list("data/")
     modified = {info.key: info.modified for info in infos}
-    trash = _read_trash(objects, catalog, modified, before)
+    trash, expired = _read_trash(objects, catalog, modified, before)
     listing = catalog.scan()
     check_fence(listing)
     kept = _named(catalog, [m for m in listing.manifests if m.digest not in gone], modified)
     leaving = _named(catalog, [m for m in listing.manifests if m.digest in gone], modified)
-    live, recent = kept.keys, trash.recent | (leaving.keys if wait else frozenset())
+    live, recent = kept.keys, trash.keys | (leaving.keys if wait else frozenset())
     unknown_until = max(
         [
-            trash.damaged_until,
+            trash.unknown_until,
             kept.unknown_until,
             leaving.unknown_until,
             *(d.modified if d.modified is not None else float("inf") for d in listing.damaged),
@@ -198,14 +173,14 @@ def _dead_blobs(
     dead: list[ObjectInfo] = []
     waiting = 0
     for info in infos:
-        if info.key in live or not _is_data_key(info.key):
+        if info.key in live or not is_data_key(info.key):
             continue
         may_be_named = info.modified is None or info.modified <= unknown_until + _SLACK_S
         if info.key in recent or may_be_named or info.modified is None or info.modified >= before:
             waiting += 1
         else:
             dead.append(info)
-    return dead, waiting, list(trash.expired)
+    return dead, waiting, expired
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,10 +209,14 @@ def _named(catalog: Catalog, manifests: Collection[Manifest], modified: Mapping[
 
 def _read_trash(
     objects: ObjectStore, catalog: Catalog, modified: Mapping[str, float | None], before: float
-) -> _Trash:
+) -> tuple[_Named, list[str]]:
+    """What entries in their grace name, and the keys of those past theirs.
+
+    Whatever a damaged entry named is older than it: all of that is kept until the entry itself expires.
+    """
     recent: set[str] = set()
     expired: list[str] = []
-    damaged_until = float("-inf")
+    unknown_until = float("-inf")
     for info in objects.list("trash/"):
         if not is_trash_key(info.key):
             continue  # another run's, which lies here
@@ -247,13 +226,12 @@ def _read_trash(
         try:
             named = _named(catalog, [read_checked(objects, info.key, Manifest.from_bytes)], modified)
             recent.update(named.keys)
-            damaged_until = max(damaged_until, named.unknown_until)
+            unknown_until = max(unknown_until, named.unknown_until)
         except (MissingKeyError, FormatError) as error:
             if isinstance(error, MissingKeyError) and not is_listed(objects, info.key):
                 continue  # another collection has finished with it
-            # Whatever it named is older than it: keep all of that until the entry itself expires.
-            damaged_until = max(damaged_until, float("inf") if info.modified is None else info.modified)
-    return _Trash(recent=frozenset(recent), expired=tuple(expired), damaged_until=damaged_until)
+            unknown_until = max(unknown_until, float("inf") if info.modified is None else info.modified)
+    return _Named(keys=frozenset(recent), unknown_until=unknown_until), expired
 
 
 def _sweep(objects: ObjectStore, before: float) -> int:
@@ -269,14 +247,6 @@ def _sweep(objects: ObjectStore, before: float) -> int:
     except StoreError as error:
         warn(f"{error}: unfinished uploads stay; have the bucket abort them by a lifecycle rule")
         return 0
-
-
-def _is_data_key(key: str) -> bool:
-    try:
-        check_data_key(key)
-    except FormatError:
-        return False
-    return True
 
 
 def removed(objects: ObjectStore, catalog: Catalog) -> list[Manifest]:

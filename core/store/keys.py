@@ -14,6 +14,7 @@ __all__ = [
     "check_pin_name",
     "commit_key",
     "data_key",
+    "is_data_key",
     "is_own_key",
     "is_probe_key",
     "is_session",
@@ -64,9 +65,14 @@ def data_key(step: int, session: str) -> str:
     return f"data/{step:012d}-{session}-{new_nonce()}.shrink"
 
 
+def is_data_key(key: str) -> bool:
+    """Whether ``key`` is exactly of the form of a container's key: no ``..``, no scheme, no root."""
+    return _DATA_RE.fullmatch(key) is not None
+
+
 def check_data_key(key: str) -> None:
-    """Raise FormatError unless ``key`` is exactly of the form of a container's key: no ``..``, no scheme, no root."""
-    if _DATA_RE.fullmatch(key) is None:
+    """Raise FormatError unless ``key`` is a container's."""
+    if not is_data_key(key):
         raise FormatError(f"{key!r} is not the key of a container (data/<step>-<session>-<random>.shrink)")
 
 

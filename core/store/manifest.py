@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError, CorruptionError, FormatError, UnsupportedFormatError
@@ -433,21 +433,7 @@ class Anchor:
 
 _REF_FIELDS = ("key", "size", "sha256")
 _PARTS_FIELDS = ("parts", "parts_bytes")
-_FIELDS = (
-    "seq",
-    "epoch",
-    "session",
-    "step",
-    "kind",
-    "chain",
-    "parent_digest",
-    "state_digest",
-    "format",
-    "reader_features",
-    "wall_time",
-    "library",
-    "meta",
-)
+_FIELDS = tuple(each.name for each in fields(Manifest) if each.init and each.name != "replaces")
 
 
 def _check_version(version: object, features: object, library: object) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shrinkpoint.errors import ConfigError, CorruptionError, RunMismatchError, ShrinkpointError
-from shrinkpoint.store.catalog import Catalog
+from shrinkpoint.store.catalog import Catalog, exists
 from shrinkpoint.store.connect import check_outside
 from shrinkpoint.store.keys import FORMAT_KEY, commit_key, is_own_key
 from shrinkpoint.store.local import LocalObjects
@@ -170,7 +170,7 @@ class NearCopies:
 
 def is_near(objects: ObjectStore) -> bool:
     """Whether a folder is one of copies."""
-    return isinstance(without_retries(objects), LocalObjects) and _read(objects, NEAR_KEY) is not None
+    return isinstance(without_retries(objects), LocalObjects) and exists(objects, NEAR_KEY)
 
 
 def _mark_of(run_id: object) -> bytes:
@@ -178,6 +178,7 @@ def _mark_of(run_id: object) -> bytes:
 
 
 def _read(objects: ObjectStore, key: str) -> bytes | None:
+    """Read a mark; None where there is none. A damaged one is no run's: nothing, which equals no mark."""
     try:
         return objects.get(key, max_size=MAX_MANIFEST_BYTES)
     except MissingKeyError:

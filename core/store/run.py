@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 from shrinkpoint.errors import (
     ChainError,
     ConfigError,
-    CorruptionError,
     FormatError,
     NoCheckpointError,
     RunMismatchError,
     UnsupportedFormatError,
 )
-from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, is_begun_here, read_checked
+from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, exists, is_begun_here, read_checked
 from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
 from shrinkpoint.store.gc import removed
-from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY, MEMBER_KEY
+from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY, MEMBER_KEY, probe_key
 from shrinkpoint.store.manifest import BlobRef, Head, Manifest
 from shrinkpoint.store.near import NEAR_KEY, NearCopies, is_near
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore, honours_put_if_absent
@@ -28,15 +27,14 @@ from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.warn import warn
 
 if TYPE_CHECKING:
-    from shrinkpoint.store.striped import StripedObjects
+    from shrinkpoint.store.striped.objects import StripedObjects
 
-__all__ = ["RunStore", "RunWriter"]
+__all__ = ["RunStore"]
 
 T = TypeVar("T")
 
 _READERS = 8
 _RESTARTS = 3
-_MAX_MEMBER = 2**16
 
 
 class _ListingOutdatedError(Exception):
@@ -261,15 +259,13 @@ class RunStore:
         except MissingKeyError as error:
             raise ChainError(f"{self.objects.show(ref.key)} is missing") from error
 
-    def try_to_write(self, key: str) -> None:
+    def try_to_write(self) -> None:
         """Write and remove a small object, to see whether this process may.
-
-        Args:
-            key: of `shrinkpoint.store.keys.probe_key`.
 
         Raises:
             StoreError: It may not, or the store cannot be reached.
         """
+        key = probe_key()
         self.objects.put(key, b"")
         self.objects.delete([key])
 
@@ -476,14 +472,8 @@ class RunStore:
 
     def _refuse_member(self) -> None:
         """One store of a set holds its records, but only shards of its containers, and is not to be written to alone."""
-        if self.stores is not None:
+        if self.stores is not None or not exists(self.objects, MEMBER_KEY):
             return
-        try:
-            self.objects.get(MEMBER_KEY, max_size=_MAX_MEMBER)
-        except MissingKeyError:
-            return
-        except CorruptionError:
-            pass  # `read_member` says so
         from shrinkpoint.store.striped.members import read_member
 
         if (member := read_member(self.objects)) is not None:

@@ -206,7 +206,7 @@ class RunWriter:
             self._put_pin(name, key, data)
             # Only now: a collection that began before the pin was there may have removed it.
             self._catalog.scan()
-            if not self._catalog.is_published(manifest):
+            if self._catalog.published_key(manifest) is None:
                 self._objects.delete([key])
                 raise NoCheckpointError(
                     f"checkpoint {manifest.seq} (step {manifest.step}) is not in {self._objects.display}"
@@ -437,7 +437,7 @@ class RunWriter:
         now = self._clock()
         if self._catalog.key_of(parent) is None:
             self._catalog.scan()
-        if not self._catalog.is_published(parent):
+        if self._catalog.published_key(parent) is None:
             raise ChainError(
                 f"checkpoint {parent.seq} (step {parent.step}) is no longer in {self._objects.display}, so that a delta"
                 " against it could not be restored: save a base"

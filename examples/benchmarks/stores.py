@@ -42,7 +42,7 @@ from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.striped import StripedObjects
+from shrinkpoint.store.striped.objects import StripedObjects
 from shrinkpoint.store.striped.parity import p_of, q_of
 
 Lines = list[str]

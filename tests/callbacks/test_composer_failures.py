@@ -14,7 +14,7 @@ from support.reports import saver_of
 
 from shrinkpoint.errors import CannotRepresentError, SaveFailedError, ShrinkpointWarning, StoreError
 from shrinkpoint.saver import Saver
-from shrinkpoint.store.run import RunWriter
+from shrinkpoint.store.writer import RunWriter
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

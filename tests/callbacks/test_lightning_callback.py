@@ -37,7 +37,7 @@ from shrinkpoint.integrations.lightning import position as loaders
 from shrinkpoint.integrations.lightning import resume as lightning_resume
 from shrinkpoint.integrations.lightning.io import load_checkpoint, open_as_ckpt
 from shrinkpoint.saver import Saver
-from shrinkpoint.store.run import RunWriter
+from shrinkpoint.store.writer import RunWriter
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

@@ -15,12 +15,11 @@ from support.newest import newest_sound
 from support.s3 import S3Server, new_bucket, storage_options
 
 from shrinkpoint.errors import StoreError
-from shrinkpoint.store import RetryPolicy
 from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.objects import ObjectInfo, ObjectStore
-from shrinkpoint.store.retry import RetryingObjects
+from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.striped import StripedObjects
+from shrinkpoint.store.striped.objects import StripedObjects
 
 FAULTS: list[Fault] = [
     DropResponse(),

@@ -21,7 +21,8 @@ from support.s3 import S3Server, new_bucket, rclone_program, rclone_server, stor
 
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.store.local import LocalObjects
-from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.writer import RunWriter
 
 FAULTED = 0.25
 FAULTED_OF_SEVERAL = 0.1

@@ -17,7 +17,7 @@ import torch
 import shrinkpoint
 from shrinkpoint.errors import SaveFailedError, StoreError
 from shrinkpoint.runtime.memory import give_back
-from shrinkpoint.store.run import RunWriter
+from shrinkpoint.store.writer import RunWriter
 
 SAVES = 30
 

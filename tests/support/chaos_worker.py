@@ -24,8 +24,9 @@ from support.newest import newest_sound
 
 from shrinkpoint.errors import CorruptionError, FencedError, ShrinkpointError
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.s3 import S3Objects
+from shrinkpoint.store.writer import RunWriter
 
 __all__ = [
     "FAILED",

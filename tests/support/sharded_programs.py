@@ -294,7 +294,7 @@ def refusals(rank: int, world: int, url: str) -> dict[str, str]:
     seen["near"] = told(lambda: filled.checkpointer(Stores(url, near="/tmp/near")))
     seen["step_log"] = told(lambda: filled.checkpointer(url, step_log="small"))
     write = RunStore.try_to_write
-    RunStore.try_to_write = lambda self, key: fails(StoreError("read-only"))  # type: ignore[method-assign]
+    RunStore.try_to_write = lambda self: fails(StoreError("read-only"))  # type: ignore[method-assign]
     seen["rights"] = told(lambda: filled.checkpointer(url))
     RunStore.try_to_write = write  # type: ignore[method-assign]
 

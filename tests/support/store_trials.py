@@ -18,8 +18,8 @@ from support.stores_worker import WriterConfig, content, open_objects, open_run,
 
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.store.keys import commit_key
-from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.heal import heal
+from shrinkpoint.store.striped.objects import StripedObjects
 
 __all__ = ["KINDS", "STEPPED_BACK", "UNRESTORABLE", "Nursery", "Trial"]
 

@@ -9,7 +9,8 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
 from shrinkpoint.store.retry import RetryPolicy
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.striped import Patience, StripedObjects
+from shrinkpoint.store.striped.calls import Patience
+from shrinkpoint.store.striped.objects import StripedObjects
 from shrinkpoint.store.striped.shards import ShardName
 
 __all__ = ["QUICK", "FakeSet", "NamedFake", "Stores", "forget", "take"]

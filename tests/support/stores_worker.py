@@ -24,7 +24,10 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.striped import Patience, StripedObjects, members
+from shrinkpoint.store.striped import members
+from shrinkpoint.store.striped.calls import Patience
+from shrinkpoint.store.striped.group import Group
+from shrinkpoint.store.striped.objects import StripedObjects
 from shrinkpoint.store.urls import parse_url
 
 __all__ = ["CONTROLS", "Control", "WriterConfig", "content", "open_objects", "open_run", "retired", "taken"]
@@ -67,12 +70,18 @@ class _One(members.Quorum):
         return members.Quorum(self.stores, self.parity).read
 
 
+class _OneGroup(Group):
+    @property
+    def quorum(self) -> members.Quorum:
+        return _One(len(self.stores), self.parity)
+
+
 class _OneCopy(StripedObjects):
     """Acknowledged with a manifest in the first store; the others get it while later ones are saved."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.group.make_quorum = _One
+        self.group.__class__ = _OneGroup
         self._owed: list[tuple[str, bytes]] = []
 
     def put_if_absent(self, key: str, data: bytes) -> bool:

@@ -3,6 +3,7 @@
 import threading
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 
 from shrinkpoint.errors import CorruptionError
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
@@ -94,7 +95,7 @@ class Blobs:
             try:
                 return self._get(key, layout, start, end, max_size)
             except (Insufficient, CorruptionError):
-                pass  # what was known may be outdated
+                pass  # it is looked for anew, and what is wrong then is raised
         layout = self._locate(key)
         if not layout:
             return None
@@ -121,10 +122,10 @@ class Blobs:
         try:
             return self._get(key, layout, start, end, max_size)
         except Insufficient as error:
-            try:  # a listing may lag behind what is there; the names are known
+            with suppress(
+                Insufficient
+            ):  # a listing may lag behind what is there; else the first error is raised
                 return self._get(key, self._guess(layout), start, end, max_size)
-            except Insufficient:
-                pass
             silent = self._group.health.failing
             what = f"{key}: {error}"
             if silent and not self._group.reads_anyway:

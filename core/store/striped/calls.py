@@ -71,10 +71,6 @@ class Health:
         """What was wrong with it the last time."""
         return self._states[store].reason
 
-    def seconds(self, store: int) -> float | None:
-        """How long its last answer took."""
-        return self._states[store].seconds
-
     def answered(self, store: int, seconds: float) -> None:
         """It works."""
         state = self._states[store]

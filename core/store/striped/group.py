@@ -14,7 +14,6 @@ from shrinkpoint.store.striped.members import (
     check_layout,
     found_set,
     holds_a_run,
-    is_member,
     is_unfinished,
     read_member,
 )
@@ -41,7 +40,6 @@ class Group:
         health: What was seen of them.
         calls: The way to ask several.
         reads_anyway: Whether few stores are better than none.
-        make_quorum: From the number of stores and the parity; another one for tests of what would be lost with it.
     """
 
     def __init__(
@@ -55,8 +53,6 @@ class Group:
         self._parity = parity
         self.reads_anyway = read_anyway
         self._member: Member | None = None
-        self._expected: dict[int, bytes] = {}
-        self.make_quorum: Callable[[int, int], Quorum] = Quorum
         self._honours: dict[int, bool] = {}
         self._is_conditional = False
 
@@ -75,7 +71,7 @@ class Group:
     @property
     def quorum(self) -> Quorum:
         """How many must take, and be asked for, a record."""
-        return self.make_quorum(len(self.stores), self.parity)
+        return Quorum(len(self.stores), self.parity)
 
     @property
     def to_read(self) -> int:
@@ -160,15 +156,11 @@ class Group:
             StoreError: It is blank, or another one.
         """
         assert self._member is not None
-        expected = self._expected.get(store)
-        if expected is not None and is_member(self.stores[store], expected):
-            return
         there = read_member(self.stores[store])
         if there is None:
             raise StoreError(_BLANK)
         if not there.is_sibling_of(self._member) or there.number != store + 1:
             raise StoreError(f"is store {there.number} of another set ({', '.join(there.stores)}) by now")
-        self._expected[store] = there.to_bytes()
 
     def all_exclusive(self) -> bool:
         """Whether every store that answers honours put-if-absent, so that a majority of them has one winner."""

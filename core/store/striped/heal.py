@@ -1,7 +1,7 @@
 """What a set holds and lacks, store by store, and writing it again: `shrinkpoint stores`."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shrinkpoint.errors import CorruptionError, FormatError, RunMismatchError, StoreError
 from shrinkpoint.store.keys import seq_of_commit
@@ -241,7 +241,7 @@ class _Repair:
         self._progress(of, of, "")
         for store in joining:
             stores = group.stores[store]
-            if not stores.put_if_absent(MEMBER_KEY, member.at(store + 1).to_bytes()):
+            if not stores.put_if_absent(MEMBER_KEY, replace(member, number=store + 1).to_bytes()):
                 group.confirm(store)
             stores.delete([JOINING_KEY])
             group.health.answered(store, 0.0)
@@ -269,7 +269,7 @@ class _Repair:
                         f"{group.shown[store]} has no {MEMBER_KEY}, and holds a run's files all the same ({key!r} for one):"
                         " empty it, or replace it by another place (--replace)"
                     )
-                objects.put_if_absent(JOINING_KEY, member.at(store + 1).to_bytes())
+                objects.put_if_absent(JOINING_KEY, replace(member, number=store + 1).to_bytes())
                 begun = read_member(objects, JOINING_KEY)
             if begun is None or not begun.is_sibling_of(member) or begun.number != store + 1:
                 raise RunMismatchError(
@@ -285,9 +285,9 @@ class _Repair:
             try:
                 copies[store] = group.stores[store].get(key, max_size=MAX_MANIFEST_BYTES)
             except MissingKeyError:
-                continue
+                continue  # it gets a copy below
             except CorruptionError:
-                copies[store] = None
+                copies[store] = None  # and this one is replaced
         sound = [data for data in copies.values() if data is not None and is_sealed(data)]
         if not sound:
             return  # gone since, or damaged in every copy, which a reader reports
@@ -308,7 +308,7 @@ class _Repair:
         try:
             manifest = Manifest.from_bytes(data, key)
         except FormatError:
-            return False
+            return False  # sealed, but of a newer version: it is copied as it is
         keys = [ref.key for ref in manifest.chain]
         gone = [
             blob

@@ -6,7 +6,7 @@ count among those that have been asked what is there.
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shrinkpoint.errors import (
     ConfigError,
@@ -32,7 +32,6 @@ __all__ = [
     "check_layout",
     "found_set",
     "holds_a_run",
-    "is_member",
     "is_unfinished",
     "read_member",
 ]
@@ -115,10 +114,6 @@ class Member:
         )
         _check(shown, "stores")
 
-    def at(self, number: int) -> "Member":
-        """The same set's member of another number."""
-        return Member(set_id=self.set_id, number=number, of=self.of, parity=self.parity, stores=self.stores)
-
     def is_sibling_of(self, other: "Member") -> bool:
         """Whether both are of one set; the URLs that it began with are not compared."""
         mine = (self.set_id, self.of, self.parity)
@@ -172,13 +167,6 @@ def _check(ok: bool, name: str) -> None:
         raise FormatError(f"{name} is out of its range")
 
 
-def new_member(stores: Sequence[str], parity: int) -> Member:
-    """The first member of a new set."""
-    return Member(
-        set_id=new_nonce() + new_nonce(), number=1, of=len(stores), parity=parity, stores=tuple(stores)
-    )
-
-
 def read_member(objects: ObjectStore, key: str = MEMBER_KEY) -> Member | None:
     """What a store says that it is; None for a blank one.
 
@@ -197,14 +185,6 @@ def read_member(objects: ObjectStore, key: str = MEMBER_KEY) -> Member | None:
         ) from error
     except FormatError as error:
         raise RunMismatchError(f"{error}: choose another store") from error
-
-
-def is_member(objects: ObjectStore, record: bytes) -> bool:
-    """Whether a store holds this very record, which spares parsing it; False where that takes a closer look."""
-    try:
-        return objects.get(MEMBER_KEY, max_size=_MAX_BYTES) == record
-    except (MissingKeyError, CorruptionError):
-        return False
 
 
 def holds_a_run(objects: ObjectStore) -> str | None:
@@ -265,7 +245,7 @@ def agree(found: Mapping[int, Member | None], shown: Sequence[str], parity: int 
             f"parity={parity}, but the set {_some(first.stores)} was founded with parity={first.parity}, which cannot be"
             f" changed: leave parity out or say {first.parity}"
         )
-    return first.at(1)
+    return replace(first, number=1)
 
 
 def _some(stores: Sequence[str]) -> str:
@@ -288,9 +268,11 @@ def found_set(stores: Sequence[ObjectStore], shown: Sequence[str], parity: int) 
             raise RunMismatchError(
                 f"{shown[store]} holds a run of its own ({key!r} for one) that is not part of a set: give an empty place"
             )
-    mine = agree(there_already, shown, parity) or new_member(shown, parity)
+    mine = agree(there_already, shown, parity) or Member(
+        set_id=new_nonce() + new_nonce(), number=1, of=len(shown), parity=parity, stores=tuple(shown)
+    )
     for store, objects in enumerate(stores):
-        objects.put_if_absent(MEMBER_KEY, mine.at(store + 1).to_bytes())
+        objects.put_if_absent(MEMBER_KEY, replace(mine, number=store + 1).to_bytes())
         there = read_member(objects)
         if there is None:
             raise StoreError(f"{shown[store]} has taken {MEMBER_KEY} and does not show it: do not trust it")
@@ -298,7 +280,7 @@ def found_set(stores: Sequence[ObjectStore], shown: Sequence[str], parity: int) 
             mine = there
         # Checked at each, so that nothing is written to a store that turns out to be another's.
         agree({0: mine, store: there}, shown, parity)
-    return mine.at(1)
+    return replace(mine, number=1)
 
 
 def is_unfinished(stores: Sequence[ObjectStore], members: Collection[int]) -> bool:

@@ -9,7 +9,7 @@ import xxhash
 
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.runtime.unlocked import join_bytes
-from shrinkpoint.store.keys import check_data_key
+from shrinkpoint.store.keys import is_data_key
 from shrinkpoint.store.striped.parity import MAX_PARITY, Shard, parity_of
 
 __all__ = [
@@ -105,11 +105,11 @@ class ShardName:
             return None
         k, spare, place, length = (int(match[name]) for name in ("k", "spare", "place", "length"))
         try:
-            check_data_key(f"{key}.shrink")
             geometry = Geometry(k, spare, length)
         except FormatError:
             return None
-        return cls(f"{key}.shrink", geometry, place) if place < geometry.shards else None
+        key = f"{key}.shrink"
+        return cls(key, geometry, place) if is_data_key(key) and place < geometry.shards else None
 
     def __str__(self) -> str:
         cut = self.geometry

@@ -149,13 +149,9 @@ def test_ls_of_one_checkpoint_is_in_the_singular(tmp_path: Path) -> None:
     assert "1 checkpoints" not in text
 
 
-def test_show_sorts_filters_and_sums_up(folder: Path) -> None:
-    weights = run_json("show", str(folder), "--role", "weight", "--sort", "bytes")["tensors"]
-    assert {tensor["role"] for tensor in weights} == {"weight"}
-    assert [t["bytes"] for t in weights] == sorted((t["bytes"] for t in weights), reverse=True)
-    assert "there are" in run("show", str(folder), "--role", "wieght", code=2).stderr
-    layers = run("show", str(folder), "--layers").stdout.splitlines()
-    assert [line.split()[0] for line in layers[1:3]] == ["embedding", "norm"]
+def test_show_sorts_and_sums_up(folder: Path) -> None:
+    tensors = run_json("show", str(folder), "--sort", "bytes")["tensors"]
+    assert [t["bytes"] for t in tensors] == sorted((t["bytes"] for t in tensors), reverse=True)
     everything = run_json("show", str(folder))["tensors"]
     scalars = [tensor["name"] for tensor in everything if tensor["elements"] == 1]
     assert scalars

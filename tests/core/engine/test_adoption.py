@@ -21,7 +21,7 @@ from shrinkpoint.engine.takeover import unsuitable
 from shrinkpoint.engine.under_way import WaitingShare
 from shrinkpoint.errors import ConfigError, SaveFailedError, ShrinkpointWarning, StoreError
 from shrinkpoint.state.training import TrainingState, plain
-from shrinkpoint.store.run import RunWriter
+from shrinkpoint.store.writer import RunWriter
 
 
 @pytest.fixture(scope="module")

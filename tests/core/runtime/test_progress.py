@@ -16,7 +16,8 @@ import shrinkpoint
 from shrinkpoint.cli.app import app
 from shrinkpoint.runtime import progress
 from shrinkpoint.runtime.progress import quieted, waiting_for
-from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.writer import RunWriter
 
 
 def wait_until(found: Callable[[], bool]) -> None:

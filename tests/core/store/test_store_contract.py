@@ -16,7 +16,7 @@ from shrinkpoint.errors import CorruptionError, StoreError
 from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.striped import StripedObjects
+from shrinkpoint.store.striped.objects import StripedObjects
 from shrinkpoint.store.urls import Stores
 
 KEY = "data/000000000001-0123456789abcdef-0123456789abcdef.shrink"

@@ -10,7 +10,7 @@ from support.fake_objects import FakeObjects
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StoreError
 from shrinkpoint.store.objects import ObjectStore, TransientStoreError
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
-from shrinkpoint.store.striped import StripedObjects
+from shrinkpoint.store.striped.objects import StripedObjects
 
 
 class Clock:

@@ -16,7 +16,7 @@ from shrinkpoint.errors import NoCheckpointError, SaveFailedError, ShrinkpointWa
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.state.training import Role, Tag
-from shrinkpoint.store.run import RunWriter
+from shrinkpoint.store.writer import RunWriter
 
 Make = Callable[..., RunSession]
 

@@ -4,6 +4,7 @@ import json
 import threading
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import seal
 from shrinkpoint.store.retry import RetryPolicy
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.members import MEMBER_KEY, Member, read_member
+from shrinkpoint.store.striped.objects import StripedObjects
 
 
 def with_a_checkpoint(count: int = 3, parity: int | None = 1) -> Stores:
@@ -295,7 +296,7 @@ def test_damaged_member_leaves_one_store_out(content: bytes) -> None:
 
 def test_good_member_comes_back() -> None:
     member = Member.from_bytes(seal(GOOD), "member.json")
-    assert Member.from_bytes(member.at(2).to_bytes(), "").number == 2
+    assert Member.from_bytes(replace(member, number=2).to_bytes(), "").number == 2
     store = NamedFake("a")
     assert read_member(store) is None
     assert QUICK.limit_s > QUICK.alone_s

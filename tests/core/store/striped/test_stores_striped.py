@@ -25,9 +25,9 @@ from shrinkpoint.store.keys import commit_key
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError
-from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.blobs import MIRROR_BELOW, choose_geometry
 from shrinkpoint.store.striped.members import Quorum
+from shrinkpoint.store.striped.objects import StripedObjects
 from shrinkpoint.store.striped.shards import BLOCK, Geometry
 from shrinkpoint.store.writer import RunWriter
 
