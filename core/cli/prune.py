@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import typer
@@ -22,7 +21,7 @@ from shrinkpoint.cli.runs import (
     opened,
     parse_storage_options,
 )
-from shrinkpoint.engine.retention import Record, RetentionPolicy
+from shrinkpoint.engine.retention import RetentionPolicy, record_of
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
@@ -33,28 +32,6 @@ __all__ = ["prune", "undelete"]
 
 # Seconds until the commits that one pass removed are older than "now" for the next: clock ticks of file systems and S3.
 _CLOCK_TICKS = (0.02, 1.1, 1.1)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The checkpoints and containers that a garbage collection would keep and remove."""
-
-    keep: Sequence[Manifest]
-    remove: Sequence[Manifest]
-    freed: Mapping[str, int]
-    """Bytes, by key, of the containers that would no longer be needed."""
-
-    @property
-    def chains(self) -> dict[str, int]:
-        """Bytes, by the container's or head's key, of checkpoints that are needed by kept deltas only."""
-        own = {m.chain[-1].key for m in self.keep}
-        return {ref.key: ref.total for m in self.keep for ref in m.chain[:-1] if ref.key not in own}
-
-    @property
-    def deltas(self) -> list[Manifest]:
-        """The kept ones that need these, the newest first."""
-        chains = self.chains
-        return [m for m in self.keep if any(ref.key in chains for ref in m.chain)]
 
 
 def prune(
@@ -113,10 +90,10 @@ def prune(
             if pin is not None and pinned is not None:
                 writer.pin(pin, pinned)
     if policy is not None:
-        plan = _plan(run, policy, metric, set(pins.values()))
-        report |= _report(plan)
+        keep, remove = _plan(run, policy, metric, set(pins.values()))
+        report |= _report(run, keep, remove)
         if yes:
-            report |= _collect(run, plan, grace)
+            report |= _collect(run, keep, remove, grace)
     if as_json:
         print_json(report)
     else:
@@ -151,31 +128,19 @@ def _policy(
     return RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, mode=known[mode])
 
 
-def _plan(run: RunStore, policy: RetentionPolicy, metric: str | None, pinned: set[int]) -> _Plan:
+def _plan(
+    run: RunStore, policy: RetentionPolicy, metric: str | None, pinned: set[int]
+) -> tuple[list[Manifest], list[Manifest]]:
+    """Divide the checkpoints into those that are kept and those that go."""
     manifests = run.manifests()
-    noted = {manifest.seq: describe_manifest(manifest) for manifest in manifests}
-    metrics = {seq: checkpoint["metrics"] for seq, checkpoint in noted.items()}
-    if metric is not None and not any(metric in measured for measured in metrics.values()):
-        known = ", ".join(sorted({name for measured in metrics.values() for name in measured})) or "none"
-        raise ConfigError(f"--metric {metric}: no checkpoint of {run.display} has it; they have {known}")
-    records = [
-        Record(
-            seq=m.seq,
-            step=m.step,
-            epoch=m.epoch,
-            replaces=m.replaces,
-            metric=metrics[m.seq].get(metric) if metric else None,
-            finite=noted[m.seq]["not_finite"] is None,
+    records = [record_of(manifest, metric) for manifest in manifests]
+    if metric is not None and all(record.metric is None for record in records):
+        names = sorted({name for manifest in manifests for name in describe_manifest(manifest)["metrics"]})
+        raise ConfigError(
+            f"--metric {metric}: no checkpoint of {run.display} has it; they have {', '.join(names) or 'none'}"
         )
-        for m in manifests
-    ]
     wanted = policy.select(records, pinned) | _newest_sound(run)
-    sizes = run.sizes()
-    keep = [m for m in manifests if m.seq in wanted]
-    remove = [m for m in manifests if m not in keep]
-    needed = keys_of(run, keep)
-    freed = {key: sizes[key] for key in keys_of(run, remove) if key in sizes and key not in needed}
-    return _Plan(keep, remove, freed)
+    return [m for m in manifests if m.seq in wanted], [m for m in manifests if m.seq not in wanted]
 
 
 def _newest_sound(run: RunStore) -> set[int]:
@@ -193,28 +158,35 @@ def _newest_sound(run: RunStore) -> set[int]:
     return set() if found is None else {found[0].seq}
 
 
-def _report(plan: _Plan) -> dict[str, Any]:
+def _report(run: RunStore, keep: Sequence[Manifest], remove: Sequence[Manifest]) -> dict[str, Any]:
+    sizes, needed = run.sizes(), keys_of(run, keep)
+    freed = {key: sizes[key] for key in keys_of(run, remove) if key in sizes and key not in needed}
+    own = {m.chain[-1].key for m in keep}
+    chains = {ref.key: ref.total for m in keep for ref in m.chain[:-1] if ref.key not in own}
+    deltas = [m for m in keep if any(ref.key in chains for ref in m.chain)]
     return {
-        "keep": [{"seq": m.seq, "step": m.step} for m in plan.keep],
-        "remove": [{"seq": m.seq, "step": m.step} for m in plan.remove],
-        "containers_freed": len(plan.freed),
-        "bytes_freed": sum(plan.freed.values()),
-        "containers_of_chains": len(plan.chains),
-        "bytes_of_chains": sum(plan.chains.values()),
-        "deltas_with_chains": [{"seq": m.seq, "step": m.step} for m in plan.deltas],
+        "keep": [{"seq": m.seq, "step": m.step} for m in keep],
+        "remove": [{"seq": m.seq, "step": m.step} for m in remove],
+        "containers_freed": len(freed),
+        "bytes_freed": sum(freed.values()),
+        "containers_of_chains": len(chains),
+        "bytes_of_chains": sum(chains.values()),
+        "deltas_with_chains": [{"seq": m.seq, "step": m.step} for m in deltas],
     }
 
 
-def _collect(run: RunStore, plan: _Plan, grace: float) -> dict[str, Any]:
-    keep, seen = {manifest.seq for manifest in plan.keep}, [*plan.keep, *plan.remove]
+def _collect(
+    run: RunStore, keep: Sequence[Manifest], remove: Sequence[Manifest], grace: float
+) -> dict[str, Any]:
+    wanted, seen = {manifest.seq for manifest in keep}, [*keep, *remove]
     # It commits nothing, so that it asks for no condition, which would mean to write: the disk may be full.
     with run.writer(mode="single-writer") as writer:
-        collected = writer.collect(keep, seen=seen, grace_s=grace)
+        collected = writer.collect(wanted, seen=seen, grace_s=grace)
         for pause in _CLOCK_TICKS if grace == 0 else ():
             if not collected.waiting:
                 break
             time.sleep(pause)
-            collected = writer.collect(keep, seen=seen, grace_s=grace)
+            collected = writer.collect(wanted, seen=seen, grace_s=grace)
     return {"containers_waiting": collected.waiting, "unreadable": list(collected.damaged)}
 
 

@@ -138,7 +138,7 @@ def test_no_state_loses_an_acknowledged_save(
 @pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
 @pytest.mark.parametrize(
     ("saves", "every", "least"),
-    [(4, 8, 50), pytest.param(12, 3, 1000, marks=[pytest.mark.slow, pytest.mark.long])],
+    [(4, 4, 50), pytest.param(12, 1, 1000, marks=[pytest.mark.slow, pytest.mark.long])],
 )
 def test_no_state_of_several_stores_loses_an_acknowledged_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: int, every: int, least: int

@@ -216,10 +216,10 @@ def test_prune_leaves_a_training_under_way_alone(folder: Path, monkeypatch: pyte
     state = found.state.to_object()
     report = pruning._report
 
-    def meanwhile(plan: Any) -> Any:
+    def meanwhile(*plan: Any) -> Any:
         for step in (60, 70, 80):
             trainer.save(state, step=step, wait=True)
-        return report(plan)
+        return report(*plan)
 
     monkeypatch.setattr(pruning, "_report", meanwhile)
     run("prune", str(folder), "--keep-last", "1", "--yes")
