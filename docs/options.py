@@ -14,9 +14,9 @@ _HEAD = """# Options
 
 <!-- written by docs/options.py from the docstrings -->
 
-Most trainings need `url` and a schedule. The names and defaults are the same for all callbacks and for `Checkpointer`. Further options stand
-in four objects: `Advanced`, `Stores` and `StepLog`, of `shrinkpoint`, and the options of a scheme, of `shrinkpoint.schemes.catalogue`
-([configuration](reference/config.md)). In YAML each is a mapping of its fields; a scheme's has its `name` too.
+Most trainings need `url` and a schedule. Names and defaults are the same in all callbacks and in `Checkpointer`. Further
+options stand in `Advanced`, `Stores`, `StepLog` and the [options of a scheme](reference/config.md). In YAML each is a mapping of its
+fields; a scheme's has its `name` too.
 
 ```python
 from shrinkpoint import Advanced, Stores
