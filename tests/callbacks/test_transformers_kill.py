@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from support.containers import identical
-from support.transformers_models import Outcome, assert_continues
+from support.transformers_models import assert_continues
 
 from shrinkpoint.saver import Saver
 from shrinkpoint.store.run import RunStore
@@ -86,29 +86,6 @@ def finish(folder: Path, name: str, *, processes: int = 1, program: Path = PROGR
     for each in start(folder, name, processes=processes, program=program):
         assert each.wait(timeout=LONGEST_S) == 0, (folder / "log.txt").read_text()
     return [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(processes)]
-
-
-@pytest.fixture(scope="module", name="whole")
-def _whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    [whole] = finish(tmp_path_factory.mktemp("whole"), "whole")
-    return whole
-
-
-@pytest.mark.slow
-def test_killed_and_continued_bit_by_bit(tmp_path: Path, whole: Outcome) -> None:
-    assert interrupt(tmp_path, step=19, number=signal.SIGKILL) == [-signal.SIGKILL]
-    [rest] = finish(tmp_path, "rest")
-    assert rest.steps[0][0] in (11, 16)  # the save of step 15 may have been under way
-    assert_continues(whole, rest)
-
-
-@pytest.mark.slow
-def test_asked_to_end_and_continued_bit_by_bit(tmp_path: Path, whole: Outcome) -> None:
-    assert interrupt(tmp_path, step=13, number=signal.SIGTERM) == [128 + signal.SIGTERM]
-    last = progress(tmp_path)[-1]
-    [rest] = finish(tmp_path, "rest")
-    assert rest.steps[0][0] == last + 1
-    assert_continues(whole, rest)
 
 
 @pytest.mark.slow

@@ -1,0 +1,341 @@
+"""What every way in promises, tried in each: an own loop, Lightning, Hugging Face's Trainer, Composer."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support import frameworks
+from support.frameworks import FRAMEWORKS, MONITORS, Crashed, Net, Outcome, Recipe
+from support.lightning_models import assert_same
+
+import shrinkpoint
+from shrinkpoint.errors import (
+    ConfigError,
+    FencedError,
+    NoCheckpointError,
+    SaveFailedError,
+    ShrinkpointWarning,
+    StateMismatchError,
+)
+from shrinkpoint.integrations.common.reports import metrics_of
+from shrinkpoint.saver import Saver
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+LOSSLESS = {"scheme": "lossless", "busy": "wait"}
+
+
+@pytest.fixture(name="train", params=FRAMEWORKS)
+def _train(request: pytest.FixtureRequest) -> Callable[..., Outcome]:
+    if request.param in ("composer", "lightning", "transformers"):
+        pytest.importorskip(request.param)
+    torch.set_num_threads(1)
+    return FRAMEWORKS[request.param]
+
+
+def crash(at: int) -> Callable[[int], None]:
+    def after(step: int) -> None:
+        if step == at:
+            raise Crashed
+
+    return after
+
+
+def raises(number: signal.Signals, at: int) -> Callable[[int], None]:
+    def after(step: int) -> None:
+        if step == at:
+            signal.raise_signal(number)
+
+    return after
+
+
+def assert_continues(whole: Outcome, rest: Outcome, after: int) -> None:
+    assert whole.finished
+    assert rest.finished
+    assert min(rest.rows) == after + 1
+    assert rest.rows == {step: row for step, row in whole.rows.items() if step > after}
+    assert_same(whole.weights, rest.weights)
+    assert_same(whole.optimizer, rest.optimizer)
+
+
+def frozen() -> Net:
+    net = Net()
+    net.body[0].requires_grad_(False)
+    return net
+
+
+RECIPES = {
+    "mid epoch": (Recipe(), 10, 8),
+    "the last batch of an epoch": (Recipe(every=6), 13, 12),
+    "every step": (Recipe(every=1), 7, 6),
+    "accumulation": (Recipe(accumulate=2, steps=9), 7, 4),
+    "clipping": (Recipe(clip=0.1), 10, 8),
+    "frozen weights": (Recipe(net=frozen), 10, 8),
+    "SGD": (Recipe(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)), 10, 8),
+    "Adafactor": (Recipe(optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.05)), 10, 8),
+    "evaluation": (Recipe(evaluate=3), 10, 8),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_crashed_training_continues_bit_by_bit(
+    train: Callable[..., Outcome], name: str, tmp_path: Path
+) -> None:
+    recipe, crashes, saved = RECIPES[name]
+    url = str(tmp_path / "run")
+    whole = train(None, recipe)
+    first = train(url, recipe, crash(crashes), **LOSSLESS)
+    assert not first.finished
+    assert_continues(whole, train(url, recipe, seed=99, **LOSSLESS), saved)
+
+
+def test_a_training_that_crashes_again_and_again_continues(
+    train: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    recipe, url = Recipe(every=3), str(tmp_path / "run")
+    for seed, at in ((1, 4), (50, 8), (60, 13)):
+        train(url, recipe, crash(at), seed=seed, **LOSSLESS)
+    assert_continues(train(None, recipe), train(url, recipe, seed=99, **LOSSLESS), 12)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("at", [5, 6])
+def test_a_signal_saves_and_ends_the_training(
+    train: Callable[..., Outcome], number: signal.Signals, at: int, tmp_path: Path
+) -> None:
+    recipe, url = Recipe(every=10**6), str(tmp_path / "run")
+    if number is signal.SIGTERM and train is not FRAMEWORKS["lightning"]:  # which leaves handlers alone
+        signal.signal(number, lambda *_: sys.exit(143))
+    first = train(url, recipe, raises(number, at), **LOSSLESS)
+    assert not first.finished
+    assert first.ended
+    [newest] = Saver(url).store.manifests()
+    assert newest.step == at
+    assert_continues(train(None, recipe), train(url, recipe, seed=99, **LOSSLESS), at)
+
+
+@pytest.mark.parametrize("steps", [7, 12])
+def test_a_finished_training_goes_on_for_longer(
+    train: Callable[..., Outcome], steps: int, tmp_path: Path
+) -> None:
+    recipe, url = Recipe(), str(tmp_path / "run")
+    assert train(url, replace(recipe, steps=steps), **LOSSLESS).finished
+    assert_continues(train(None, recipe), train(url, recipe, seed=99, **LOSSLESS), steps)
+
+
+@pytest.mark.filterwarnings("ignore:.*is complete:shrinkpoint.errors.ShrinkpointWarning")
+def test_a_finished_training_trains_no_further_step(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    recipe, url = Recipe(), str(tmp_path / "run")
+    first = train(url, recipe, **LOSSLESS)
+    before = [manifest.step for manifest in Saver(url).store.manifests()]
+    again = train(url, recipe, seed=99, **LOSSLESS)
+    assert again.finished
+    assert again.rows == {}
+    assert_same(first.weights, again.weights)
+    assert [manifest.step for manifest in Saver(url).store.manifests()] == before
+
+
+def test_resume_must_finds_no_run(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpointError, match="must"):
+        train(str(tmp_path / "run"), Recipe(), resume="must", **LOSSLESS)
+
+
+def test_resume_never_starts_afresh_and_keeps_what_is_stored(
+    train: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    recipe, url = Recipe(steps=9), str(tmp_path / "run")
+    train(url, recipe, **LOSSLESS)
+    assert min(train(url, replace(recipe, steps=5), resume="never", **LOSSLESS).rows) == 1
+    steps = [manifest.step for manifest in Saver(url).store.manifests()]
+    assert sorted(steps) == [4, 4, 5, 8, 9]
+
+
+def test_a_damaged_checkpoint_is_passed_over(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    recipe, url = Recipe(every=3), str(tmp_path / "run")
+    train(url, recipe, crash(11), key_every=1, **LOSSLESS)
+    newest = Saver(url).store.manifests()[0]
+    file = next(tmp_path.rglob(Path(newest.chain[-1].key).name))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.warns(ShrinkpointWarning, match="step 9"):
+        rest = train(url, recipe, seed=99, key_every=1, **LOSSLESS)
+    assert_continues(train(None, recipe), rest, 6)
+
+
+def test_a_store_of_three_may_be_lost(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    import shutil
+
+    recipe, urls = Recipe(), [str(tmp_path / name) for name in "abc"]
+    train(urls, recipe, crash(10), **LOSSLESS)
+    shutil.rmtree(urls[1])
+    with pytest.warns(ShrinkpointWarning, match="store 2"):
+        rest = train(urls, recipe, seed=99, **LOSSLESS)
+    assert_continues(train(None, recipe), rest, 8)
+
+
+def test_the_best_and_the_newest_are_kept(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    recipe, url = Recipe(every=3, evaluate=3), str(tmp_path / "run")
+    train(url, recipe, monitor=MONITORS[train], save_top_k=1, keep_last=2, **LOSSLESS)
+    manifests = Saver(url).store.manifests()
+    scores = {m.step: metrics_of(m)[MONITORS[train]] for m in manifests}
+    assert {15, 12} <= scores.keys()
+    assert len(scores) in (2, 3)
+    best = shrinkpoint.load_weights(f"{url}#best")
+    assert_same(best, shrinkpoint.load_weights(f"{url}#step={min(scores, key=scores.__getitem__)}"))
+
+
+def test_weights_are_loaded_without_the_framework(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    recipe, url = Recipe(steps=6), str(tmp_path / "run")
+    whole = train(url, recipe, **LOSSLESS)
+    weights = shrinkpoint.load_weights(url)
+    assert_same(whole.weights, {name.removeprefix("net."): value for name, value in weights.items()})
+
+
+@pytest.mark.parametrize("steps", [15, 12])
+def test_an_adopting_training_continues_bit_by_bit(
+    train: Callable[..., Outcome], steps: int, tmp_path: Path
+) -> None:
+    """With the default scheme: the undisturbed training has gone on from its checkpoints, too."""
+    recipe = Recipe(steps=steps, evaluate=2)
+    adopting = {"adopt": 3, "max_degradation": 0.5}
+    whole = train(str(tmp_path / "whole"), recipe, **adopting)
+    train(str(tmp_path / "run"), recipe, crash(10), **adopting)
+    rest = train(str(tmp_path / "run"), recipe, seed=99, **adopting)
+    assert_continues(whole, rest, 8)
+    planned = [m.meta["save"]["measured"] for m in Saver(str(tmp_path / "whole")).store.manifests()]
+    assert "measured" in planned
+
+
+def test_what_is_saved_is_measured(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    recipe, url = Recipe(evaluate=2), str(tmp_path / "run")
+    assert train(url, recipe, busy="wait").finished
+    saves = [manifest.meta["save"] for manifest in Saver(url).store.manifests()]
+    assert any(save["measured"] == "measured" for save in saves)
+
+
+def test_a_wider_model_is_refused_by_name(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    class Wider(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(16, 2)
+
+    recipe, url = Recipe(), str(tmp_path / "run")
+    train(url, recipe, crash(5), **LOSSLESS)
+    before = [manifest.step for manifest in Saver(url).store.manifests()]
+    with pytest.raises(StateMismatchError, match=r"head\.(weight|bias)"):
+        train(url, replace(recipe, net=Wider), **LOSSLESS)
+    assert [manifest.step for manifest in Saver(url).store.manifests()] == before
+
+
+def test_a_store_that_stops_working_ends_the_training(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Not silently: the last checkpoint could not be stored."""
+    run = tmp_path / "run"
+
+    def breaks(step: int) -> None:
+        if step == 5:
+            for folder in (run / "data", run / "commits"):
+                for file in folder.rglob("*"):
+                    file.unlink() if file.is_file() else None
+            for folder in sorted(run.rglob("*"), reverse=True):
+                folder.rmdir() if folder.is_dir() else folder.unlink()
+            run.rmdir()
+            run.write_text("no folder")
+
+    with pytest.raises(SaveFailedError):
+        train(str(run), Recipe(), breaks, **LOSSLESS)
+
+
+def test_a_second_writer_ends_the_first(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+
+    def takes_over(step: int) -> None:
+        if step == 6:
+            other = Saver(url, shrinkpoint.SaverConfig(scheme="lossless"))
+            other.check()
+            other.save({"model": {"w": torch.zeros(3)}}, step=100, wait=True)
+            other.close()
+
+    with pytest.raises(FencedError):
+        train(url, Recipe(), takes_over, **LOSSLESS)
+    assert Saver(url).store.manifests()[0].step == 100
+
+
+@pytest.mark.parametrize("name", ["own loop", "lightning", "composer"])
+def test_logged_steps_are_replayed(name: str, tmp_path: Path) -> None:
+    if name != "own loop":
+        pytest.importorskip(name)
+    torch.set_num_threads(1)
+    train, recipe = FRAMEWORKS[name], Recipe(every=5)
+    log = shrinkpoint.StepLog(url=str(tmp_path / "log"), segment_steps=1, overhead=None)
+    train(str(tmp_path / "run"), recipe, crash(9), step_log=log, **LOSSLESS)
+    rest = train(str(tmp_path / "run"), recipe, seed=99, step_log=log, **LOSSLESS)
+    begun = min(rest.rows) - 1
+    assert begun in (7, 8)
+    assert_continues(train(None, recipe), rest, begun)
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_another_optimizer_is_no_silent_change(
+    train: Callable[..., Outcome], resumes: bool, tmp_path: Path
+) -> None:
+    """A class that takes the stored state is said in one line, one that cannot is refused."""
+    recipe, url = Recipe(), str(tmp_path / "run")
+    train(url, recipe, crash(5), **LOSSLESS)
+    kind = torch.optim.Adam if resumes else torch.optim.SGD
+    other = replace(recipe, optimizer=lambda parameters: kind(parameters, lr=1e-2))
+    if resumes and train is not FRAMEWORKS["composer"]:  # which knows optimizers by their class
+        with pytest.warns(ShrinkpointWarning, match="Adam"):
+            assert min(train(url, other, **LOSSLESS).rows) == 5
+    else:
+        with pytest.raises(StateMismatchError, match=r"Adam|SGD"):
+            train(url, other, **LOSSLESS)
+
+
+def test_a_misspelt_option_is_answered_with_the_right_one(
+    train: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="max_degradation"):
+        train(str(tmp_path / "run"), Recipe(), max_degradaton=0.1)
+
+
+def test_weights_alone_are_stored_and_continued_with_a_fresh_optimizer(
+    train: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    recipe, url = Recipe(), str(tmp_path / "run")
+    train(url, recipe, crash(5), keep_optimizer=0, **LOSSLESS)
+    with pytest.warns(ShrinkpointWarning, match="optimizer"):
+        rest = train(url, recipe, seed=99, keep_optimizer=0, **LOSSLESS)
+    assert min(rest.rows) == 5
+    assert rest.rows[5] != train(None, recipe).rows[6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_killed_process_is_continued(name: str, tmp_path: Path) -> None:
+    if name != "own loop":
+        pytest.importorskip(name)
+    torch.set_num_threads(1)
+    command = [sys.executable, "-W", "ignore", frameworks.__file__, name, str(tmp_path)]
+    with (tmp_path / "log.txt").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    progress = tmp_path / "progress"
+    try:
+        while not progress.exists() or progress.stat().st_size < 9:
+            assert process.poll() is None, (tmp_path / "log.txt").read_text()
+            time.sleep(0.01)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+    rest = FRAMEWORKS[name](str(tmp_path / "run"), frameworks.LONG, seed=99, **LOSSLESS)
+    begun = min(rest.rows) - 1
+    assert begun in (4, 6, 8, 10)
+    assert_continues(FRAMEWORKS[name](None, frameworks.LONG), rest, begun)
