@@ -9,12 +9,11 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from shrinkpoint.cli.compact import compact
 from shrinkpoint.cli.compile import compile_now
 from shrinkpoint.cli.diff import diff
 from shrinkpoint.cli.export import export
 from shrinkpoint.cli.ls import ls
-from shrinkpoint.cli.prune import prune, undelete
+from shrinkpoint.cli.prune import compact, prune, undelete
 from shrinkpoint.cli.runs import READ_ANYWAY
 from shrinkpoint.cli.show import show
 from shrinkpoint.cli.stores import stores

@@ -1,4 +1,4 @@
-"""``shrinkpoint prune`` and ``undelete``: which checkpoints are kept, and pins, which keep one through everything."""
+"""``shrinkpoint prune``, ``undelete`` and ``compact``: which checkpoints are kept, and what they take."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from shrinkpoint.store.gc import DEFAULT_GRACE_S
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
-__all__ = ["prune", "undelete"]
+__all__ = ["compact", "prune", "undelete"]
 
 # Seconds until the commits that one pass removed are older than "now" for the next: clock ticks of file systems and S3.
 _CLOCK_TICKS = (0.02, 1.1, 1.1)
@@ -257,3 +257,65 @@ def undelete(
             if yes
             else f"would bring back {which}. Nothing was changed: give --yes to do it"
         )
+
+
+def compact(
+    url: Url,
+    step: Step = None,
+    seq: Seq = None,
+    yes: Yes = False,
+    grace: Annotated[
+        float,
+        typer.Option("--grace", min=0, help="Seconds that the old chain's data is kept for active readers."),
+    ] = DEFAULT_GRACE_S,
+    storage_options: StorageOptions = None,
+    option: Pairs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Store a delta again as a base with the same values; fences off a running training."""
+    from shrinkpoint.config import SaverConfig
+    from shrinkpoint.engine.compaction import compact as commit
+    from shrinkpoint.engine.compaction import rebase
+
+    run, address = opened(url, step, seq, storage_options, option)
+    manifest = address.find(run.manifests())
+    if manifest.kind == "base":
+        _print_compacted(
+            {"step": manifest.step, "seq": manifest.seq, "done": False, "already_base": True}, as_json
+        )
+        return
+    with waiting_for(f"storing step {manifest.step} as a base"):
+        rebased = rebase(run, manifest, threads=SaverConfig().encoder_threads)
+    report = {
+        "step": manifest.step,
+        "seq": manifest.seq,
+        "chain_length": len(manifest.chain),
+        "chain_bytes": manifest.stored_bytes,
+        "base_bytes": len(rebased.container),
+        "stored_exactly": list(rebased.stored_exactly),
+        "done": False,
+        "already_base": False,
+    }
+    if yes:
+        compacted = commit(run, rebased, grace_s=grace)
+        report |= {"done": True, "new_seq": compacted.manifest.seq, "pins": list(compacted.pins)}
+    _print_compacted(report, as_json)
+
+
+def _print_compacted(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+        return
+    out = console()
+    if report["already_base"]:
+        out.print(f"step {report['step']} (seq {report['seq']}) is a base already: nothing to do")
+        return
+    sizes = (
+        f"{report['chain_length']} containers of {bytes_text(report['chain_bytes'])} together become one of"
+        f" {bytes_text(report['base_bytes'])}"
+    )
+    if report["done"]:
+        out.print(f"step {report['step']}: {sizes}; it is commit {report['new_seq']} now")
+    else:
+        out.print(f"step {report['step']}: {sizes}. Nothing was changed: give --yes to do it")
+        out.print("A training that is running in this run would be fenced off: stop it first")

@@ -328,11 +328,6 @@ class Catalog:
         self.forget([key])
         return None
 
-    def is_listed(self, manifest: Manifest) -> bool:
-        """Whether ``manifest`` is still listed, asked now; what is listed but cannot be read was not collected."""
-        key = self.key_of(manifest)
-        return key is not None and is_listed(self._objects, key)
-
     def pins(self) -> dict[str, int]:
         """Pinned sequence numbers by name.
 

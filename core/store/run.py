@@ -14,7 +14,15 @@ from shrinkpoint.errors import (
     RunMismatchError,
     UnsupportedFormatError,
 )
-from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, exists, is_begun_here, read_checked
+from shrinkpoint.store.catalog import (
+    Catalog,
+    DamagedCheckpoint,
+    Listing,
+    exists,
+    is_begun_here,
+    is_listed,
+    read_checked,
+)
 from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
 from shrinkpoint.store.gc import removed
 from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY, MEMBER_KEY, probe_key
@@ -321,9 +329,10 @@ class RunStore:
             except UnsupportedFormatError:
                 raise
             except (FormatError, ChainError) as error:
-                if isinstance(error.__cause__, MissingKeyError) and not self._catalog.is_listed(manifest):
-                    raise _ListingOutdatedError from error
                 key = self._catalog.key_of(manifest) or str(manifest.seq)
+                # what is listed but cannot be read was not collected
+                if isinstance(error.__cause__, MissingKeyError) and not is_listed(self.objects, key):
+                    raise _ListingOutdatedError from error
                 skipped[key] = str(error)
                 self._warn(
                     key,
