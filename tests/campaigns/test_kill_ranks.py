@@ -59,4 +59,4 @@ def test_parts_that_are_stored_too_late_are_noticed(tmp_path: Path) -> None:
     """The control: the same campaign, with ranks that report a part as stored before it is."""
     with pytest.raises((AssertionError, ShrinkpointError)) as caught:
         kill_ranks(tmp_path, str(tmp_path / "run"), KILLS_CONTROL, seed=24, lazily=True)
-    assert "hang" not in str(caught.value)
+    assert " hang" not in str(caught.value)  # "changed" may be
