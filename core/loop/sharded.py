@@ -17,7 +17,6 @@ from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.targets import Targets, reshard, swapped_shards, unreduced
-from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.rng import capture_rng, diverge_rng
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe, Role, TensorSpec, TrainingState, plain
@@ -100,7 +99,7 @@ class ShardedObjects(LoopObjects):
 
     def captured(self, state: object, describe: Describe = plain) -> TrainingState:
         """See `LoopObjects.captured`."""
-        return captured(state, describe)
+        return TrainingState.capture(state, describe, shards=True)
 
     def obstacle(self) -> str | None:
         """See `LoopObjects.obstacle`; of steps that all ranks take together."""

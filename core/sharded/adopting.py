@@ -20,7 +20,6 @@ from shrinkpoint.sharded.layout import block_box, tensors_of_rank
 from shrinkpoint.sharded.probing import Probe
 from shrinkpoint.sharded.restoring import Decoded
 from shrinkpoint.sharded.spreading import Shards, spread
-from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.training import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
@@ -47,7 +46,7 @@ def takeover_for(shards: Shards, describe: Describe, adoption: Adoption, waited_
     group = shards.group
 
     def own() -> dict[str, str]:
-        again = captured(adoption.live(), describe)
+        again = TrainingState.capture(adoption.live(), describe, shards=True)
         _, pieces = tensors_of_rank(again.tensors, again.specs)
         specs = {name: shards.layout.specs[name] for name in shards.pieces if name in shards.layout.specs}
         return unsuitable(TrainingState(None, _locals(shards.pieces, specs), specs), _locals(pieces, pieces))

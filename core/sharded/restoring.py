@@ -10,8 +10,8 @@ import torch
 from shrinkpoint.coding.parts import PartsHeader
 from shrinkpoint.coding.selective import Row, decode_batches, header_of, sources_of_run
 from shrinkpoint.container.reader import Header
-from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError, StoreError
-from shrinkpoint.group.group import Distributed, rebuilt
+from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError
+from shrinkpoint.group.group import Distributed
 from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.sharded.layout import agreed_layout, owners_of, tensors_of_rank
@@ -27,9 +27,6 @@ __all__ = ["RANKS_KEY", "Decoded", "ReadPlan", "fill", "plan_of", "read_newest",
 
 RANKS_KEY = "shrinkpoint ranks"
 """The entry that a restored state has in addition: ``stored``, ``here`` and ``rank``."""
-
-
-_NOTHING: tuple[str, Any] = ("", None)
 
 
 @dataclass(frozen=True)
@@ -69,16 +66,35 @@ def read_newest(store: RunStore, group: Distributed, threads: int, limit: int) -
     Raises:
         ChainError: there are checkpoints, and none is sound. StoreError: the store cannot be read. On every rank.
     """
+    newest: Decoded | None = None
+    failure: Exception | None = None
 
-    def lead() -> Decoded | None:
-        found = store.newest_readable(lambda manifest: _lead(store, group, manifest, threads, limit))
-        return None if found is None else found[1]
+    def read(manifest: Manifest | None) -> Decoded:
+        return read_one(store, group, lambda: manifest, threads, limit)
 
-    return _led(store, group, lead, threads, limit)
+    def lead(manifest: Manifest) -> Decoded:
+        group.broadcast(True)
+        return read(manifest)
+
+    if group.is_first:
+        try:
+            found = store.newest_readable(lead)
+            newest = None if found is None else found[1]
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            failure = error
+        group.broadcast(False)
+    else:
+        while group.broadcast(False):
+            try:
+                newest = read(None)
+            except ShrinkpointError:
+                newest = None  # damaged on one rank is damaged for all: the first one tries an older one
+    group.raise_together(failure)
+    return newest
 
 
 def read_one(
-    store: RunStore, group: Distributed, choose: Callable[[], Manifest], threads: int, limit: int
+    store: RunStore, group: Distributed, choose: Callable[[], Manifest | None], threads: int, limit: int
 ) -> Decoded:
     """One checkpoint; a collective.
 
@@ -92,55 +108,14 @@ def read_one(
     Raises:
         ShrinkpointError: it is damaged, or what `choose` raised; on every rank.
     """
-    decoded = _led(store, group, lambda: _lead(store, group, choose(), threads, limit), threads, limit)
-    assert decoded is not None
-    return decoded
 
+    def planned() -> ReadPlan:
+        manifest = choose()
+        assert manifest is not None
+        return plan_of(manifest, [header_of(store, ref) for ref in manifest.chain])
 
-def _led(
-    store: RunStore, group: Distributed, lead: Callable[[], Decoded | None], threads: int, limit: int
-) -> Decoded | None:
-    """The first rank leads through candidates; the others decode what it says, until it is done."""
-    if group.rank == 0:
-        try:
-            found = lead()
-        except Exception as error:
-            group.broadcast(("error", (type(error).__name__, str(error))))
-            raise
-        group.broadcast(("done", found is not None))
-        return found
-    last: Decoded | None = None
-    while True:
-        word, value = group.broadcast(_NOTHING)
-        if word == "done":
-            return last if value else None
-        if word == "error":
-            raise rebuilt(*value, rank=0)
-        last, _ = _decode_together(store, group, value, threads, limit)
-
-
-def _lead(store: RunStore, group: Distributed, manifest: Manifest, threads: int, limit: int) -> Decoded:
-    plan = plan_of(manifest, [header_of(store, ref) for ref in manifest.chain])
-    group.broadcast(("try", plan))
-    decoded, failures = _decode_together(store, group, plan, threads, limit)
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            error = rebuilt(*failure, rank=rank)
-            # damaged on one rank is damaged for all: the next older one is tried
-            raise error if isinstance(error, ShrinkpointError) else StoreError(str(error))
-    assert decoded is not None
-    return decoded
-
-
-def _decode_together(
-    store: RunStore, group: Distributed, plan: ReadPlan, threads: int, limit: int
-) -> tuple[Decoded | None, list[tuple[str, str] | None]]:
-    decoded, failure = None, None
-    try:
-        decoded = _decode(store, group, plan, threads, limit)
-    except Exception as error:  # noqa: BLE001 - raised on every rank
-        failure = (type(error).__name__, str(error))
-    return decoded, group.gather(failure)
+    plan = group.on_first(planned)
+    return group.on_every(lambda: _decode(store, group, plan, threads, limit))
 
 
 def plan_of(

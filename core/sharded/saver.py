@@ -34,7 +34,7 @@ from shrinkpoint.sharded.layout import Layout, RankTensors, agreed_layout, owner
 from shrinkpoint.sharded.probing import Probe, ProbedSave
 from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
 from shrinkpoint.sharded.spreading import Shards
-from shrinkpoint.sharded.trees import captured, own_of
+from shrinkpoint.sharded.trees import own_of
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
@@ -295,7 +295,7 @@ class ShardedSaver(StateSaver):
         self, state: object, describe: Describe
     ) -> tuple[tuple[TrainingState, RankTensors, Pieces] | None, Exception | None]:
         try:
-            live = captured(state, describe)
+            live = TrainingState.capture(state, describe, shards=True)
             return (live, *tensors_of_rank(live.tensors, live.specs, self._copied)), None
         except Exception as error:  # noqa: BLE001 - all ranks raise it together
             return None, error

@@ -11,11 +11,10 @@ from shrinkpoint.engine.resume import require_same_model
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.sharded.boxes import is_sharded
-from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import describe_training, model_tags, optimizer_parameter_names
 from shrinkpoint.state.stateful import state_of
-from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
 __all__ = ["Targets", "require_model", "reshard", "swapped_shards", "target_for", "unreduced"]
@@ -91,11 +90,12 @@ class Targets:
             model_path=(self._model_key,),
             optimizers_path=(self._optimizers_key,),
         )
-        live = dict(captured({self._model_key: state_of(self._model)}, describe).tensors)
+        model = {self._model_key: state_of(self._model)}
+        live = dict(TrainingState.capture(model, describe, shards=True).tensors)
         self._note_order(specs)
         require_model(specs, live, self._model, below=f"{self._model_key}/", writer=self._writer)
         if others:
-            more = captured(dict(others), describe).tensors
+            more = TrainingState.capture(dict(others), describe, shards=True).tensors
             live |= {name: tensor for name, tensor in more.items() if is_sharded(tensor)}
         parameters = dict(named_parameters(self._model, remove_duplicate=False))
         averages = AverageFinder(self._model, model_tags(self._model))

@@ -1,18 +1,14 @@
-"""The state as one rank captures it, and its tree: with the tensors that this rank owns, some of which are blocks of longer ones."""
+"""The tree of a state with the tensors that a rank owns, some of which are blocks of longer ones; and what it has for itself."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.sharded.boxes import is_sharded
-from shrinkpoint.state.dtypes import dtype_name
 from shrinkpoint.state.own import OwnState
-from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
-from shrinkpoint.state.tree import JSON, Path, encode_tree, join_path
+from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.tree import JSON
 
-__all__ = ["captured", "own_of", "renamed_tensors", "with_blocks", "without_tensors"]
+__all__ = ["own_of", "renamed_tensors", "with_blocks", "without_tensors"]
 
 _NAMES = ("name", "indices", "values", "crow", "col")
 LARGEST = 2**20
@@ -23,7 +19,7 @@ def renamed_tensors(node: JSON, names: Mapping[str, str]) -> JSON:
     """A tree that refers to tensors by other names.
 
     Args:
-        node: as `captured` made it.
+        node: as `TrainingState.capture` made it.
         names: the new name of each that is renamed.
     """
     if not names:
@@ -44,7 +40,7 @@ def with_blocks(node: JSON, specs: Mapping[str, TensorSpec]) -> JSON:
     What reads an optimizer's state parameter by parameter then reads that of a rank's blocks as well.
 
     Args:
-        node: as `captured` made it, of whole tensors.
+        node: as `TrainingState.capture` made it, of whole tensors.
         specs: of this rank's tensors, by name.
     """
     blocks: dict[str, list[str]] = {}
@@ -126,7 +122,7 @@ def without_tensors(node: JSON, known: Collection[str]) -> JSON:
     """A tree without the entries whose tensors are not known.
 
     Args:
-        node: as `captured` made it.
+        node: as `TrainingState.capture` made it.
         known: names of tensors.
     """
     if isinstance(node, list):
@@ -148,36 +144,6 @@ def _lacks(items: JSON, known: Collection[str]) -> bool:
     return any(isinstance(node.get(key), str) and node[key] not in known for node in nodes for key in _NAMES)
 
 
-def captured(state: object, describe: Describe, *, below: Path = ()) -> TrainingState:
-    """Split a nested state into tensors, whole ones and shards, and plain data.
-
-    Args:
-        state: what a framework would give to ``torch.save``; its DTensors are this rank's.
-        describe: gives each tensor's role, by whole shapes.
-        below: what the names of all tensors begin with.
-
-    Raises:
-        CannotRepresentError: `state` contains an object that cannot be stored without pickle.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    specs: dict[str, TensorSpec] = {}
-
-    def put(path: Path, tensor: torch.Tensor) -> str:
-        name = join_path(path)
-        while name in tensors:
-            name += "'"
-        try:
-            dtype_name(tensor.dtype)
-        except CannotRepresentError as error:
-            raise CannotRepresentError(f"tensor {name!r}: {error}") from None
-        tensors[name] = tensor
-        tag = describe(path, tensor)
-        specs[name] = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), tag=tag)
-        return name
-
-    return TrainingState(encode_tree(state, put, below), tensors, specs)
-
-
 def own_of(groups: Mapping[str, Mapping[str, Any]], rank: int) -> OwnState:
     """Copy what a rank has for itself.
 
@@ -191,7 +157,7 @@ def own_of(groups: Mapping[str, Mapping[str, Any]], rank: int) -> OwnState:
     parts: dict[tuple[str, str], TrainingState] = {}
     for group, values in groups.items():
         for name, value in values.items():
-            found = captured(value, plain, below=("ranks", str(rank), group, name))
+            found = TrainingState.capture(value, shards=True, below=("ranks", str(rank), group, name))
             if any(map(is_sharded, found.tensors.values())) or found.nbytes > LARGEST:
                 continue
             host = {key: tensor.detach().to("cpu", copy=True) for key, tensor in found.tensors.items()}

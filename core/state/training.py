@@ -46,12 +46,16 @@ class TrainingState:
     """One spec for each of `tensors`, same names, same order."""
 
     @classmethod
-    def capture(cls, state: object, describe: Describe = plain) -> "TrainingState":
+    def capture(
+        cls, state: object, describe: Describe = plain, *, shards: bool = False, below: Path = ()
+    ) -> "TrainingState":
         """Split a nested state into tensors and plain data, without copying any tensor.
 
         Args:
             state: what a framework would give to ``torch.save``: nested dicts, lists, numbers, tensors.
             describe: gives each tensor's role.
+            shards: whether DTensors, of which each rank has a part, are accepted; tied tensors stay apart then.
+            below: what the names of all tensors begin with.
 
         Raises:
             CannotRepresentError: `state` contains an object that cannot be stored without pickle.
@@ -61,13 +65,7 @@ class TrainingState:
         names: dict[tuple[object, ...], str] = {}
 
         def put(path: Path, tensor: torch.Tensor) -> str:
-            if type(tensor).__name__ == "DTensor":
-                raise CannotRepresentError(
-                    f"{join_path(path)} is a DTensor, of which each rank has a shard: give the model to a Checkpointer on every"
-                    " rank, which saves shards (docs/sharded.md), or gather a full state dict first"
-                )
-            view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-            place = (tensor.device, _address(tensor, path), *view)
+            place = (len(tensors),) if shards else _place(tensor, path)
             if tensor.numel() and place in names:  # tied: the same memory read the same way is stored once
                 return names[place]
             name = join_path(path)
@@ -83,7 +81,7 @@ class TrainingState:
             specs[name] = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), tag=tag)
             return name
 
-        return cls(encode_tree(state, put), tensors, specs)
+        return cls(encode_tree(state, put, below), tensors, specs)
 
     def to_object(self, *, own_tensors: bool = False) -> Any:
         """The nested state again, with this state's tensors in their places.
@@ -126,6 +124,17 @@ class TrainingState:
     def nbytes(self) -> int:
         """Size of all tensors in memory, in bytes."""
         return sum(spec.nbytes for spec in self.specs.values())
+
+
+def _place(tensor: torch.Tensor, path: Path) -> tuple[object, ...]:
+    """Which memory a tensor reads, and how."""
+    if type(tensor).__name__ == "DTensor":
+        raise CannotRepresentError(
+            f"{join_path(path)} is a DTensor, of which each rank has a shard: give the model to a Checkpointer on every"
+            " rank, which saves shards (docs/sharded.md), or gather a full state dict first"
+        )
+    view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, _address(tensor, path), *view)
 
 
 def _address(tensor: torch.Tensor, path: Path) -> int:

@@ -26,10 +26,9 @@ from shrinkpoint.integrations.composer.state import (
     trained_module,
 )
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
-from shrinkpoint.sharded.trees import captured
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags
-from shrinkpoint.state.training import TensorSpec, plain
+from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.wrappers import named_parameters
 
 __all__ = ["ShardedSession", "session_for"]
@@ -93,7 +92,7 @@ class ShardedSession(Session):
         module = trained_module(state)
         reshard(module)
         names = parameter_names(module)
-        live = captured({"state": {"model": model_state(state)}}, plain).tensors
+        live = TrainingState.capture({"state": {"model": model_state(state)}}, shards=True).tensors
         require_model(
             specs,
             live,
