@@ -1,13 +1,16 @@
 """Threads that share the work of one state: its parameters, and the parts of a large one where no parameter is left to begin.
 
-A thread that has parts to share goes through them itself, and the others of its team take some where they have nothing else to do.
+A thread that has parts to share goes through them itself, and the others of its team take some once every parameter is begun.
 So nobody waits for work that nobody has begun, and one parameter of a third of the model does not keep the others waiting.
 """
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from shrinkpoint.runtime.processors import usable_threads
@@ -36,11 +39,6 @@ class _Parts:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a part has not been begun."""
-        return bool(self._waiting)
-
     def work(self) -> None:
         """Do parts until none is waiting."""
         while True:
@@ -65,46 +63,10 @@ class _Parts:
         return self._results
 
 
-class _Team:
-    """Threads that work on one state."""
-
-    def __init__(self) -> None:
-        self._busy = 0
-        self._open: list[_Parts] = []
-        self._changed = threading.Condition()
-
-    def join(self) -> None:
-        """Begin to have work of one's own; who has not begun is waited for by nobody, since it may never start."""
-        with self._changed:
-            self._busy += 1
-
-    def share(self, parts: _Parts) -> list[Any]:
-        """Do all parts, with those who have time."""
-        with self._changed:
-            self._open.append(parts)
-            self._changed.notify_all()
-        parts.work()
-        with self._changed:
-            self._open.remove(parts)
-        return parts.finish()
-
-    def help_others(self) -> None:
-        """Help until nobody has work of their own."""
-        with self._changed:
-            self._busy -= 1
-            self._changed.notify_all()
-        while (parts := self._next()) is not None:
-            parts.work()
-
-    def _next(self) -> _Parts | None:
-        with self._changed:
-            while True:
-                for parts in self._open:
-                    if parts.is_waiting:
-                        return parts
-                if self._busy == 0:
-                    return None
-                self._changed.wait()
+def _help(parts: "weakref.ref[_Parts]") -> None:
+    there = parts()
+    if there is not None:  # else all was done before this thread had time, and its arrays are given back
+        there.work()
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -115,10 +77,15 @@ def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) ->
         items: all of them.
     """
     work = list(items)
-    team: _Team | None = getattr(_local, "team", None)
-    if team is None or len(work) < 2:
+    pool: ThreadPoolExecutor | None = getattr(_local, "pool", None)
+    if pool is None or len(work) < 2:
         return [function(item) for item in work]
-    return team.share(_Parts(function, work))
+    parts = _Parts(function, work)
+    with suppress(RuntimeError):  # the caller of `map_in_order` has gone away, and nothing new begins
+        for _ in work[1:]:
+            pool.submit(_help, weakref.ref(parts))
+    parts.work()
+    return parts.finish()
 
 
 def map_in_order(
@@ -139,32 +106,13 @@ def map_in_order(
     if threads <= 1:
         yield from map(function, items)
         return
-    futures: dict[int, Future[Result]] = {index: Future() for index in range(len(items))}
-    waiting = deque(
-        (futures[index], items[index]) for index in sorted(futures, key=lambda i: -size(items[i]))
+    order = sorted(range(len(items)), key=lambda index: -size(items[index]))
+    pool: ThreadPoolExecutor = ThreadPoolExecutor(
+        threads, thread_name_prefix="shrinkpoint-code", initializer=lambda: setattr(_local, "pool", pool)
     )
-    team = _Team()
-
-    def work() -> None:
-        _local.team = team
-        team.join()
-        while waiting:
-            try:
-                future, item = waiting.popleft()
-            except IndexError:
-                break
-            try:
-                future.set_result(function(item))
-            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-                future.set_exception(error)
-            del future, item  # a result may be large
-        team.help_others()
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="shrinkpoint-code") as pool:
-        try:
-            for _ in range(threads):
-                pool.submit(work)
-            for index in range(len(items)):
-                yield futures.pop(index).result()
-        finally:
-            waiting.clear()
+    try:
+        begun = {index: pool.submit(partial(function, items[index])) for index in order}
+        for index in range(len(items)):
+            yield begun.pop(index).result()  # a result may be large
+    finally:
+        pool.shutdown(cancel_futures=True)

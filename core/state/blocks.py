@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from shrinkpoint.errors import FormatError
+from shrinkpoint.state.dtypes import as_bits
 from shrinkpoint.state.specs import Block, TensorSpec
 
 __all__ = ["BLOCK_ELEMENTS", "block_of", "blocks_of", "boxes_meet", "joined", "whole_specs"]
@@ -91,32 +92,16 @@ def joined(
 
 
 def _joined(name: str, blocks: list[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if any(spec.block is None or not spec.block.is_rows(spec.shape) for spec in blocks):
-        return _joined_boxes(name, blocks, tensors)
-    ordered = sorted(blocks, key=lambda spec: spec.block.offset[0] if spec.block else 0)
-    at = 0
-    for spec in ordered:
-        assert spec.block is not None
-        if spec.block.offset[0] != at or spec.name not in tensors:
-            raise FormatError(f"the checkpoint lacks rows {at} to {spec.block.offset[0]} of {name!r}")
-        at += spec.shape[0]
-    last = ordered[-1].block
-    if last is None or at != last.shape[0]:
-        raise FormatError(f"the checkpoint lacks the rows of {name!r} from {at} on")
-    return torch.cat([tensors[spec.name] for spec in ordered])
-
-
-def _joined_boxes(name: str, blocks: list[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     places = [spec.block for spec in blocks if spec.block is not None]
     shape, found = places[0].shape, sum(spec.numel for spec in blocks if spec.name in tensors)
     if found != math.prod(shape):
         raise FormatError(f"the checkpoint has {found} of the {math.prod(shape)} elements of {name!r}")
     if boxes_meet([place.offset for place in places], [spec.shape for spec in blocks]):
         raise FormatError(f"blocks of {name!r} overlap")
-    whole = torch.empty(shape, dtype=blocks[0].dtype)
+    whole = torch.empty(shape, dtype=blocks[0].dtype, device=tensors[blocks[0].name].device)
     for spec, place in zip(blocks, places, strict=True):
         cut = tuple(slice(at, at + n) for at, n in zip(place.offset, spec.shape, strict=True))
-        whole[cut] = tensors[spec.name]
+        as_bits(whole)[cut] = as_bits(tensors[spec.name])
     return whole
 
 

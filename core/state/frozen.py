@@ -16,7 +16,7 @@ from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.specs import TensorSpec
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import TrainingState
-from shrinkpoint.state.tree import JSON, frozen_replaced
+from shrinkpoint.state.tree import JSON, replaced
 from shrinkpoint.state.wrappers import named_parameters, plain_names
 
 __all__ = ["ADAPTERS", "FrozenTensors", "meta_filled", "references"]
@@ -81,9 +81,11 @@ class FrozenTensors:
                 spec = replace(state.specs[name], name=here)
                 nodes[name] = {"$": "frozen", "digest": now[here], **spec.to_json()}
         specs = {name: spec for name, spec in state.specs.items() if name not in nodes}
-        tree = (
-            frozen_replaced(state.tree, lambda node: nodes.get(node["name"], node)) if nodes else state.tree
-        )
+
+        def refer(node: JSON) -> JSON:
+            return nodes.get(node["name"], node) if node["$"] == "tensor" else node
+
+        tree = replaced(state.tree, refer) if nodes else state.tree
         return TrainingState(tree, {name: state.tensors[name] for name in specs}, specs)
 
     def filled(self, state: TrainingState, url: str) -> TrainingState:
@@ -174,8 +176,14 @@ def meta_filled(state: TrainingState) -> TrainingState:
 def references(tree: JSON) -> dict[str, JSON]:
     """A tree's references to tensors that it does not contain, by their names in the model."""
     found: dict[str, JSON] = {}
-    frozen_replaced(tree, lambda node: found.setdefault(node["name"] if node["$"] == "frozen" else "", node))
-    return {name: node for name, node in found.items() if name}
+
+    def note(node: JSON) -> JSON:
+        if node["$"] == "frozen":
+            found[node["name"]] = node
+        return node
+
+    replaced(tree, note)
+    return found
 
 
 def _filled(state: TrainingState, live: Mapping[str, torch.Tensor]) -> TrainingState:
@@ -183,7 +191,7 @@ def _filled(state: TrainingState, live: Mapping[str, torch.Tensor]) -> TrainingS
         return {"$": "tensor", "name": f"frozen:{node['name']}"} if node["$"] == "frozen" else node
 
     more = {f"frozen:{name}": tensor for name, tensor in live.items()}
-    return replace(state, tree=frozen_replaced(state.tree, put), tensors={**state.tensors, **more})
+    return replace(state, tree=replaced(state.tree, put), tensors={**state.tensors, **more})
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...] | None:

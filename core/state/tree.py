@@ -37,8 +37,8 @@ __all__ = [
     "decode_tree",
     "dense_only",
     "encode_tree",
-    "frozen_replaced",
     "join_path",
+    "replaced",
     "tensor_names",
 ]
 
@@ -339,12 +339,12 @@ def _decode(node: JSON, get: _Source, depth: int) -> Any:
     raise FormatError(f"the tree of plain data contains the unknown type {kind!r}")
 
 
-def frozen_replaced(node: JSON, put: Callable[[JSON], JSON], depth: int = 0) -> JSON:
-    """A tree with other nodes in the place of its references to dense tensors, and to frozen ones that it does not hold.
+def replaced(node: JSON, put: Callable[[JSON], JSON], depth: int = 0) -> JSON:
+    """Replace nodes of a tree that stand for what JSON has not.
 
     Args:
         node: JSON as `encode_tree` made it.
-        put: gives what stands for such a node.
+        put: gives another such node, or plain data, in the place of one; or the node itself. Of the latter two the members are replaced.
         depth: of the node in the whole.
 
     Raises:
@@ -352,13 +352,16 @@ def frozen_replaced(node: JSON, put: Callable[[JSON], JSON], depth: int = 0) -> 
     """
     if depth > 3 * (_MAX_DEPTH + 1):
         raise FormatError("the tree of plain data is nested too deeply")
+    if isinstance(node, dict) and _TAG in node:
+        made = put(node)
+        if made is not node and isinstance(made, dict) and _TAG in made:
+            return made
+        node = made
     if isinstance(node, list):
-        return [frozen_replaced(item, put, depth + 1) for item in node]
+        return [replaced(item, put, depth + 1) for item in node]
     if not isinstance(node, dict):
         return node
-    if node.get(_TAG) in ("tensor", "frozen"):
-        return put(node)
-    return {key: frozen_replaced(item, put, depth + 1) for key, item in node.items()}
+    return {key: replaced(item, put, depth + 1) for key, item in node.items()}
 
 
 _ABSENT = object()
@@ -404,25 +407,19 @@ def dense_only(node: JSON) -> tuple[JSON, dict[str, str]]:
     """
     parts: dict[str, str] = {}
 
-    def cleared(node: JSON, depth: int) -> JSON:
-        if depth > 3 * (_MAX_DEPTH + 1):
-            raise FormatError("the tree of plain data is nested too deeply")
-        if isinstance(node, list):
-            return [cleared(item, depth + 1) for item in node]
-        if not isinstance(node, dict):
-            return node
-        kind = node.get(_TAG)
+    def cleared(node: JSON) -> JSON:
+        kind = node[_TAG]
         if kind in ("flat", "file"):
-            return cleared(node.get("tensors" if kind == "flat" else "content"), depth + 1)
+            return node.get("tensors") if kind == "flat" else [node.get("content")]
         if not isinstance(kind, str) or kind not in _PARTS or (kind == "bytes" and "data" in node):
-            return {key: cleared(item, depth + 1) for key, item in node.items()}
+            return node
         names = [name for part in _PARTS[kind] if isinstance(name := node.get(part), str)]
         if len(names) != len(_PARTS[kind]):
             raise FormatError(f"the tree of plain data is malformed: {kind} without its tensors")
         parts.update(dict.fromkeys(names, kind))
         return [{_TAG: "tensor", "name": name} for name in names]
 
-    return cleared(node, 0), parts
+    return replaced(node, cleared), parts
 
 
 def tensor_names(node: JSON) -> set[str]:
