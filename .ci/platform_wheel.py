@@ -1,6 +1,6 @@
 """Makes a wheel for one platform and one Python of the wheel for all: python .ci/platform_wheel.py dist/*-none-any.whl
 
-It contains compiled kernels beside the sources (`shrinkpoint.runtime.precompiled`), by the numba of the interpreter that
+It contains compiled kernels beside the sources (`shrinkpoint.runtime.kernel_cache`), by the numba of the interpreter that
 runs this script, whose environment needs shrinkpoint's dependencies and ``wheel``. Where the same numba is installed, a
 restore and a save compile nothing; elsewhere the wheel is as good as the one for all. Its tags are those of the installed
 numba's own wheel: what can load that can load these kernels.
@@ -20,7 +20,7 @@ _COMPILE = """
 import sys
 from pathlib import Path
 import shrinkpoint
-from shrinkpoint.runtime.precompiled import LEVELS
+from shrinkpoint.runtime.kernel_cache import LEVELS
 from shrinkpoint.engine.warmup import precompile
 package = Path(sys.argv[1])
 assert Path(shrinkpoint.__file__).parent.samefile(package), shrinkpoint.__file__
@@ -39,11 +39,11 @@ def tags() -> list[str]:
 
 def make(wheel: Path, out: Path) -> Path:
     """Add the kernels, and pack it again."""
-    from shrinkpoint.runtime.precompiled import LEVELS
+    from shrinkpoint.runtime.kernel_cache import LEVELS
 
     if platform.machine() not in LEVELS:
         raise SystemExit(
-            f"no level of processors is known for {platform.machine()}: see shrinkpoint.runtime.precompiled"
+            f"no level of processors is known for {platform.machine()}: see shrinkpoint.runtime.kernel_cache"
         )
     with tempfile.TemporaryDirectory() as folder:
         pack = [sys.executable, "-m", "wheel"]

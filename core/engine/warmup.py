@@ -85,7 +85,7 @@ def is_compiled(scheme: str) -> bool:
     Raises:
         ConfigError: as `compile_coders`.
     """
-    from shrinkpoint.runtime.precompiled import includes
+    from shrinkpoint.runtime.kernel_cache import includes
 
     options_of(scheme)
     name = _mark(scheme)
@@ -95,7 +95,7 @@ def is_compiled(scheme: str) -> bool:
 def precompile(package: Path) -> int:
     """Compile the coders of all schemes into a package's folder, of which a wheel is then made.
 
-    numba's cache must be empty, and its processor the level that is compiled for: see `shrinkpoint.runtime.precompiled`.
+    numba's cache must be empty, and its processor the level that is compiled for: see `shrinkpoint.runtime.kernel_cache`.
 
     Args:
         package: the folder that is imported as shrinkpoint where the wheel is installed.
@@ -104,9 +104,9 @@ def precompile(package: Path) -> int:
         How many compiled functions it contains.
 
     Raises:
-        RuntimeError: as `shrinkpoint.runtime.precompiled.write`.
+        RuntimeError: as `shrinkpoint.runtime.kernel_cache.write`.
     """
-    from shrinkpoint.runtime.precompiled import write
+    from shrinkpoint.runtime.kernel_cache import write
 
     for scheme in SCHEMES:
         _make_and_restore(scheme, options_of(scheme))

@@ -1,5 +1,6 @@
 """Compiled kernels are found where they may only be read, kept where that is safe, and never why anything fails."""
 
+import ast
 import importlib.util
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
@@ -227,3 +229,14 @@ def test_coders_that_numba_is_told_not_to_compile_are_said_to_be_slow() -> None:
     assert [each.returncode for each in done] == [0, 1]
     assert done[0].stderr.count("the coders run as plain Python") == 1
     assert "error: NUMBA_DISABLE_JIT is set, so numba compiles nothing: unset it" in done[1].stderr
+
+
+def test_kernels_are_compiled_from_nothing_that_a_cache_does_not_notice() -> None:
+    """A cache is of all the sources that `kernel_sources` reads, so kernels may have no others."""
+    package = Path(kernel_cache.__file__).resolve().parents[1]
+    for file in package.rglob("*_kernels.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module != "shrinkpoint.arrays":  # types
+                name = f"{(node.module or '').rpartition('.')[2]}.py"
+                ours = (node.module or "").startswith("shrinkpoint.")
+                assert not ours or any(fnmatch(name, each) for each in kernel_cache._SOURCES), file

@@ -11,18 +11,18 @@ import pytest
 
 from shrinkpoint.engine import warmup
 from shrinkpoint.entropy.static import huffman_kernels
-from shrinkpoint.runtime import precompiled
+from shrinkpoint.runtime import kernel_cache
 from shrinkpoint.runtime.jit import jit_allocating
 from shrinkpoint.runtime.kernel_cache import KernelCache
 
 FUNCTION = huffman_kernels.huffman_encode.py_func
-LEVEL = precompiled.Level("of-tests", frozenset({"cmov"}))
+LEVEL = kernel_cache.Level("of-tests", frozenset({"cmov"}))
 
 
 @pytest.fixture(autouse=True)
 def _known_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precompiled, "LEVELS", {platform.machine(): LEVEL})
-    monkeypatch.setattr(precompiled, "_features", lambda: iter(["cmov", "sse"]))
+    monkeypatch.setattr(kernel_cache, "LEVELS", {platform.machine(): LEVEL})
+    monkeypatch.setattr(kernel_cache, "_features", lambda: iter(["cmov", "sse"]))
 
 
 @pytest.fixture(scope="module", name="kernel")
@@ -40,18 +40,18 @@ def _package(kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """A package's folder with one compiled kernel, which is looked up there; numba's own folders are empty."""
     monkeypatch.setattr(numba.config, "CPU_NAME", LEVEL.name)
     monkeypatch.setattr(numba.config, "CPU_FEATURES", "")
-    assert precompiled.write([kernel], ["auto", "lossless"], at=tmp_path / "package") == 1
+    assert kernel_cache.write([kernel], ["auto", "lossless"], at=tmp_path / "package") == 1
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
-    precompiled._folder.cache_clear()
-    relative = precompiled._relative
-    monkeypatch.setattr(precompiled, "_relative", lambda level: tmp_path / "package" / relative(level))
+    kernel_cache._wheel.cache_clear()
+    relative = kernel_cache._relative
+    monkeypatch.setattr(kernel_cache, "_relative", lambda level: tmp_path / "package" / relative(level))
     return tmp_path / "package"
 
 
 @pytest.fixture(autouse=True)
 def _looked_up_anew() -> Any:
     yield
-    precompiled._folder.cache_clear()
+    kernel_cache._wheel.cache_clear()
 
 
 def written(kernel: Any) -> bytes:
@@ -106,12 +106,12 @@ def test_the_wheel_says_nothing_of_the_machine_that_compiled(kernel: Any, packag
 def test_what_does_not_fit_counts_as_missing(
     kernel: Any, package: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert precompiled.includes(["auto"])
-    precompiled._folder.cache_clear()
+    assert kernel_cache.includes(["auto"])
+    kernel_cache._wheel.cache_clear()
     if change == "sources":
-        monkeypatch.setattr(precompiled, "_sources", lambda: "others")
+        monkeypatch.setattr(kernel_cache, "kernel_sources", lambda: "others")
     elif change == "features":
-        monkeypatch.setattr(precompiled, "_features", lambda: iter(["sse"]))
+        monkeypatch.setattr(kernel_cache, "_features", lambda: iter(["sse"]))
     elif change == "machine":
         monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     elif change == "numba":
@@ -136,7 +136,7 @@ def test_what_does_not_fit_counts_as_missing(
             file.unlink()
             file.mkdir()
     assert loaded(kernel) is None
-    assert not precompiled.includes(["auto"])
+    assert not kernel_cache.includes(["auto"])
 
 
 def test_coders_are_compiled_if_all_that_is_asked_for_is_there(
@@ -146,7 +146,7 @@ def test_coders_are_compiled_if_all_that_is_asked_for_is_there(
     assert warmup.is_compiled("auto")
     assert warmup.is_compiled("lossless")
     assert not warmup.is_compiled("excp")
-    assert not precompiled.includes(["auto", "excp"])
+    assert not kernel_cache.includes(["auto", "excp"])
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_a_damaged_list_of_coders_counts_as_none(kernel: Any, package: Path, tex
     [contents] = package.rglob("contents.json")
     assert json.loads(contents.read_text())["coders"]
     contents.write_text(text)
-    assert not precompiled.includes(["auto"])
+    assert not kernel_cache.includes(["auto"])
 
 
 def test_a_function_of_another_package_has_none(kernel: Any, package: Path) -> None:
-    assert precompiled.precompiled(FUNCTION) is not None
-    assert precompiled.precompiled(loaded) is None
+    assert [folder.is_relative_to(package) for folder in KernelCache(FUNCTION).folders()] == [False, True]
+    assert [folder.is_relative_to(package) for folder in KernelCache(loaded).folders()] == [False]
 
 
 def test_kernels_for_one_processor_are_not_put_into_a_wheel(
@@ -178,8 +178,8 @@ def test_kernels_for_one_processor_are_not_put_into_a_wheel(
 ) -> None:
     monkeypatch.setattr(numba.config, "CPU_NAME", None)
     with pytest.raises(RuntimeError, match="has to compile for of-tests"):
-        precompiled.write([kernel], ["auto"], at=tmp_path)
-    monkeypatch.setattr(precompiled, "LEVELS", {})
+        kernel_cache.write([kernel], ["auto"], at=tmp_path)
+    monkeypatch.setattr(kernel_cache, "LEVELS", {})
     with pytest.raises(RuntimeError, match="none is known"):
-        precompiled.write([kernel], ["auto"], at=tmp_path)
+        kernel_cache.write([kernel], ["auto"], at=tmp_path)
     assert list(tmp_path.iterdir()) == []
