@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.runtime.processors import processors
-from shrinkpoint.runtime.scratch import check_scratch
 from shrinkpoint.runtime.termination import signals_of
 from shrinkpoint.schemes.catalogue import chosen_scheme, options_of
+from shrinkpoint.state.scratch import check_scratch
 from shrinkpoint.store.manifest import MAX_CHAIN
 from shrinkpoint.store.urls import Stores
 from shrinkpoint.warn import brief, refuses_unknown_options

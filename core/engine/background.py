@@ -24,7 +24,6 @@ from shrinkpoint.engine.chain import Chain, Link
 from shrinkpoint.engine.reporting import not_finite, provenance, report_of, with_untried
 from shrinkpoint.engine.request import Job
 from shrinkpoint.engine.retention import ADOPTION, WEIGHTS_ONLY, Adopted, adopted_of
-from shrinkpoint.engine.scratch import SaveScratch
 from shrinkpoint.engine.takeover import NotAdoptedError, Takeover
 from shrinkpoint.engine.under_way import Failures
 from shrinkpoint.errors import ChainError, ConfigError, FencedError, ScratchError, ShrinkpointError
@@ -33,12 +32,12 @@ from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.plan import Plan, exactly
 from shrinkpoint.quality.planner import Planner
-from shrinkpoint.quantize.movement import Movement, MovementTracker
+from shrinkpoint.quantize.movement import Movement, MovementTracker, is_followed
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.memory import LARGE, give_back
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.state.averages import confirmed
-from shrinkpoint.state.scratch import PlanesLostError
+from shrinkpoint.state.scratch import PlanesLostError, Scratch, put_arrays
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.manifest import Manifest
@@ -105,7 +104,7 @@ class Background:
         self._spent_s, self._ready = spent_s, ready
         self._began = time.perf_counter()
         self._warned_of_loss = False
-        self._scratch = SaveScratch.of(config)
+        self._scratch = None if config.scratch_folder is None else Scratch(config.scratch_folder)
         self._failures = Failures(config, url)
         self.planner = (
             Planner(config, spent_s, clock=clock, warns=chain is not None)
@@ -247,11 +246,14 @@ class Background:
         if self._config.scheme == "lossless":  # which makes no noise to be compared with the movement
             return
         if self._scratch is not None:
-            state, lasting = self._scratch.weights(state, lasting=lasting), True
+            state, lasting = self._scratch.weights(state, is_followed, lasting=lasting), True
         self.movement.note(state, step, lasting=lasting)
 
     def _keeper(self) -> Callable[[ReferenceState], ReferenceState] | None:
-        return None if self._scratch is None else self._scratch.keeper()
+        if self._scratch is None:
+            return None
+        file = self._scratch.file()
+        return lambda reference: reference.moved(lambda arrays: put_arrays(file, arrays))
 
     # ---- saves
 

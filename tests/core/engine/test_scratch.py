@@ -22,14 +22,12 @@ from support.training import OPTIMIZERS, TinyGPT, train
 
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.engine.scratch import SaveScratch
 from shrinkpoint.errors import ConfigError, SaveFailedError
-from shrinkpoint.runtime import scratch as files
 from shrinkpoint.saver import Saver
 from shrinkpoint.schemes.catalogue import SCHEMES
 from shrinkpoint.sharded.agreement import refuse_options
 from shrinkpoint.state import scratch
-from shrinkpoint.state.scratch import DiskArrays, DiskTensor
+from shrinkpoint.state.scratch import DiskArrays, DiskTensor, Scratch
 from shrinkpoint.state.snapshot import Snapshot, Snapshotter
 from shrinkpoint.state.training import Role, TrainingState
 
@@ -257,13 +255,13 @@ def test_the_training_thread_writes_none_of_a_snapshot(
 ) -> None:
     loop = Loop(tmp_path / "run", scratch_folder=disk)
     writers: set[threading.Thread] = set()
-    put = files.ScratchFile.put
+    put = scratch.ScratchFile.put
 
-    def watched(self: files.ScratchFile, data: object) -> object:
+    def watched(self: scratch.ScratchFile, data: object) -> object:
         writers.add(threading.current_thread())
         return put(self, data)
 
-    monkeypatch.setattr(files.ScratchFile, "put", watched)
+    monkeypatch.setattr(scratch.ScratchFile, "put", watched)
     loop.save(2).close()
     assert writers
     assert threading.main_thread() not in writers
@@ -307,9 +305,9 @@ def test_a_file_that_may_not_grow_is_a_full_disk(
     tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, warned_in_background: list[Warning]
 ) -> None:
     without = Loop(tmp_path / "without").save(2).close()
-    put, most = files.ScratchFile.put, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    put, most = scratch.ScratchFile.put, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 
-    def limited(self: files.ScratchFile, data: object) -> object:
+    def limited(self: scratch.ScratchFile, data: object) -> object:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, most))
         try:
             return put(self, data)
@@ -317,20 +315,20 @@ def test_a_file_that_may_not_grow_is_a_full_disk(
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
     loop = Loop(tmp_path / "with", scratch_folder=disk)
-    monkeypatch.setattr(files.ScratchFile, "put", limited)
+    monkeypatch.setattr(scratch.ScratchFile, "put", limited)
     with pytest.warns(match="nothing more could be written"):
         assert loop.save(2).close() == without
     warned_in_background.clear()
 
 
-def damaged(file: files.ScratchFile) -> None:
+def damaged(file: scratch.ScratchFile) -> None:
     """Another byte in the middle of everything that was written."""
     descriptor = file._file.fileno()
     for offset in range(20, os.fstat(descriptor).st_size, 50):
         os.pwrite(descriptor, bytes([os.pread(descriptor, 1, offset)[0] ^ 64]), offset)
 
 
-def file_of_planes(loop: Loop) -> files.ScratchFile:
+def file_of_planes(loop: Loop) -> scratch.ScratchFile:
     references = loop.background.link.reference.values()
     arrays = [getattr(each.planes, "_parts", each.planes) for each in references]
     found = [a for each in arrays if isinstance(each, DiskArrays) for a in each._arrays.values()]
@@ -358,14 +356,14 @@ def test_after_planes_that_cannot_be_read_a_base_follows(
     tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, warned_in_background: list[Warning]
 ) -> None:
     loop = Loop(tmp_path / "run", scratch_folder=disk).save(2)
-    broken, read = file_of_planes(loop), files.ScratchFile.read
+    broken, read = file_of_planes(loop), scratch.ScratchFile.read
 
-    def reading(self: files.ScratchFile, memory: memoryview, offset: int) -> None:
+    def reading(self: scratch.ScratchFile, memory: memoryview, offset: int) -> None:
         if self is broken:
             raise OSError(5, "Input/output error")
         read(self, memory, offset)
 
-    monkeypatch.setattr(files.ScratchFile, "read", reading)
+    monkeypatch.setattr(scratch.ScratchFile, "read", reading)
     with pytest.warns(match=r"cannot be read \(Input/output error\).* Step 3 is stored as a base"):
         loop.save()
     loop.save().close()
@@ -397,9 +395,9 @@ def test_after_damaged_moments_that_save_fails_and_the_next_one_is_a_base(
     warned_in_background: list[Warning],
 ) -> None:
     loop = Loop(tmp_path / "run", scratch_folder=disk).save(1)
-    moments = SaveScratch.moments
+    moments = Scratch.moments
 
-    def spoiled(self: SaveScratch, snapshot: Snapshot, state: TrainingState) -> TrainingState:
+    def spoiled(self: Scratch, snapshot: Snapshot, state: TrainingState) -> TrainingState:
         found = moments(self, snapshot, state)
         tensors = [tensor for tensor in found.tensors.values() if isinstance(tensor, DiskTensor)]
         place = tensors[number * (len(tensors) - 1) // 2]._place
@@ -407,7 +405,7 @@ def test_after_damaged_moments_that_save_fails_and_the_next_one_is_a_base(
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(SaveScratch, "moments", spoiled)
+        patched.setattr(Scratch, "moments", spoiled)
         for _ in range(2):
             with pytest.warns(match=r"saving step [23] .* failed .*scratch_folder=.*other bytes"):
                 loop.save()

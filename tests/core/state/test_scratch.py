@@ -11,7 +11,6 @@ import torch
 
 from shrinkpoint.arrays import widened
 from shrinkpoint.errors import ScratchError
-from shrinkpoint.runtime.scratch import Scratch
 from shrinkpoint.state import scratch
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.dtypes import DTYPES
@@ -19,6 +18,7 @@ from shrinkpoint.state.scratch import (
     DiskArrays,
     DiskTensor,
     PlanesLostError,
+    Scratch,
     in_memory,
     put_arrays,
     put_tensor,

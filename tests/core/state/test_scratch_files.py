@@ -14,9 +14,9 @@ import pytest
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ScratchError
-from shrinkpoint.runtime import scratch
-from shrinkpoint.runtime.scratch import Scratch
 from shrinkpoint.saver import Saver
+from shrinkpoint.state import scratch
+from shrinkpoint.state.scratch import Scratch
 
 
 def bytes_of(seed: int, count: int) -> np.ndarray:
@@ -65,7 +65,7 @@ def test_no_name_is_left(tmp_path: Path) -> None:
 def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, numpy as np\n"
-        "from shrinkpoint.runtime.scratch import Scratch\n"
+        "from shrinkpoint.state.scratch import Scratch\n"
         "assert Scratch(sys.argv[1]).file().put(np.zeros(10**6, np.uint8))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -197,7 +197,3 @@ def test_a_folder_in_memory_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(match=r"scratch_folder='/dev/shm' is in memory itself \(tmpfs\)"):
         Saver(str(tmp_path / "run"), SaverConfig(scratch_folder="/dev/shm")).check()
     Scratch(tmp_path).look()
-
-
-def test_mount_points_with_spaces() -> None:
-    assert scratch._unescaped("/mnt/a\\040b\\134c") == "/mnt/a b\\c"
