@@ -17,11 +17,11 @@ from shrinkpoint.cli.runs import (
     load,
     parse_storage_options,
 )
+from shrinkpoint.cli.show import facts_of
 
 if TYPE_CHECKING:
     import torch
 
-    from shrinkpoint.container.reader import Record
 
 __all__ = ["diff"]
 
@@ -70,8 +70,8 @@ def _tensors(one: Loaded, other: Loaded) -> list[dict[str, Any]]:
         record_a, record_b = records_a.get(name), records_b.get(name)
         row: dict[str, Any] = {
             "name": name,
-            "a": _tensor(record_a),
-            "b": _tensor(record_b),
+            "a": None if record_a is None else facts_of(record_a),
+            "b": None if record_b is None else facts_of(record_b),
             "rms": None,
             "relative": None,
         }
@@ -89,21 +89,6 @@ def _tensors(one: Loaded, other: Loaded) -> list[dict[str, Any]]:
             row["relative"] = relative if math.isfinite(relative) else None
         rows.append(row)
     return rows
-
-
-def _tensor(record: "Record | None") -> dict[str, Any] | None:
-    from shrinkpoint.state.dtypes import dtype_name
-
-    if record is None:
-        return None
-    spec = record.spec
-    return {
-        "role": spec.tag.role.value,
-        "dtype": dtype_name(spec.dtype),
-        "shape": list(spec.shape),
-        "codec": record.codec,
-        "bytes": record.nbytes,
-    }
 
 
 def _distance(a: "torch.Tensor", b: "torch.Tensor") -> tuple[float, float]:

@@ -39,7 +39,7 @@ from shrinkpoint.store.connect import looks_like_file, naming, read_file
 if TYPE_CHECKING:
     from shrinkpoint.container.reader import Header, Record
 
-__all__ = ["show"]
+__all__ = ["facts_of", "show"]
 
 
 class Order(str, Enum):
@@ -117,11 +117,12 @@ def _report(header: "Header", size: int) -> dict[str, Any]:
             asdict(part) | {"reason": explained(part.code), "share": part.bytes / size if size else 0.0}
             for part in exact_parts(((record.spec, record.nbytes) for record in records), reasons)
         ],
-        "tensors": [_tensor(record, reasons.get(record.spec.name)) for record in records],
+        "tensors": [facts_of(record, reasons.get(record.spec.name)) for record in records],
     }
 
 
-def _tensor(record: "Record", why: str | None) -> dict[str, Any]:
+def facts_of(record: "Record", why: str | None = None) -> dict[str, Any]:
+    """Describe a stored tensor from its record; `why` is the code of the reason why it is stored exactly."""
     from shrinkpoint.state.dtypes import dtype_name
 
     spec = record.spec

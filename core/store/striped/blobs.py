@@ -107,14 +107,7 @@ class Blobs:
         return data
 
     def _locate(self, key: str) -> Layout:
-        group = self._group
-
-        def find(store: int) -> list[ObjectInfo]:
-            infos = group.stores[store].list(f"{key}.")
-            group.confirm(store)
-            return infos
-
-        return layouts_of(group.read(find)).get(key, {})
+        return layouts_of(self._group.listings(f"{key}.")).get(key, {})
 
     def _get_or_explain(
         self, key: str, layout: Layout, start: int | None, end: int | None, max_size: int

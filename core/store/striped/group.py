@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from shrinkpoint.errors import RunMismatchError, StoreError
-from shrinkpoint.store.objects import ObjectStore, TransientStoreError, honours_put_if_absent
+from shrinkpoint.store.objects import ObjectInfo, ObjectStore, TransientStoreError, honours_put_if_absent
 from shrinkpoint.store.striped.calls import Answers, Calls, Health, Patience
 from shrinkpoint.store.striped.members import (
     MEMBER_KEY,
@@ -208,6 +208,21 @@ class Group:
                 more=". In a disaster, --read-anyway takes what there is",
             )
         return answers.of
+
+    def listings(self, prefix: str) -> dict[int, list[ObjectInfo]]:
+        """List what lies below a prefix, in enough stores that whatever was committed is seen.
+
+        Raises:
+            StoreError: As `read`.
+        """
+
+        def look(store: int) -> list[ObjectInfo]:
+            infos = self.stores[store].list(prefix)
+            # Afterwards: a disk that was unmounted in between lists nothing, and must not count.
+            self.confirm(store)
+            return infos
+
+        return self.read(look)
 
     def writable(self) -> list[int]:
         """The stores to write to: those that work, or all where these are too few."""

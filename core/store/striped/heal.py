@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from shrinkpoint.errors import CorruptionError, FormatError, RunMismatchError, StoreError
 from shrinkpoint.store.keys import seq_of_commit
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, is_sealed
-from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
+from shrinkpoint.store.objects import MissingKeyError
 from shrinkpoint.store.striped.blobs import layouts_of
 from shrinkpoint.store.striped.group import Group
 from shrinkpoint.store.striped.members import JOINING_KEY, MEMBER_KEY, Member, holds_a_run, read_member
@@ -88,13 +88,7 @@ def survey(
         StoreError: Fewer stores answer than it takes to be sure.
     """
     group = objects.group
-
-    def look(store: int) -> list[ObjectInfo]:
-        infos = group.stores[store].list("")
-        group.confirm(store)
-        return infos
-
-    listed = group.read(look)
+    listed = group.listings("")
     layouts = layouts_of(listed)
     if needed is None:
         needed = {ref.key for manifest in manifests for ref in manifest.chain}

@@ -108,16 +108,7 @@ class StripedObjects:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
         if self.group.member is None:
             return _list_raw(self.group.stores, prefix, limit)
-
-        stored = stored_prefix(prefix)
-
-        def look(store: int) -> list[ObjectInfo]:
-            infos = self.group.stores[store].list(stored)
-            # Afterwards: a disk that was unmounted in between lists nothing, and must not count.
-            self.group.confirm(store)
-            return infos
-
-        listed = self.group.read(look)
+        listed = self.group.listings(stored_prefix(prefix))
         shards: dict[int, list[tuple[ShardName, ObjectInfo]]] = {store: [] for store in listed}
         records: dict[int, list[ObjectInfo]] = {store: [] for store in listed}
         for store, infos in listed.items():

@@ -189,7 +189,7 @@ class Records:
                 entries.append(ObjectInfo(key=key, size=size, modified=youngest(by.values())))
                 continue
             for digest, items in versions.items():
-                alias = f"{key.removesuffix('.json')}-{digest[:16]}-{digest[16:]}.json"
+                alias = _alias_of(key, digest)
                 infos = [info for _, info in items]
                 entries.append(ObjectInfo(key=alias, size=infos[0].size, modified=youngest(infos)))
         return entries
@@ -220,7 +220,7 @@ class Records:
             digest = _digest(data)
             self._seen[item] = _Copy(digest if sound else None, len(data))
             if sound:
-                alias = f"{info.key.removesuffix('.json')}-{digest[:16]}-{digest[16:]}.json"
+                alias = _alias_of(info.key, digest)
                 now = time.monotonic()
                 with self._lock:
                     self._just_listed[alias] = self._just_listed[info.key] = now, data
@@ -258,6 +258,10 @@ class Records:
         finally:  # a number that is used again may get a copy of the same size at the same time
             for item in [item for item in list(self._seen) if item[0] == store and item[1].key in plain]:
                 self._seen.pop(item, None)
+
+
+def _alias_of(key: str, digest: str) -> str:
+    return f"{key.removesuffix('.json')}-{digest[:16]}-{digest[16:]}.json"
 
 
 def stored_prefix(prefix: str) -> str:
