@@ -27,7 +27,7 @@ _UNPUBLISHED_TOGETHER = 16
 
 @dataclass(frozen=True, kw_only=True)
 class GcReport:
-    """What a collection did, or with ``dry_run`` would have done.
+    """What a collection did.
 
     Attributes:
         kept: Sequence numbers that stay restorable.
@@ -46,7 +46,6 @@ class GcReport:
     waiting: int
     leftovers_removed: int
     damaged: tuple[str, ...]
-    dry_run: bool
 
 
 def collect(
@@ -58,7 +57,6 @@ def collect(
     protect: Collection[str],
     check_fence: Callable[[Listing], None],
     grace_s: float,
-    dry_run: bool,
 ) -> GcReport:
     """Remove the manifests that are not kept, then the blobs that nothing has named for ``grace_s`` seconds.
 
@@ -71,7 +69,6 @@ def collect(
         protect: Digests of manifests to keep besides.
         check_fence: Raises FencedError where a listing shows that another writer has taken over.
         grace_s: How long blobs outlive the last manifest that named them.
-        dry_run: Only say what would be done.
 
     Raises:
         StoreError: The store failed; what is left is done by the next collection. Or it lists a manifest that it cannot read,
@@ -92,18 +89,15 @@ def collect(
     judged = [m for m in listing.manifests if seen is None or m.digest in seen]
     doomed = [m for m in judged if m.seq not in wanted and m.digest not in spared]
     at_once = grace_s == 0
-    if at_once and not dry_run:
+    if at_once:
         _unpublish(objects, catalog, doomed, copied=False)
     gone = {manifest.digest for manifest in doomed}
-    wait = not (at_once and dry_run)
-    blobs, waiting, expired = _dead_blobs(objects, catalog, gone, now - grace_s, check_fence, wait=wait)
-    leftovers = 0
-    if not dry_run:
-        objects.delete([info.key for info in blobs])
-        objects.delete(expired)
-        leftovers = _sweep(objects, now - grace_s)
-        if not at_once:  # only now, since the copies take space, which may just have been freed
-            _unpublish(objects, catalog, doomed, copied=True)
+    blobs, waiting, expired = _dead_blobs(objects, catalog, gone, now - grace_s, check_fence)
+    objects.delete([info.key for info in blobs])
+    objects.delete(expired)
+    leftovers = _sweep(objects, now - grace_s)
+    if not at_once:  # only now, since the copies take space, which may just have been freed
+        _unpublish(objects, catalog, doomed, copied=True)
     return GcReport(
         kept=tuple(sorted(m.seq for m in listing.manifests if m.digest not in gone)),
         removed=tuple(sorted(m.seq for m in doomed)),
@@ -112,7 +106,6 @@ def collect(
         waiting=waiting,
         leftovers_removed=leftovers,
         damaged=tuple(damaged.key for damaged in listing.damaged),
-        dry_run=dry_run,
     )
 
 
@@ -146,12 +139,10 @@ def _dead_blobs(
     gone: set[str],
     before: float,
     check_fence: Callable[[Listing], None],
-    *,
-    wait: bool,
 ) -> tuple[list[ObjectInfo], int, list[str]]:
     """Blobs to delete, how many more wait for the end of their grace, and trash entries to delete after them.
 
-    What manifests in `gone` name that are still listed waits, or with ``wait=False`` counts as if they were not.
+    What manifests in `gone` name that are still listed waits.
     """
     # The order matters: a blob that this listing shows was named, if ever, by a manifest that the later one shows.
     infos = objects.list("data/")
@@ -161,7 +152,7 @@ def _dead_blobs(
     check_fence(listing)
     kept = _named(catalog, [m for m in listing.manifests if m.digest not in gone], modified)
     leaving = _named(catalog, [m for m in listing.manifests if m.digest in gone], modified)
-    live, recent = kept.keys, trash.keys | (leaving.keys if wait else frozenset())
+    live, recent = kept.keys, trash.keys | leaving.keys
     unknown_until = max(
         [
             trash.unknown_until,

@@ -254,7 +254,6 @@ class RunWriter:
         *,
         seen: Collection[Manifest] | None = None,
         grace_s: float = gc.DEFAULT_GRACE_S,
-        dry_run: bool = False,
     ) -> gc.GcReport:
         """Remove checkpoints that are not kept, and blobs that nothing has needed for ``grace_s`` seconds.
 
@@ -266,7 +265,6 @@ class RunWriter:
             seen: The manifests that ``keep`` was chosen from. What another process has committed since then was never judged,
                 and stays. None: all that are there now.
             grace_s: Seconds, by the store's clock. Below two hours only where no second writer or reader exists.
-            dry_run: Report only.
 
         Raises:
             ConfigError: ``grace_s`` is negative.
@@ -285,7 +283,6 @@ class RunWriter:
                 protect=[self.last.digest] if self.last else self._protect,
                 check_fence=self._check_fence,
                 grace_s=grace_s,
-                dry_run=dry_run,
             )
 
     # ---- the commit point

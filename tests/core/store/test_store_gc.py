@@ -166,25 +166,6 @@ def test_orphans_of_a_killed_save_go_after_the_grace(run: Run) -> None:
     assert run.sound() == [1]
 
 
-def test_dry_run_changes_nothing_and_says_the_same(run: Run) -> None:
-    for step in range(5):
-        run.base(step)
-    run.writer.collect([2, 3, 4])
-    run.fake.now += DAY + 1
-    before = dict(run.fake.blobs)
-    promised = run.writer.collect([3], dry_run=True)
-    assert run.fake.blobs == before
-    done = run.writer.collect([3])
-    assert (done.kept, done.removed, done.blobs_removed, done.waiting) == (
-        promised.kept,
-        promised.removed,
-        promised.blobs_removed,
-        promised.waiting,
-    )
-    assert done.removed == (2,)
-    assert len(done.blobs_removed) == 2
-
-
 def test_only_the_newest_writer_collects(run: Run) -> None:
     run.base(1)
     last = run.base(2)
@@ -367,15 +348,6 @@ def test_without_grace_nothing_is_written_and_no_container_goes_before_its_manif
         report = run.writer.collect([], grace_s=0)
     assert run.keys("data/") == run.keys(second.chain[0].key)
     assert report.waiting == 0
-
-
-def test_dry_run_without_grace_says_the_same(run: Run) -> None:
-    first, _ = run.base(1), run.base(2)
-    run.fake.now += 1
-    promised = run.writer.collect([], grace_s=0, dry_run=True)
-    done = run.writer.collect([], grace_s=0)
-    assert promised.blobs_removed == done.blobs_removed == (first.chain[0].key,)
-    assert promised.waiting == done.waiting == 0
 
 
 def test_what_is_expired_goes_although_no_copy_can_be_written(run: Run) -> None:
