@@ -13,7 +13,7 @@ import torch
 from shrinkpoint.engine.takeover import Adoption, Takeover
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.optimizers.updates import OptimizerKind
-from shrinkpoint.quality.evaluation import Evaluate, Measure, ResumedSteps
+from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
 from shrinkpoint.reports import Accepted
 from shrinkpoint.state.own import OwnState
 from shrinkpoint.state.snapshot import Snapshot
@@ -213,7 +213,7 @@ class Job:
     """The state, or the tensors of it that this rank codes."""
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    measure: Measure | None = None
+    measure: Evaluate | None = None
     """Evaluates a candidate; of several ranks together, which all have one then."""
     resume: ResumedSteps | None = None
     gradients: Mapping[str, torch.Tensor] | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.quality.measurement import CONFIDENCE, Rise, pooled
+from shrinkpoint.quality.measurement import CONFIDENCE, LOSS_FLOOR, Rise, pooled
 
 __all__ = [
     "NO_COST",
@@ -79,18 +79,17 @@ NO_COST = RestoreCost(0.0, 0.0)
 """Of a restore that is exact."""
 
 
-def fall_of(before: tuple[int, float], now: tuple[int, float], floor: float) -> float:
+def fall_of(before: tuple[int, float], now: tuple[int, float]) -> float:
     """By how much the loss falls in a training step between two saves, relative to the later loss; 0 where it does not.
 
     Args:
         before: step and held-out loss of the earlier save.
         now: of the later one.
-        floor: losses nearer to zero count as this one.
     """
     (begun, first), (ended, last) = before, now
     if ended <= begun or not (math.isfinite(first) and math.isfinite(last)):
         return 0.0
-    return max(0.0, (first - last) / max(abs(last), floor) / (ended - begun))
+    return max(0.0, (first - last) / max(abs(last), LOSS_FLOOR) / (ended - begun))
 
 
 class RestoreBudget:

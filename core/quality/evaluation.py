@@ -20,7 +20,6 @@ __all__ = [
     "EvaluationDesk",
     "EvaluationUnavailableError",
     "Loss",
-    "Measure",
     "ResumedSteps",
     "losses_of",
 ]
@@ -33,9 +32,6 @@ Evaluate = Callable[[Mapping[str, torch.Tensor]], Loss]
 
 Averages of the weights (`shrinkpoint.state.averages`) are among them; an evaluation that cannot use them ignores them.
 """
-
-Measure = Evaluate
-"""`Evaluate`, called from the background worker."""
 
 ResumedSteps = Callable[[object, Sequence[int]], Sequence[Loss]]
 """Takes a state as it was saved and ascending numbers of optimizer steps; gives the held-out loss after each of them.

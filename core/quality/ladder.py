@@ -8,14 +8,13 @@ from typing import Any
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.quality.comparison import Comparison
+from shrinkpoint.quality.comparison import Comparison, restored_model, true_model
 from shrinkpoint.quality.measurement import History, Rise, pooled
 from shrinkpoint.quality.plan import Ladder, Plan, Refusal, exactly
-from shrinkpoint.quality.trial import restored_model, true_model
 from shrinkpoint.schemes.auto.scheme import MILD_SCALE, Auto, AutoOptions
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import Choice, build, entry_of
-from shrinkpoint.schemes.inshrinkerator.prediction import PredictedSizes, SizePredictor
+from shrinkpoint.schemes.inshrinkerator.prediction import SizePredictor, predicted_sizes
 from shrinkpoint.schemes.inshrinkerator.scheme import (
     Inshrinkerator,
     InshrinkeratorOptions,
@@ -54,10 +53,8 @@ class _Save:
 
     past: History | None = None
     """Of the measurements before it."""
-    measured: dict[float, Rise] = field(default_factory=dict)
-    """By scale."""
-    pooled: dict[float, Rise] = field(default_factory=dict)
-    """The same, each pooled with the prediction from the nearest known scale."""
+    rises: dict[float, Rise] = field(default_factory=dict)
+    """By scale, each pooled with the prediction from the nearest known scale."""
     grade: float = 0.0
     """Of its moments, since coarser ones were refused."""
     exact: frozenset[int] = frozenset()
@@ -128,7 +125,7 @@ class ScaleLadder(Ladder):
             self._limit = rung + _PER_OCTAVE
         scale, found = self._scale(rung), rise(rung)
         self._history = History.of(scale, found, self._history)
-        return self._plan(save_context, scale, f"scale {scale:.3g} {_compared(found, allowed)}", found)
+        return self._plan(save_context, scale, f"scale {scale:.3g} raises {_compared(found, allowed)}", found)
 
     def milder(
         self, save_context: SaveContext, comparison: Comparison | None, allowed: float, refusal: Refusal
@@ -154,20 +151,21 @@ class ScaleLadder(Ladder):
         return _scale(rung) if given is None else given
 
     def _rise(self, save_context: SaveContext, comparison: Comparison, rung: int) -> Rise:
-        scale, save = self._scale(rung), self._save
-        if scale not in save.pooled:
-            make = partial(
-                restored_model,
-                save_context.state,
-                self._scheme(save_context, scale),
-                save_context.reference,
-                self._threads,
+        scale, rises = self._scale(rung), self._save.rises
+        if scale not in rises:
+            own = comparison.rise(
+                scale,
+                lambda: restored_model(
+                    save_context.state,
+                    self._scheme(save_context, scale),
+                    save_context.reference,
+                    self._threads,
+                ),
             )
-            save.measured[scale] = own = comparison.rise(scale, make)
-            known = [found for at, rise in save.pooled.items() if (found := History.of(at, rise)) is not None]
-            past = min(known, key=lambda found: abs(math.log2(found.scale / scale)), default=save.past)
-            save.pooled[scale] = pooled(own, past.predicted(scale) if past is not None else None)
-        return save.pooled[scale]
+            known = [found for at, rise in rises.items() if (found := History.of(at, rise)) is not None]
+            past = min(known, key=lambda found: abs(math.log2(found.scale / scale)), default=self._save.past)
+            rises[scale] = pooled(own, past.predicted(scale) if past is not None else None)
+        return rises[scale]
 
     def _start(self, rise: Callable[[int], Rise], allowed: float, *, base: bool) -> int:
         """The rung in use, or a wider one if earlier measurements predict that it keeps the bound and this one
@@ -219,7 +217,7 @@ class ScaleLadder(Ladder):
             wider = min(_WIDEST, rung + shift)
             if wider <= rung or not rise(wider).within(allowed):
                 break
-            narrow, wide = self._save.measured[_scale(rung)], self._save.measured[_scale(wider)]
+            narrow, wide = rise(rung), rise(wider)
             if narrow == wide or 0 < wide.distance < _SAME * narrow.distance:
                 break  # steps are limited by something else than the scale
             rung = wider
@@ -228,7 +226,7 @@ class ScaleLadder(Ladder):
     def _refused(self, rise: Rise, allowed: float) -> Plan:
         """Store exactly; the next save asks the narrowest steps first, and the others only if these hold."""
         self._out_of_reach = True
-        return exactly(f"the smallest scale tried {_compared(rise, allowed)}: stored exactly")
+        return exactly(f"the smallest scale tried raises {_compared(rise, allowed)}: stored exactly")
 
     def _scheme(self, save_context: SaveContext, scale: float) -> Auto:
         return Auto(
@@ -302,7 +300,7 @@ def _shift(rise: Rise, allowed: float) -> int:
 
 
 def _compared(rise: Rise, allowed: float) -> str:
-    return f"raises the loss by {rise.mean:+.3g} ({rise.high:+.3g} at most), and a restore may cost {allowed:.3g}"
+    return f"the loss by {rise.mean:+.3g} ({rise.high:+.3g} at most), and a restore may cost {allowed:.3g}"
 
 
 class GivenSettings(Ladder):
@@ -326,10 +324,7 @@ class GivenSettings(Ladder):
         make = partial(restored_model, save_context.state, scheme, save_context.reference)
         rise = pooled(comparison.rise("as given", make), self._expected)
         self._history = History.of(1.0, rise, self._history)
-        reason = (
-            f"the settings given raise the loss by {rise.mean:+.3g} ({rise.high:+.3g} at most), and a restore may cost"
-            f" {allowed:.3g}"
-        )
+        reason = f"the settings given raise {_compared(rise, allowed)}"
         if allowed <= 0 or not rise.within(allowed):
             return exactly(f"{reason}: stored exactly")
         return self._plan(save_context, reason, rise)
@@ -377,7 +372,7 @@ class ConfigurationLadder(Ladder):
         predict: Predict = own
         if save_context.scores is not None:  # other processes have weights too
             space = self._search.space
-            predict = PredictedSizes(space, lambda: comparison.summed(own.table(space)))
+            predict = predicted_sizes(space, comparison.summed(own.table(space)))
         true = true_model(save_context.state)  # averages too: the live ones change between two evaluations
 
         def rise(configuration: Configuration) -> Rise:

@@ -57,6 +57,7 @@ Losses: TypeAlias = Sequence[float]
 """The loss on each of some batches, always the same ones; a single number where only the mean is known."""
 
 LOSS_FLOOR = 1e-8
+"""Losses nearer to zero count as this one."""
 CONFIDENCE = 1.645
 """Standard errors between the mean and an end of the interval: 95 % of a normal distribution lie below the upper end."""
 
@@ -147,11 +148,11 @@ EXACT = Rise(0.0)
 """The rise of weights that are restored exactly: none."""
 
 
-def relative_rise(loss: float, baseline: float, floor: float = LOSS_FLOOR) -> float:
-    """``(loss - baseline) / max(|baseline|, floor)``; ``inf`` when either is not finite, and never ``-inf``."""
+def relative_rise(loss: float, baseline: float) -> float:
+    """``(loss - baseline) / max(|baseline|, LOSS_FLOOR)``; ``inf`` when either is not finite, and never ``-inf``."""
     if not (math.isfinite(loss) and math.isfinite(baseline)):
         return math.inf
-    return max((loss - baseline) / max(abs(baseline), floor), -sys.float_info.max)
+    return max((loss - baseline) / max(abs(baseline), LOSS_FLOOR), -sys.float_info.max)
 
 
 def absolute_error(share: float) -> float:
@@ -168,7 +169,6 @@ def measured_rise(
     restored: Losses,
     mirrored: Losses | None = None,
     *,
-    floor: float = LOSS_FLOOR,
     absolute: float = ABSOLUTE,
 ) -> Rise:
     """The relative rise of the loss, paired by batch: of a pair its second-order part, else all of it.
@@ -177,13 +177,12 @@ def measured_rise(
         true: the losses without a restore.
         restored: at true + error, on the same batches; where their numbers differ, only the means are compared.
         mirrored: at true - error, or None. Where one is not finite, neither is the rise.
-        floor: see `relative_rise`.
         absolute: see `absolute_error`.
     """
     if not len(true) == len(restored) == len(restored if mirrored is None else mirrored):
         true, restored = [_mean(true)], [_mean(restored)]
         mirrored = None if mirrored is None else [_mean(mirrored)]
-    unit = max(abs(_mean(true)), floor)
+    unit = max(abs(_mean(true)), LOSS_FLOOR)
     half = 0.0
     if mirrored is not None:
         half = _mean([plus / 2 - minus / 2 for plus, minus in zip(restored, mirrored, strict=True)])

@@ -17,14 +17,20 @@ from shrinkpoint.quality.budget import (
     fall_of,
     reserve_of,
 )
-from shrinkpoint.quality.comparison import BlindEvaluationError, Combine, Comparison, alone, joined
-from shrinkpoint.quality.evaluation import EvaluationUnavailableError, Measure, ResumedSteps, losses_of
+from shrinkpoint.quality.comparison import (
+    BlindEvaluationError,
+    Combine,
+    Comparison,
+    alone,
+    joined,
+    restored_state,
+)
+from shrinkpoint.quality.evaluation import Evaluate, EvaluationUnavailableError, ResumedSteps, losses_of
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.ladder import ladder_of
 from shrinkpoint.quality.measurement import (
     CONFIDENCE,
     EXACT,
-    LOSS_FLOOR,
     Losses,
     Rise,
     absolute_error,
@@ -34,7 +40,6 @@ from shrinkpoint.quality.measurement import (
 )
 from shrinkpoint.quality.plan import Ladder, Plan, Refusal, exactly
 from shrinkpoint.quality.preserve import TraceError
-from shrinkpoint.quality.trial import restored_state
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.state.scratch import in_memory
 from shrinkpoint.state.training import Role
@@ -68,7 +73,7 @@ class _Save:
 
     ladder: Ladder
     context: SaveContext
-    measure: Measure | None
+    measure: Evaluate | None
     resume: ResumedSteps | None
     guard: Guard | None
     combine: Combine
@@ -146,7 +151,7 @@ class Planner:
     def plan(
         self,
         save_context: SaveContext,
-        measure: Measure | None,
+        measure: Evaluate | None,
         resume: ResumedSteps | None = None,
         *,
         exact: bool = False,
@@ -216,11 +221,11 @@ class Planner:
         """The plan by measurements; unmeasured where the evaluation does not see the weights, and exact where it fails."""
         assert save.measure is not None
         context, state = save.context, save.context.state
-        share, floor = self._budget.share, LOSS_FLOOR
+        share = self._budget.share
         try:
-            comparison = Comparison(state, save.measure, share=share, floor=floor, combine=save.combine)
+            comparison = Comparison(state, save.measure, share=share, combine=save.combine)
             if self._baseline is not None:
-                self._fall = fall_of(self._baseline, (context.step, comparison.loss), floor)
+                self._fall = fall_of(self._baseline, (context.step, comparison.loss))
             plan = self._seen(save, comparison)
         except EvaluationUnavailableError as error:
             if not isinstance(error.__cause__, TraceError):
@@ -324,16 +329,16 @@ class Planner:
         """The plan with the rise of the loss after some steps from what it restores, above as many steps from the true state, and
         with the cost of a restore that follows from it."""
         marks = self._recovery.marks(plan.options, plan.scale) or self._recovery.shortest
-        threads, floor = self._config.encoder_threads, LOSS_FLOOR
+        threads = self._config.encoder_threads
         true = save.losses_after(marks, None, threads)
         tried = save.losses_after(marks, plan.scheme, threads)
         at, absolute = plan.rise or EXACT, absolute_error(self._budget.share)
         fall = 0.0
         if plan.baseline is not None:
             last = sum(true[-1]) / len(true[-1])
-            fall = max(0.0, -relative_rise(last, plan.baseline, floor)) / marks[-1]
+            fall = max(0.0, -relative_rise(last, plan.baseline)) / marks[-1]
         rises = {
-            mark: measured_rise(baseline, losses, floor=floor, absolute=absolute)
+            mark: measured_rise(baseline, losses, absolute=absolute)
             for mark, losses, baseline in zip(marks, tried, true, strict=True)
         }
         rises = lasting_rises(

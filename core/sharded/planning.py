@@ -10,7 +10,7 @@ from typing import Any
 
 from shrinkpoint.errors import StoreError
 from shrinkpoint.group.mailbox import Mailbox
-from shrinkpoint.quality.evaluation import EvaluationUnavailableError, Measure, ResumedSteps
+from shrinkpoint.quality.evaluation import Evaluate, EvaluationUnavailableError, ResumedSteps
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.plan import Plan, exactly
 from shrinkpoint.quality.planner import Planner
@@ -114,7 +114,7 @@ def plan_together(
     together: Together,
     planner: Planner,
     save_context: SaveContext,
-    measure: Measure,
+    measure: Evaluate,
     resume: ResumedSteps | None = None,
     *,
     guard: Guard | None = None,

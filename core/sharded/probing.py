@@ -16,6 +16,7 @@ import torch
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.group.mailbox import Mailbox
+from shrinkpoint.quality.comparison import evaluated
 from shrinkpoint.quality.evaluation import (
     Evaluate,
     EvaluationDesk,
@@ -25,7 +26,6 @@ from shrinkpoint.quality.evaluation import (
 )
 from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.preserve import TraceError
-from shrinkpoint.quality.trial import evaluated
 from shrinkpoint.sharded.boxes import Pieces, pieces_of
 from shrinkpoint.sharded.layout import block_box
 from shrinkpoint.sharded.spreading import Shards, spread
@@ -61,7 +61,7 @@ def owned_weights(state: TrainingState, model: Mapping[str, torch.Tensor]) -> Ow
 
     Args:
         state: what the rank owns.
-        model: its weights and buffers as `shrinkpoint.quality.trial` names them.
+        model: its weights and buffers as `shrinkpoint.quality.comparison` names them.
     """
     specs = {key: spec for key, spec in evaluated(state) if key in model}
     return OwnedWeights(

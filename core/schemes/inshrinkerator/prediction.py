@@ -12,7 +12,7 @@ from shrinkpoint.schemes.inshrinkerator.scheme import InshrinkeratorOptions, Wei
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 from shrinkpoint.state.training import LayerType
 
-__all__ = ["PredictedSizes", "SizePredictor"]
+__all__ = ["SizePredictor", "predicted_sizes"]
 
 
 _PROTECTED_BITS = 16  # a protected weight is stored in two bytes
@@ -46,7 +46,7 @@ class SizePredictor:
         return sum(self._bytes(*part) for part in _parts(configuration))
 
     def table(self, space: ConfigurationSpace) -> list[float]:
-        """Predicted bytes for every configuration of a space, as `PredictedSizes` takes them; tables of several processes add up."""
+        """Predicted bytes for every configuration of a space, as `predicted_sizes` takes them; tables of several processes add up."""
         return [self._bytes(*part) for part in _all_parts(space)]
 
     def _bytes(self, embeddings: bool, bins: int, prune: float, protect: float) -> float:
@@ -62,23 +62,15 @@ class SizePredictor:
         return bits / 8
 
 
-class PredictedSizes:
-    """Predicts as `SizePredictor` does, from the tables of several processes that have some weights each.
+def predicted_sizes(space: ConfigurationSpace, table: Sequence[float]) -> Callable[[Configuration], float]:
+    """Predict as `SizePredictor` does, for several processes that have some weights each.
 
     Args:
         space: the configurations.
-        table: gives the sum of `SizePredictor.table` over all processes; called when a size is asked for.
+        table: the sum of `SizePredictor.table` over all processes.
     """
-
-    def __init__(self, space: ConfigurationSpace, table: Callable[[], Sequence[float]]) -> None:
-        self._space, self._table = space, table
-        self._known: dict[_Part, float] = {}
-
-    def __call__(self, configuration: Configuration) -> float:
-        """Predicted bytes of all weights."""
-        if not self._known:
-            self._known = dict(zip(_all_parts(self._space), self._table(), strict=True))
-        return sum(self._known[part] for part in _parts(configuration))
+    known = dict(zip(_all_parts(space), table, strict=True))
+    return lambda configuration: sum(known[part] for part in _parts(configuration))
 
 
 def _parts(configuration: Configuration) -> list[_Part]:

@@ -125,29 +125,14 @@ class Search:
     def _exhaustive(self) -> _Steps:
         self._look_up(self._space.configurations)
         winner, open_size = yield from self._smallest(self._sizes)
-        contradictions = self._contradictions()
-        count = len(self.answers)
-        remarks = []
+        found = "no configuration is" if winner is None else f"({winner}) is the smallest"
+        reason = f"{found} within the bound, by {len(self.answers)} evaluations"
         if open_size is not None:
-            known = (
-                "no feasible one is known"
-                if winner is None
-                else f"{1 - open_size / self._sizes[winner]:.1%} at most"
-            )
-            remarks.append(f"the limit on evaluations was reached, what could still be gained: {known}")
-        if contradictions:
-            remarks.append(
-                f"{contradictions} pairs of measurements contradict that milder is better, so the neighbours were measured"
-            )
+            gain = "no feasible one is known"
             if winner is not None:
-                winner = yield from self._recheck_neighbours(winner)
-                count = len(self.answers)
-        found = (
-            f"no configuration is within the bound, by {count} evaluations"
-            if winner is None
-            else f"({winner}) is the smallest within the bound, by {count} evaluations"
-        )
-        return Outcome(winner, "; ".join([found, *remarks]))
+                gain = f"{1 - open_size / self._sizes[winner]:.1%} at most"
+            reason += f"; the limit on evaluations was reached, what could still be gained: {gain}"
+        return Outcome(winner, reason)
 
     def _neighbourhood(self, incumbent: Configuration) -> _Steps:
         twins = self._space.twins(incumbent)
@@ -224,29 +209,6 @@ class Search:
             else:
                 candidates = [other for other in candidates if not order.harsher[number] >> other & 1]
         return best, sizes[self._space.configurations[candidates[0]]] if candidates else None
-
-    def _contradictions(self) -> int:
-        """Pairs of measurements in which the milder configuration is significantly worse: quality is not monotone there."""
-        return sum(
-            self._space.at_least_as_mild(mild, harsh)
-            and significantly_lower(self.answers[harsh], self.answers[mild])
-            for mild, harsh in itertools.permutations(self.answers, 2)
-        )
-
-    def _recheck_neighbours(self, winner: Configuration) -> Generator[Configuration, float, Configuration]:
-        """Measure the smaller neighbours of the winner that were ruled out by inference; the first feasible one wins."""
-        smaller = {
-            neighbour
-            for neighbour in self._space.around(winner, _MOVES, embedding_moves=_MOVES)
-            if self._sizes[neighbour] < self._sizes[winner] and neighbour not in self.answers
-        }
-        for neighbour in sorted(smaller, key=lambda c: (self._sizes[c], str(c))):
-            if not self._left:
-                break
-            yield neighbour
-            if self._holds(neighbour):
-                return neighbour
-        return winner
 
     @property
     def _left(self) -> int:

@@ -234,7 +234,7 @@ def test_a_blind_evaluation_is_told_once_and_noise_stays_below_movement(tmp_path
         "the evaluation does not see the weights that are stored"
     ]
     assert (first.measured, second.measured) == ("blind", "blind")
-    assert (first.rise.mean, second.rise.mean) == (None, None)
+    assert (first.degradation, second.degradation) == (None, None)
     assert first.scheme == second.scheme == "auto"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShrinkpointWarning)

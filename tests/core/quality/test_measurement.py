@@ -43,12 +43,6 @@ def test_an_improvement_has_a_size_for_manifests_hold_no_infinity():
     assert -math.inf < relative_rise(-1e305, 5e-324) < -1e300
 
 
-def test_the_floor_can_be_chosen():
-    assert relative_rise(0.002, 0.001, floor=0.1) == pytest.approx(0.01)
-    assert measured_rise([0.001], [0.002], floor=0.1).mean == pytest.approx(0.01)
-    assert measured_rise([0.001], [0.003], [0.001], floor=0.1).first_order == pytest.approx(0.01)
-
-
 finite = st.floats(-1, 1)
 
 

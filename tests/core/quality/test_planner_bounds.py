@@ -15,11 +15,16 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.optimizers.updates import Updates
 from shrinkpoint.quality.budget import NO_COST, RestoreCost, fall_of, reserve_of
-from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
+from shrinkpoint.quality.comparison import (
+    BlindEvaluationError,
+    Comparison,
+    restored_model,
+    restored_state,
+    true_model,
+)
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.guards import Verdict
 from shrinkpoint.quality.planner import Planner
-from shrinkpoint.quality.trial import restored_model, restored_state, true_model
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.state.training import Role, Tag, TrainingState
@@ -505,7 +510,7 @@ def test_lost_progress_counts_at_the_first_save_by_what_its_probe_shows(states):
     ],
 )
 def test_the_fall_of_the_loss_in_a_step(before, now, fall):
-    assert fall_of(before, now, 1e-8) == pytest.approx(fall)
+    assert fall_of(before, now) == pytest.approx(fall)
 
 
 def test_a_report_holds_what_lost_steps_cost_and_what_is_reserved(states):

@@ -126,3 +126,23 @@ def test_an_undo_that_fails_or_is_interrupted_leaves_none_of_the_others_out(monk
         change()
     same = [torch.equal(now, value) for now, value in zip(model.parameters(), before, strict=True)]
     assert same.count(False) == (0 if error is KeyboardInterrupt else 1)
+
+
+class Packed(torch.Tensor):
+    """A weight as libraries pack it: it has other memory, and says in an attribute how."""
+
+
+def test_packed_weights_and_generators_come_back() -> None:
+    layer: Any = nn.Module()
+    layer.weight = nn.Parameter(torch.arange(4).as_subclass(Packed), requires_grad=False)
+    layer.weight.layouts = ["rows"]
+    place, expected = layer.weight.data_ptr(), torch.rand(2, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(1)
+    with preserved_state(layer):
+        layer.weight.data = torch.zeros(2)
+        layer.weight.layouts.append("columns")
+        torch.rand(3)
+    assert layer.weight.data_ptr() == place
+    assert layer.weight.tolist() == [0, 1, 2, 3]
+    assert layer.weight.layouts == ["rows"]
+    assert torch.equal(torch.rand(2), expected)

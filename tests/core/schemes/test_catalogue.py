@@ -12,7 +12,7 @@ from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, capture, train
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.quality.trial import restored_model, restored_state, true_model
+from shrinkpoint.quality.comparison import restored_model, restored_state, true_model
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build, check_options, options_of
 from shrinkpoint.state.training import Role

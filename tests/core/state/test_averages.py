@@ -23,9 +23,9 @@ from shrinkpoint.coding.encode import encode_state, restored_values
 from shrinkpoint.config import Advanced
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.quality.comparison import mirrored_model, perturbed_model, restored_model, true_model
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.swap import swapped_tensors
-from shrinkpoint.quality.trial import mirrored_model, perturbed_model, restored_model, true_model
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import SaveContext
@@ -303,8 +303,8 @@ def test_averages_are_among_what_is_tried_mirrored_and_perturbed():
     away = true[key] - restored[key]
     mirrored = mirrored_model(state, restored)
     assert torch.allclose(mirrored[key] - true[key], away, atol=1e-7)
-    assert not torch.equal(perturbed_model(state, 0.1, 17)[key], true[key])
-    network = perturbed_model(state, 0.1, 17, averages=False)
+    assert not torch.equal(perturbed_model(state)[key], true[key])
+    network = perturbed_model(state, averages=False)
     assert network[key] is true[key]
     assert not torch.equal(network["inner.weight"], true["inner.weight"])
 

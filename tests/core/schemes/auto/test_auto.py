@@ -11,8 +11,8 @@ from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, capture,
 
 from shrinkpoint.coding.encode import encode_state, restored_values
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.comparison import restored_model
 from shrinkpoint.quality.guards import Guard
-from shrinkpoint.quality.trial import restored_model
 from shrinkpoint.quantize.movement import Movement
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.auto.trellis import WIDER

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.chains import encode
 
 from shrinkpoint.schemes.base import Context
-from shrinkpoint.schemes.inshrinkerator.prediction import PredictedSizes, SizePredictor
+from shrinkpoint.schemes.inshrinkerator.prediction import SizePredictor, predicted_sizes
 from shrinkpoint.schemes.inshrinkerator.scheme import InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
@@ -106,18 +106,8 @@ def test_tables_of_several_processes_predict_the_size_of_all_weights():
     tensors = [torch.randn(60, 50, generator=generator), 2 * torch.randn(80, 40, generator=generator)]
     embeddings = weights_of(torch.randn(50, 60, generator=generator), layer_type=LayerType.EMBEDDING)
     parts = [weights_of(tensors[0]), weights_of(tensors[1]), embeddings]
-    asked = []
-
-    def table():
-        asked.append(1)
-        return [
-            sum(column)
-            for column in zip(*(SizePredictor(part, OPTIONS).table(SPACE) for part in parts), strict=True)
-        ]
-
-    predict = PredictedSizes(SPACE, table)
-    assert not asked
+    tables = (SizePredictor(part, OPTIONS).table(SPACE) for part in parts)
+    predict = predicted_sizes(SPACE, [sum(column) for column in zip(*tables, strict=True)])
     alone = [SizePredictor(part, OPTIONS) for part in parts]
     for configuration in SPACE.configurations:
         assert predict(configuration) == pytest.approx(sum(one(configuration) for one in alone))
-    assert len(asked) == 1

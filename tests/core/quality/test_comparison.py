@@ -6,9 +6,15 @@ import pytest
 import torch
 from support.containers import identical
 
-from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
+from shrinkpoint.quality.comparison import (
+    BlindEvaluationError,
+    Comparison,
+    mirrored_model,
+    own_memory,
+    perturbed_model,
+    true_model,
+)
 from shrinkpoint.quality.measurement import EXACT
-from shrinkpoint.quality.trial import mirrored_model, own_memory, perturbed_model, true_model
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
 
@@ -93,7 +99,7 @@ def test_a_comparison_lends_what_is_not_the_snapshots():
 def test_noise_in_all_weights_is_the_same_each_time_and_of_their_size():
     state = made(w=torch.randn(400, 50) * 3, zeros=torch.zeros(1000), half=torch.ones(2000).bfloat16(),
                  buffer_n=torch.ones(3), count=torch.tensor([3]))  # fmt: skip
-    noisy, again = (perturbed_model(state, 0.1, 17) for _ in range(2))
+    noisy, again = (perturbed_model(state) for _ in range(2))
     assert identical(noisy, again)
     assert float((noisy["w"] - state.tensors["w"]).std()) == pytest.approx(0.3, rel=0.05)
     assert float(noisy["zeros"].std()) == pytest.approx(0.1, rel=0.1)
