@@ -42,8 +42,8 @@ each of them (docs/resuming.md): rows that are rarely trained, as a recommender'
 class RestoreCost:
     """What restores cost the run, as far as it is known at their saves. Costs of several restores are added by ``+``.
 
-    A training that is set back by s steps is behind by what the loss falls by in s steps. This is the upper end of what lost progress
-    costs, because the loss mostly falls more slowly later; half of it is expected.
+    A training that is set back by s steps is behind by what the loss falls by in s steps. Half of that is expected,
+    because the loss mostly falls more slowly later.
     """
 
     rise: float
@@ -51,10 +51,10 @@ class RestoreCost:
     measured_high: float
     """Upper end of what was measured of it."""
     delay: float = 0.0
-    """Upper end of what lost progress costs: the fall of the loss over the steps that the restores lose, see `fall_of`."""
+    """Upper end of what lost progress costs: the fall of the loss over the lost steps, see `fall_of`."""
     reserve: float = 0.0
-    """The part of `max_degradation` that measurements may not use, for what none at a save sees. Where a run leads after it was disturbed
-    is mostly settled by the first time, so it counts once, and whole, however many restores there are."""
+    """For what no measurement at a save sees. It counts once, however many restores there are: where a run leads
+    after it was disturbed is mostly settled by the first time."""
 
     @property
     def mean(self) -> float:

@@ -1,4 +1,4 @@
-"""Paired comparison: the loss with each candidate's restored weights against that with the true ones, on the same batches.
+"""Paired comparison: the loss with restored weights against that with the true ones, on the same batches.
 
 Candidates are made in memory: what a reader would restore, its mirror image, and the model with noise.
 """

@@ -47,15 +47,16 @@ class Verdict:
     moments: bool = False
     """Whether it is refused for the optimizer's state, which less noise in the weights does not change."""
     lost_steps: float = 0.0
-    """Training steps that a restore would lose, of the optimizers' memory and of the weights' progress; 0 where that is not known."""
+    """Training steps that a restore would lose, by weights and moments; 0 where that is not known."""
     updates: Updates | None = None
     """Error of the next updates; None where they could not be computed."""
     untried: str | None = None
     """Why they could not be computed."""
 
     def at_fault(self, optimizers: int) -> frozenset[int]:
-        """Positions of the optimizers whose moments make the next updates differ more than they may; where none does, of that
-        which loses most; all where the updates are not known.
+        """Positions of the optimizers whose moments make the next updates differ too much.
+
+        Where none does, that of the one that loses most; all where the updates are not known.
 
         Args:
             optimizers: their number.
@@ -76,7 +77,7 @@ class Guard:
     threads: int = 1
     """Parameters handled side by side."""
     restored: Callable[[Scheme], TrainingState] | None = None
-    """Gives the tensors that a scheme restores, where they are computed anyway; None computes those that are looked at."""
+    """Gives the tensors that a scheme restores, where they are computed anyway; None computes a sample."""
 
     def __call__(self, save_context: SaveContext, scheme: Scheme) -> Verdict:
         """Check the tensors that a scheme would restore.

@@ -32,8 +32,6 @@ class Plan:
     """Evaluations made for this save."""
     resumed: Mapping[int, Rise] = field(default_factory=dict)
     """The rise of the loss by number of steps after a restore, where this save was probed."""
-    fall: float = 0.0
-    """Relative fall of the loss in a step, where this save was probed."""
     cost: Rise | None = None
     """The rise that training does not recover; None where only `rise` is known."""
     allowed: float | None = None

@@ -293,15 +293,13 @@ class Planner:
         plan = self._settled(save, comparison, allowed, remains)
         if save.resume is None or plan.is_exact or not self._recovery.marks(plan.options, plan.scale):
             return plan
-        plan = self._probed(save, plan)
-        if self._baseline is None and plan.fall > 0:  # nothing else says yet how fast the loss falls
-            self._fall, probed = plan.fall, plan
-            plan = self._guarded(save, plan, comparison, allowed)
-            if plan.is_exact:
-                return plan
-            plan = replace(
-                plan, resumed=probed.resumed, fall=probed.fall, cost=probed.cost, baseline=probed.baseline
-            )
+        plan, fall = self._probed(save, plan, comparison)
+        if self._baseline is None and fall > 0:  # nothing else says yet how fast the loss falls
+            self._fall = fall
+            found = self._guarded(save, plan, comparison, allowed)
+            if found.is_exact:
+                return found
+            plan = replace(found, resumed=plan.resumed, cost=plan.cost)
         if plan.lasting.within(share):
             return plan
         outcome = f"after {max(plan.resumed)} resumed steps the loss was {plan.resumed[max(plan.resumed)].mean:+.3g}"
@@ -309,7 +307,7 @@ class Planner:
         plan = replace(plan, reason=f"{outcome}; {plan.reason}")
         if plan.is_exact:
             return plan
-        plan = self._probed(save, plan)
+        plan, _ = self._probed(save, plan, comparison)
         if plan.lasting.within(share):
             return plan
         return exactly(f"{outcome}, and with milder settings too: stored exactly")
@@ -317,7 +315,7 @@ class Planner:
     def _settled(self, save: _Save, comparison: Comparison, allowed: float, remains: float) -> Plan:
         """The ladder's choice that the guard accepts, with its cost as predicted without a probe."""
         plan = save.ladder.measured(save.context, comparison, allowed)
-        plan = replace(self._guarded(save, plan, comparison, allowed), baseline=comparison.loss)
+        plan = self._guarded(save, plan, comparison, allowed)
         if plan.rise is not None and 2 * _half(plan.rise) > allowed:
             plan = replace(
                 plan,
@@ -325,18 +323,15 @@ class Planner:
             )
         return replace(plan, cost=plan.rise.times(remains) if plan.rise is not None else None)
 
-    def _probed(self, save: _Save, plan: Plan) -> Plan:
+    def _probed(self, save: _Save, plan: Plan, comparison: Comparison) -> tuple[Plan, float]:
         """The plan with the rise of the loss after some steps from what it restores, above as many steps from the true state, and
-        with the cost of a restore that follows from it."""
+        with the cost of a restore that follows from it; and the relative fall of the loss in a step."""
         marks = self._recovery.marks(plan.options, plan.scale) or self._recovery.shortest
         threads = self._config.encoder_threads
         true = save.losses_after(marks, None, threads)
         tried = save.losses_after(marks, plan.scheme, threads)
         at, absolute = plan.rise or EXACT, absolute_error(self._budget.share)
-        fall = 0.0
-        if plan.baseline is not None:
-            last = sum(true[-1]) / len(true[-1])
-            fall = max(0.0, -relative_rise(last, plan.baseline)) / marks[-1]
+        fall = max(0.0, -relative_rise(sum(true[-1]) / len(true[-1]), comparison.loss)) / marks[-1]
         rises = {
             mark: measured_rise(baseline, losses, absolute=absolute)
             for mark, losses, baseline in zip(marks, tried, true, strict=True)
@@ -345,7 +340,7 @@ class Planner:
             rises, at, fall=fall, lost_steps=self._lost_steps, update_error=self._update_error
         )
         cost = self._recovery.measured(at, rises, plan.options, plan.scale)
-        return replace(plan, resumed=rises, fall=fall, cost=cost)
+        return replace(plan, resumed=rises, cost=cost), fall
 
     def _guarded(
         self, save: _Save, plan: Plan, comparison: Comparison | None = None, allowed: float = 0.0
@@ -369,8 +364,8 @@ class Planner:
         )
 
     def _checked(self, save: _Save, guard: Guard, plan: Plan) -> tuple[Plan, Refusal | None]:
-        """The plan with the guard's verdict, and why it must not be used as it is: a guard refuses it, or the progress that it
-        loses costs too much."""
+        """The plan with the guard's verdict, and why it must not be used as it is: by the verdict, or because the
+        progress that it loses costs too much."""
         verdict = guard(save.context, plan.scheme)
         plan = replace(plan, verdict=verdict)
         own = {

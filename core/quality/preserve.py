@@ -82,8 +82,8 @@ def preserved_state(
 
     Tensors are copied meanwhile, each piece of memory once, and get their values back in place, so that
     references to them stay valid; of DTensors this process's shards. Gradients are kept by reference, so the block must take its own. Numbers,
-    containers, arrays, generators, other objects' and their classes' attributes are kept, and what functions close over; of what is global,
-    torch's, numpy's and Python's generators alone.
+    containers, arrays, generators, other objects' and their classes' attributes are kept, and what functions close over.
+    Of what is global, only torch's, numpy's and Python's generators are.
     Of optimizers that are no roots, the groups alone.
 
     Args:

@@ -89,9 +89,8 @@ def swapped_tensors(live: Mapping[str, torch.Tensor], values: Mapping[str, torch
 
 
 def _is_packed(tensor: torch.Tensor) -> bool:
-    """Whether nothing is to be swapped into a tensor: a frozen one of a library's class, or one of a dtype that torch does not copy.
-
-    An evaluation may pack it otherwise, which `preserved_state` undoes.
+    """Whether nothing is to be swapped into a tensor: a frozen one of a library's class, or of a dtype that torch
+    does not copy. An evaluation may pack it otherwise, which `preserved_state` undoes.
     """
     frozen = own_part(tensor) is None and not is_flat(tensor) and not tensor.requires_grad
     return frozen or tensor.dtype in PACKED

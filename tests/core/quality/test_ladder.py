@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -133,7 +134,7 @@ def test_two_scales_that_are_measured_alike_end_the_exploration():
 
     def measure(scale):
         asked.append(scale)
-        return limited(min(scale, 0.5))
+        return replace(limited(min(scale, 0.5)), distance=3.0)
 
     assert Search().choose(measure, 1e-3, base=True).scale == 0.5
     assert len(asked) == 2
