@@ -5,11 +5,11 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shrinkpoint.cli.output import bytes_text, console, counted, print_json, print_table
 from shrinkpoint.cli.runs import AsJson, Pairs, StorageOptions, keys_of, open_run, parse_storage_options
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.store.striped.heal import Healed, Survey, survey
 from shrinkpoint.store.striped.heal import heal as heal_objects
 from shrinkpoint.store.urls import split_urls, url_text
@@ -68,11 +68,9 @@ def stores(
         if any(state.problem for state in found.stores) or found.unrestorable:
             raise typer.Exit(1)
         return
-    columns = TextColumn("healing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
+    with waiting_for("healing") as waiting:
         healed = heal_objects(
-            objects, needed, lambda done, of, key: bar.update(task, completed=done, total=of)
+            objects, needed, lambda done, of, key: waiting.say(f"healing, {done} of {of} objects")
         )
     if as_json:
         print_json({"url": run.display} | asdict(healed))

@@ -11,7 +11,6 @@ __all__ = [
     "MEMBER_KEY",
     "STEPS_PREFIX",
     "check_data_key",
-    "check_pin_name",
     "commit_key",
     "data_key",
     "is_data_key",
@@ -110,17 +109,12 @@ def is_probe_key(key: str) -> bool:
     return _PROBE_RE.fullmatch(key) is not None
 
 
-def check_pin_name(name: str) -> None:
-    """Raise ConfigError unless ``name`` can be part of a key."""
+def pin_key(name: str) -> str:
+    """The key of pin ``name``; raises ConfigError unless that can be part of a key."""
     if _PIN_NAME_RE.fullmatch(name) is None:
         raise ConfigError(
             f"pin name {name!r}: use 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit"
         )
-
-
-def pin_key(name: str) -> str:
-    """The key of pin ``name``."""
-    check_pin_name(name)
     return f"pins/{name}.json"
 
 
