@@ -19,7 +19,7 @@ from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, Pieces, intersection
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Buffers", "ExchangePlan", "Holders", "Move", "exchange", "moves", "plain_bytes"]
+__all__ = ["Buffers", "ExchangePlan", "Holders", "Move", "plain_bytes"]
 
 Holders = Mapping[Box, tuple[int, ...]]
 """The ranks that hold each of some boxes of a tensor, or are to be given it."""
@@ -144,6 +144,12 @@ class ExchangePlan:
             for names in _buckets(specs, targets, bucket * world)
         ]
 
+    @property
+    def moves(self) -> Iterator[Move]:
+        """What this rank gives and takes, in an order that both sides know."""
+        for bucket in self._buckets:
+            yield from (*bucket.own, *bucket.out, *bucket.into)
+
     def buffers(self, device: torch.device) -> Buffers:
         """Memory for the exchange.
 
@@ -227,42 +233,6 @@ class ExchangePlan:
             into.copy_(move.in_buffer(buffers.receiving, at), non_blocking=pinned and into.is_contiguous())
             at += move.room
         return sent
-
-
-def exchange(
-    group: Distributed,
-    specs: Mapping[str, TensorSpec],
-    sources: Mapping[str, Holders],
-    targets: Mapping[str, Holders],
-    given: Pieces,
-    taken: Pieces,
-    moved: Callable[[str], None] = lambda name: None,
-) -> None:
-    """Plan an exchange and run it; a collective, on the training thread. See `ExchangePlan`.
-
-    Raises:
-        StoreError: a rank has too little memory for it; on every rank, and nothing is filled.
-    """
-
-    def planned() -> tuple[ExchangePlan, Buffers]:
-        plan = ExchangePlan(group.rank, group.size, specs, sources, targets)
-        return plan, plan.buffers(group.device)
-
-    plan, buffers = group.on_every(planned)
-    plan.run(group, buffers, given, taken, moved)
-
-
-def moves(spec: TensorSpec, sources: Holders, targets: Holders, rank: int) -> Iterator[Move]:
-    """What this rank sends or receives of a tensor, in an order that both sides know.
-
-    Args:
-        spec: of the tensor.
-        sources: its entry of `exchange`'s.
-        targets: its entry of `exchange`'s.
-        rank: this one.
-    """
-    given, wanted = _Boxes.of(sources, rank), _Boxes.of(targets, rank)
-    return _moves(spec.name, spec.dtype, given, wanted, rank, first_alone=False)
 
 
 def _moves(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, Pieces, check_tiling, is_sharded, pieces_of, ranks_of
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS, blocks_of
 from shrinkpoint.state.training import Role, TensorSpec
@@ -15,7 +14,6 @@ from shrinkpoint.state.training import Role, TensorSpec
 __all__ = [
     "Layout",
     "RankTensors",
-    "agreed_layout",
     "block_box",
     "layout_of",
     "owned_boxes",
@@ -93,21 +91,8 @@ class Layout:
         return name not in self.sharded
 
 
-def agreed_layout(own: RankTensors, group: Distributed) -> Layout:
-    """The table of all ranks; every one of them calls this.
-
-    Args:
-        own: those of this rank.
-        group: all ranks.
-
-    Raises:
-        CannotRepresentError: see `layout_of`; on every rank.
-    """
-    return layout_of(group.gather(own))
-
-
 def layout_of(everyone: Sequence[RankTensors]) -> Layout:
-    """The table of some ranks' tensors.
+    """The table of all ranks' tensors.
 
     Args:
         everyone: by rank.

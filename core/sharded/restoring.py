@@ -14,7 +14,7 @@ from shrinkpoint.errors import ChainError, CorruptionError, FormatError, Shrinkp
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import ReferenceState
-from shrinkpoint.sharded.layout import agreed_layout, owners_of, tensors_of_rank
+from shrinkpoint.sharded.layout import layout_of, owners_of, tensors_of_rank
 from shrinkpoint.sharded.spreading import Shards, spread
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.own import merged_tree, own_name
@@ -249,7 +249,7 @@ def fill(
         if not keep(decoded.owners[name][0]):
             memory.after(decoded.values.pop(name).nbytes)
 
-    shards = Shards(group, agreed_layout(own, group), pieces, decoded.owners)
+    shards = Shards(group, layout_of(group.gather(own)), pieces, decoded.owners)
     spread(shards, decoded.owners, decoded.values, moved=moved)
     tree, own = _own_tree(plan, decoded, group)
     return TrainingState(tree, {**into, **own}, whole)

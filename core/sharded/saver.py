@@ -30,7 +30,7 @@ from shrinkpoint.sharded.agreement import Agreed, Status, agree, refuse_options,
 from shrinkpoint.sharded.background import RankBackground
 from shrinkpoint.sharded.boxes import Pieces
 from shrinkpoint.sharded.gathering import Gathering, NoMemoryError
-from shrinkpoint.sharded.layout import Layout, RankTensors, agreed_layout, owners_of, tensors_of_rank
+from shrinkpoint.sharded.layout import Layout, RankTensors, layout_of, owners_of, tensors_of_rank
 from shrinkpoint.sharded.probing import Probe, ProbedSave
 from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
 from shrinkpoint.sharded.spreading import Shards
@@ -343,7 +343,7 @@ class ShardedSaver(StateSaver):
         """Move the tensors to their owners, on the training thread."""
         group, started = self._group, time.perf_counter()
         if new or self._layout is None:
-            layout = agreed_layout(own, group)
+            layout = layout_of(group.gather(own))
             owners = owners_of(layout.specs, group.size, self._limit)
             self._gathering = group.on_every(lambda: Gathering(group.rank, group.size, layout, owners))
             self._rank_tensors, self._layout, self._owners = own, layout, owners

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, Pieces
-from shrinkpoint.sharded.exchange import Holders, exchange, moves
+from shrinkpoint.sharded.exchange import Buffers, ExchangePlan
 from shrinkpoint.sharded.layout import Layout, block_box, owned_boxes
 from shrinkpoint.state.digest import state_digest, tensor_digest
 from shrinkpoint.state.training import TensorSpec, TrainingState, plain
@@ -47,8 +47,10 @@ def spread(
         moved: called with the name of each of `values` that is not needed any more.
 
     Raises:
+        StoreError: a rank has too little memory for it; on every rank, and nothing is filled.
         StateMismatchError: with `proved`, a rank has not; on every rank.
     """
+    group = shards.group
     wanted = {name: shards.owners[name] for name in names}
     sources, holders = owned_boxes(wanted), shards.layout.holders
     targets = {of: holders[of] for of in sources if of in holders}  # else it is tied to one that is
@@ -65,19 +67,22 @@ def spread(
         for name in stored.get(of, ()):
             moved(name)
 
-    exchange(shards.group, shards.layout.specs, sources, targets, given, shards.pieces, all_moved)
+    def planned() -> tuple[ExchangePlan, Buffers]:
+        plan = ExchangePlan(group.rank, group.size, shards.layout.specs, sources, targets)
+        return plan, plan.buffers(group.device)
+
+    plan, buffers = group.on_every(planned)
+    plan.run(group, buffers, given, shards.pieces, all_moved)
     if proved:
-        compare_moved(shards, sources, targets, given)
+        compare_moved(shards, plan, given)
 
 
-def compare_moved(
-    shards: Shards, sources: Mapping[str, Holders], targets: Mapping[str, Holders], owned: Pieces
-) -> None:
+def compare_moved(shards: Shards, plan: ExchangePlan, owned: Pieces) -> None:
     """Make sure that all pieces were filled with what their owners hold, by one exchange of digests; a collective.
 
     Args:
         shards: where the tensors are.
-        sources, targets: as of `shrinkpoint.sharded.exchange.exchange`, after it.
+        plan: by which they were filled.
         owned: what this rank has given.
 
     Raises:
@@ -86,12 +91,11 @@ def compare_moved(
     group = shards.group
     given: list[list[tuple[str, str]]] = [[] for _ in range(group.size)]
     received: list[list[tuple[str, str]]] = [[] for _ in range(group.size)]
-    for name in targets:
-        for move in moves(shards.layout.specs[name], sources[name], targets[name], group.rank):
-            if move.sender == group.rank:
-                given[move.receiver].append((name, _digest(move.out_of(owned))))
-            if move.receiver == group.rank:
-                received[move.sender].append((name, _digest(move.into(shards.pieces))))
+    for move in plan.moves:
+        if move.sender == group.rank:
+            given[move.receiver].append((move.name, _digest(move.out_of(owned))))
+        if move.receiver == group.rank:
+            received[move.sender].append((move.name, _digest(move.into(shards.pieces))))
     totals = group.gather(([*map(_total, given)], [*map(_total, received)]))
     pairs = [(sender, receiver) for sender in range(group.size) for receiver in range(group.size)]
     if all(totals[sender][0][receiver] == totals[receiver][1][sender] for sender, receiver in pairs):
@@ -105,7 +109,7 @@ def compare_moved(
         )
         if one != other
     }
-    first = next(name for name in targets if name in wrong)
+    first = next(name for name in shards.layout.specs if name in wrong)
     raise StateMismatchError(
         f"rank {wrong[first]} does not have the values of {first!r} that its owner has restored: memory or the network between them"
         " has failed. Start the training again: it goes on from its last checkpoint"
