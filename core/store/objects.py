@@ -9,6 +9,7 @@ from shrinkpoint.errors import StoreError
 from shrinkpoint.store.keys import new_nonce, probe_key
 from shrinkpoint.warn import warn
 
+# what a store of one's own needs (docs/reference/stores.md); the trial of put-if-absent is for the run alone
 __all__ = [
     "CredentialsError",
     "MissingKeyError",
