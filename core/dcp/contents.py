@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from shrinkpoint.container.reader import Header
 from shrinkpoint.dcp.items import FlatPath, box_place, name_at, path_of
 from shrinkpoint.errors import CannotRepresentError, FormatError, StoreError
 from shrinkpoint.state.dtypes import dtype_name
-from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.specs import Block, TensorSpec
+from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, decode_tree, encode_tree
 
 __all__ = ["flat_nodes", "table_to_store", "tables_of", "tensor_in", "whole_state"]
@@ -208,7 +209,7 @@ def tables_of(headers: Sequence[Header], parts: Sequence[int]) -> list[Table] | 
         own = header.own.get(0) if isinstance(header, PartsHeader) else None
         if not isinstance(own, dict) or _KEY not in own:
             return None
-        # mostly that of the checkpoint before, and there may be very many boxes
+        # mostly that of the checkpoint before
         tables.append(tables[-1] if before == (own, count) else _table(own[_KEY], count))
         before = own, count
     return tables
@@ -221,9 +222,13 @@ def _table(node: JSON, parts: int) -> Table:
         layouts = [_layout(parts, *row) for row in node["layouts"]]
         for name, row in node["tensors"].items():
             for place, spec, part in layouts[_number(row, len(layouts))]:
-                block = None if spec.block is None else replace(spec.block, of=name)
-                specs[name + place] = replace(spec, name=name + place, block=block)
-                places[name + place] = part
+                stored, block = name + place, spec.block
+                if block is not None:  # there may be very many, and `replace` is slow
+                    block = Block(of=name, offset=block.offset, shape=block.shape, parameter=None)
+                specs[stored] = TensorSpec(
+                    name=stored, dtype=spec.dtype, shape=spec.shape, tag=spec.tag, block=block
+                )
+                places[stored] = part
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise FormatError(
             f"the table of boxes in the checkpoint's first part is malformed: {error!r}"

@@ -28,7 +28,6 @@ from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpoin
 from shrinkpoint.sharded.layout import block_box
 from shrinkpoint.sharded.restoring import ReadPlan, plan_of, rows_of
 from shrinkpoint.state.blocks import whole_specs
-from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON, decode_tree, tensor_names
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
@@ -46,8 +45,6 @@ class _Opened:
     nodes: Mapping[str, JSON]
     """The tree of each value, by name in the flat state."""
     paths: Mapping[str, FlatPath]
-    tensors: Mapping[str, TensorSpec]
-    """Of the whole tensors."""
     boxes: Mapping[str, Mapping[tuple[int, ...], str]]
     """Of each whole tensor, the names of the boxes that are stored, by their first indices."""
 
@@ -113,15 +110,13 @@ class StorageReader(TorchStorageReader):
             if name is None:
                 described[fqn] = BytesStorageMetadata()
                 continue
-            if name not in opened.tensors:
+            if name not in opened.boxes:
                 raise FormatError(f"the tree refers to the tensor {name!r}, which is not in the checkpoint")
-            chunks = [
-                ChunkStorageMetadata(torch.Size(at), torch.Size(opened.plan.specs[stored].shape))
-                for at, stored in opened.boxes[name].items()
-            ]
-            spec = opened.tensors[name]
-            properties = TensorProperties(dtype=spec.dtype)
-            described[fqn] = TensorStorageMetadata(properties, torch.Size(spec.shape), chunks)
+            specs = {at: opened.plan.specs[stored] for at, stored in opened.boxes[name].items()}
+            chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(s.shape)) for at, s in specs.items()]
+            spec = next(iter(specs.values()))
+            shape = torch.Size(spec.shape if spec.block is None else spec.block.shape)
+            described[fqn] = TensorStorageMetadata(TensorProperties(dtype=spec.dtype), shape, chunks)
         return Metadata(described, planner_data=dict(opened.paths))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None:
@@ -231,9 +226,11 @@ def _open(store: RunStore, manifest: Manifest) -> _Opened:
     if tables is None:  # of another writer
         headers = [header_of(store, ref) for ref in manifest.chain]
     plan = plan_of(manifest, headers, tables or ())
+    if tables is None:
+        whole_specs(plan.specs.values())  # refuses blocks that contradict each other
     boxes: dict[str, dict[tuple[int, ...], str]] = {}
     for stored, spec in plan.specs.items():
         of, box = block_box(spec)
         boxes.setdefault(of, {})[box.offset] = stored
     nodes, paths = flat_nodes(plan.tree)
-    return _Opened(plan, nodes, paths, whole_specs(plan.specs.values()), boxes)
+    return _Opened(plan, nodes, paths, boxes)
