@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = ("core", "callbacks", "integrations")
 
 OLD = {
-    "as_restored": "begin_again",
+    "as_restored": "load_state_dict",
     "beside": "next to, sibling, further",
     "grain": "step size",
     "Healing": "RecoveryEstimate, repair",
