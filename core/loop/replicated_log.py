@@ -8,7 +8,7 @@ from shrinkpoint.loop.objects import LoopObjects
 from shrinkpoint.loop.sharded import BUCKETS, CopiedObjects
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.trees import own_of
-from shrinkpoint.steps.capture import parameters_of
+from shrinkpoint.state.wrappers import parameters_of
 from shrinkpoint.steps.exact import ExactLog
 from shrinkpoint.steps.opening import TrainingLog, log_of_training
 from shrinkpoint.steps.options import StepLog

@@ -12,7 +12,7 @@ import torch
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.optimizers.updates import OptimizerKind, copied_group
 from shrinkpoint.state.rng import capture_rng, restore_rng
-from shrinkpoint.state.wrappers import unwrapped
+from shrinkpoint.state.wrappers import parameters_of, unwrapped
 
 __all__ = ["moved", "put_back_objects", "with_object_states"]
 
@@ -52,9 +52,7 @@ def put_back_objects(optimizer: Any, state: Any) -> None:
     if not isinstance(entries, Mapping) or not any(_objects(entry) for entry in entries.values()):
         return
     names = [name for group in state["param_groups"] for name in group["params"]]
-    for name, parameter in zip(
-        names, (p for group in inner.param_groups for p in group["params"]), strict=True
-    ):
+    for name, parameter in zip(names, parameters_of(inner), strict=True):
         stored = _objects(entries.get(name))
         fresh = _first_state(inner, parameter) if stored else {}
         for key, (kind, value) in stored.items():

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from shrinkpoint.optimizers.updates import OptimizerKind, copied_group, obstacle_of, optimizer_states
+from shrinkpoint.optimizers.updates import OptimizerKind, copied_group, obstacle_of
 from shrinkpoint.state.averages import is_near
+from shrinkpoint.state.stateful import optimizer_states
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
 __all__ = ["Behaviour", "behaviours", "recognised"]
@@ -55,11 +56,7 @@ def recognised(state: TrainingState, kinds: Sequence[OptimizerKind] = ()) -> Tra
         return state
     found = _found_by_behaviour(state, kinds, open_names)
     specs = dict(state.specs)
-    weights = {
-        spec.tag.parameter: state.tensors[name]
-        for name, spec in specs.items()
-        if spec.tag.role is Role.WEIGHT
-    }
+    weights = state.weights
     for name in open_names:
         specs[name] = _with_role(specs[name], state.tensors[name], found.get(name), weights)
     return replace(state, specs=_with_second_moments(specs, found))

@@ -10,7 +10,6 @@ import inspect
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -21,7 +20,8 @@ from torch.optim import optimizer as optimizer_hooks
 
 from shrinkpoint.errors import ScratchError
 from shrinkpoint.runtime.dispatch import ThreadMode
-from shrinkpoint.runtime.processors import usable_threads
+from shrinkpoint.runtime.team import map_in_order
+from shrinkpoint.state.stateful import optimizer_states
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.wrappers import unwrapped
 
@@ -35,7 +35,6 @@ __all__ = [
     "holds_tensors",
     "moments_of_direction",
     "obstacle_of",
-    "optimizer_states",
 ]
 
 _STEPS = 10
@@ -287,19 +286,6 @@ def _momentum_step(
     return lengths[0], lengths[1]
 
 
-def optimizer_states(node: Any) -> Iterator[Mapping[str, Any]]:
-    """Every ``state_dict`` of an optimizer below, in order."""
-    if isinstance(node, Mapping):
-        if isinstance(node.get("param_groups"), list) and isinstance(node.get("state"), Mapping):
-            yield node
-        else:
-            for child in node.values():
-                yield from optimizer_states(child)
-    elif isinstance(node, (list, tuple)):
-        for child in node:
-            yield from optimizer_states(child)
-
-
 def _chosen(
     node: Mapping[str, Any],
     names: Mapping[int, str],
@@ -307,11 +293,7 @@ def _chosen(
     parameters: Collection[str] | None,
 ) -> dict[Any, torch.Tensor]:
     """Weights by their number: those that have a moment, the smallest matrix first, then the smallest of all."""
-    weights = {
-        spec.tag.parameter: true.tensors[name]
-        for name, spec in true.specs.items()
-        if spec.tag.role is Role.WEIGHT and spec.tag.parameter is not None
-    }
+    weights = true.weights
     found: dict[Any, torch.Tensor] = {}
     for index, entry in node["state"].items():
         for value in entry.values() if isinstance(entry, Mapping) else ():
@@ -349,11 +331,7 @@ def _compare(
     def path(node: Mapping[str, Any]) -> list[list[torch.Tensor]]:
         return list(_displacements(kind, node, sizes, weights))
 
-    if usable_threads(threads) < 2:
-        paths = [path(true), path(restored)]
-    else:
-        with ThreadPoolExecutor(2, thread_name_prefix="shrinkpoint-guard") as pool:
-            paths = list(pool.map(path, (true, restored)))
+    paths = list(map_in_order(path, (true, restored), min(2, threads)))
     results: list[float] = []
     kept = 1.0
     for one, other in zip(*paths, strict=True):

@@ -98,10 +98,7 @@ def confirmed(state: TrainingState) -> TrainingState:
     Args:
         state: a snapshot; tensors on the host.
     """
-    named = state.specs.items()
-    weights = {
-        spec.tag.parameter: state.tensors[name] for name, spec in named if spec.tag.role is Role.WEIGHT
-    }
+    weights = state.weights
     specs = {
         name: spec
         if spec.tag.role is not Role.AVERAGE or is_near(state.tensors[name], weights.get(spec.tag.parameter))

@@ -10,7 +10,7 @@ from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.dtypes import TRAINED
 from shrinkpoint.state.training import Describe, LayerType, Role, Tag
 from shrinkpoint.state.tree import Path
-from shrinkpoint.state.wrappers import named_parameters, plain_names, unwrapped
+from shrinkpoint.state.wrappers import named_parameters, parameters_of, plain_names, unwrapped
 
 __all__ = [
     "describe_training",
@@ -131,8 +131,7 @@ def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Modul
     Groups change the order, so names are found by the parameter's identity, never by counting.
     """
     names = {id(parameter): name for name, parameter in named_parameters(module)}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {index: names.get(id(parameter)) for index, parameter in enumerate(parameters)}
+    return {index: names.get(id(parameter)) for index, parameter in enumerate(parameters_of(optimizer))}
 
 
 def unnamed(index: int, number: int) -> str:
@@ -238,7 +237,7 @@ def describe_training(
     parameters: dict[str, torch.Tensor] = dict(named_parameters(module))
     known = dict(tags)
     for index, optimizer in enumerate(inner):
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        trained = parameters_of(optimizer)
         for number, name in optimizer_parameter_names(optimizer, module).items():
             names[str(index), str(number)] = name or unnamed(index, number)
             if name is None:  # outside the model: a checkpoint has it exactly

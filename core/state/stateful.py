@@ -8,12 +8,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.state.wrappers import optimizers_in, plain_names, unwrapped
+from shrinkpoint.state.wrappers import optimizers_in, parameters_of, plain_names, unwrapped
 
 __all__ = [
     "forget_position",
     "load_optimizer",
     "load_stateful",
+    "optimizer_states",
     "put_back_dtypes",
     "state_of",
     "without_functions",
@@ -91,7 +92,7 @@ def parts_of(state: Any, optimizer: Any) -> list[tuple[Mapping[str, Any], Any]]:
     Returns:
         Pairs; none where it is not clear which belong together.
     """
-    states = list(_states_in(state))
+    states = list(optimizer_states(state))
     if len(states) == 1 and states[0] is state:
         return [(state, optimizer)]
     inner = [one for one in optimizers_in(optimizer) if one is not optimizer]
@@ -99,12 +100,17 @@ def parts_of(state: Any, optimizer: Any) -> list[tuple[Mapping[str, Any], Any]]:
     return list(zip(states, inner, strict=True)) if fits else []
 
 
-def _states_in(state: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(state, dict) and isinstance(state.get("param_groups"), list):
-        yield state
-    elif isinstance(state, (dict, list, tuple)):
-        for item in state.values() if isinstance(state, dict) else state:
-            yield from _states_in(item)
+def optimizer_states(node: Any) -> Iterator[Mapping[str, Any]]:
+    """Every ``state_dict`` of an optimizer below, in order."""
+    if isinstance(node, Mapping):
+        if isinstance(node.get("param_groups"), list) and isinstance(node.get("state"), Mapping):
+            yield node
+        else:
+            for child in node.values():
+                yield from optimizer_states(child)
+    elif isinstance(node, (list, tuple)):
+        for child in node:
+            yield from optimizer_states(child)
 
 
 def _same_sizes(state: Mapping[str, Any], optimizer: Any) -> bool:
@@ -144,7 +150,7 @@ def put_back_dtypes(optimizer: Any, state: Mapping[str, Any]) -> None:
     if loads is not torch.optim.Optimizer.load_state_dict or inner._optimizer_load_state_dict_pre_hooks:
         return
     names = [name for group in state["param_groups"] for name in group["params"]]
-    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    parameters = parameters_of(inner)
     for name, parameter in zip(names, parameters, strict=True):
         entries = state["state"].get(name)
         if isinstance(entries, dict) and parameter in inner.state:

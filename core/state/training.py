@@ -121,6 +121,14 @@ class TrainingState:
         return self if specs is self.specs else TrainingState(self.tree, tensors, specs)
 
     @property
+    def weights(self) -> dict[str | None, torch.Tensor]:
+        """The model's weights, by their parameters' names."""
+        named = self.specs.items()
+        return {
+            spec.tag.parameter: self.tensors[name] for name, spec in named if spec.tag.role is Role.WEIGHT
+        }
+
+    @property
     def nbytes(self) -> int:
         """Size of all tensors in memory, in bytes."""
         return sum(spec.nbytes for spec in self.specs.values())

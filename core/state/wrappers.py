@@ -19,6 +19,7 @@ __all__ = [
     "named_parameters",
     "optimizers_in",
     "own_names",
+    "parameters_of",
     "plain_names",
     "scheduler_in",
     "unwrapped",
@@ -90,6 +91,11 @@ def _inside(module: nn.Module) -> nn.Module:
             inner = name in module._modules and module._modules[name]  # a scripted module's have no get()
             return _inside(inner) if isinstance(inner, nn.Module) else module
     return module
+
+
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    """All parameters of an optimizer, in the groups' order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -19,6 +19,7 @@ from shrinkpoint.optimizers.updates import frozen
 from shrinkpoint.state.dtypes import memory_order
 from shrinkpoint.state.snapshot import Snapshot, Snapshotter
 from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.wrappers import parameters_of
 from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "Copies",
     "Recorder",
     "frozen_groups",
-    "parameters_of",
     "set_groups",
 ]
 
@@ -41,11 +41,6 @@ _ATTRIBUTES = ("grad_scale", "found_inf")
 
 class CannotLogError(ShrinkpointError):
     """This training's steps cannot be logged; the message gives the reason. Never raised into the training."""
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All parameters, in the groups' order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def frozen_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

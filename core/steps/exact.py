@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, StoreError
-from shrinkpoint.steps.capture import CannotLogError, Copied, Copies, Recorder, parameters_of
+from shrinkpoint.state.wrappers import parameters_of
+from shrinkpoint.steps.capture import CannotLogError, Copied, Copies, Recorder
 from shrinkpoint.steps.fingerprint import begin_fingerprint
 from shrinkpoint.steps.log import Log, LogFolder
 from shrinkpoint.steps.options import StepLog, refuse_optimizers, steps_of_segment

@@ -13,6 +13,7 @@ import xxhash
 
 from shrinkpoint.state import device_digest
 from shrinkpoint.state.digest import state_digest, tensor_digest
+from shrinkpoint.state.wrappers import parameters_of
 
 __all__ = ["begin_fingerprint", "fingerprint"]
 
@@ -57,7 +58,7 @@ def _is_elsewhere(value: Any) -> bool:
 
 
 def _parts(index: int, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     for place, parameter in enumerate(parameters):
         yield f"{index}/{place}", parameter.detach()
         # a lookup in the optimizer's state may have created an empty entry

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import torch
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.state.wrappers import parameters_of
 from shrinkpoint.steps.segment import Kind
 from shrinkpoint.store.urls import Location, parse_url
 from shrinkpoint.warn import brief, refuses_unknown_options
@@ -181,4 +182,4 @@ def steps_of_segment(options: StepLog, nbytes: float) -> int:
 
 def nbytes_of(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """The bytes of all parameters, which the gradients of a step take too."""
-    return sum(p.nbytes for one in optimizers for group in one.param_groups for p in group["params"])
+    return sum(parameter.nbytes for one in optimizers for parameter in parameters_of(one))

@@ -18,16 +18,16 @@ from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import load_stateful, state_of
 from shrinkpoint.state.training import TrainingState
-from shrinkpoint.state.wrappers import named_buffers, named_parameters, plain_names
+from shrinkpoint.state.wrappers import named_buffers, named_parameters, parameters_of, plain_names
 from shrinkpoint.steps.capture import (
     KEPT,
     ZERO,
     CannotLogError,
     Recorder,
     frozen_groups,
-    parameters_of,
     set_groups,
 )
+from shrinkpoint.steps.options import nbytes_of
 
 __all__ = ["Remainder"]
 
@@ -63,7 +63,7 @@ class Remainder:
 
     @property
     def _limit(self) -> float:
-        return max(_SMALL, _SHARE * sum(p.nbytes for one in self._optimizers for p in parameters_of(one)))
+        return max(_SMALL, _SHARE * nbytes_of(self._optimizers))
 
     def refuse(self) -> None:
         """Refuse, before training starts, objects whose states a replay cannot reproduce.

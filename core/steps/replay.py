@@ -12,7 +12,8 @@ from torch.optim import optimizer as optimizer_module
 
 from shrinkpoint.errors import FormatError, StateMismatchError, StoreError
 from shrinkpoint.state.dtypes import in_memory_order
-from shrinkpoint.steps.capture import parameters_of, set_groups
+from shrinkpoint.state.wrappers import parameters_of
+from shrinkpoint.steps.capture import set_groups
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.reader import LogReader
 from shrinkpoint.steps.record import Dense, Event, Gradient, Record, Sparse, decode_record
