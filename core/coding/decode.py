@@ -10,8 +10,7 @@ from shrinkpoint.container.layout import Entry
 from shrinkpoint.container.reader import Header, Record
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.runtime.team import map_in_order
-from shrinkpoint.schemes.auto.copied import CopiedCodec
-from shrinkpoint.schemes.auto.rounded import RoundedCodec
+from shrinkpoint.schemes.auto.followers import CopiedCodec, RoundedCodec
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
 from shrinkpoint.schemes.catalogue import codec_for_reading
 from shrinkpoint.state.digest import tensor_digest

@@ -12,7 +12,7 @@ from shrinkpoint.quality.guards import Verdict
 from shrinkpoint.quality.measurement import EXACT, Rise
 from shrinkpoint.reports import Measured
 from shrinkpoint.schemes.base import SaveContext, Scheme
-from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.exact import Lossless
 from shrinkpoint.state.training import Role, TensorSpec
 
 __all__ = ["Ladder", "Plan", "Refusal", "exactly"]

@@ -10,19 +10,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from shrinkpoint.errors import ConfigError, UnsupportedFormatError
-from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.auto.followers import CopiedCodec, RoundedCodec
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
-from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import SaveContext, Scheme, TensorCodec
-from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.schemes.exact import ExactCodec, Lossless
 from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import ConfigurationSpace
-from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.published.excp import ExCP
 from shrinkpoint.schemes.published.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec

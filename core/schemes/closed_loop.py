@@ -17,13 +17,14 @@ import torch
 
 from shrinkpoint.arrays import Float32s, widened
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
-from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import (
     WEIGHT_DTYPES,
     as_float32,
     check_sections,
     emit,
+    emitted,
     finite,
     normal,
     plane_of,
@@ -130,9 +131,7 @@ class ClosedLoopCodec(ABC):
             base = EncodedTensor(self.id, {}, {"base": encode_numbers(bits)})
             return Staged(tensor.detach().clone(), lambda: (base, {VALUE: target.copy()}))
         delta = self.encode_delta(target, previous, spec, context)
-        value = emit(delta.value, spec)
-        if not bool(torch.isfinite(value).all()):
-            raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
+        value = emitted(delta.value.copy(), spec)  # what the next delta refers to is not given away
         encoded = EncodedTensor(self.id, delta.params, delta.sections, uses_reference=True)
         return Staged(value, lambda: (encoded, {VALUE: delta.value, **delta.planes}))
 

@@ -103,7 +103,7 @@ def emitted(restored: Float32s, spec: TensorSpec, *, nonzero: Float32s | None = 
     """What a reader will have of restored values, in the spec's dtype.
 
     Args:
-        restored: flat, finite; nobody else holds them.
+        restored: flat; nobody else holds them.
         spec: the tensor.
         nonzero: the true values, of which none may become zero that is not; None where that does no harm.
 
@@ -111,10 +111,9 @@ def emitted(restored: Float32s, spec: TensorSpec, *, nonzero: Float32s | None = 
         CannotRepresentError: the dtype has too small a range for them.
     """
     value = emit(restored, spec, own=True)
-    if spec.dtype not in (torch.float16, torch.bfloat16):
-        return value
-    narrow = widened(value)
-    if not finite(narrow) or (nonzero is not None and bool(((narrow == 0) & (nonzero != 0)).any())):
+    narrow = widened(value) if spec.dtype in (torch.float16, torch.bfloat16) else restored
+    vanishes = narrow is not restored and nonzero is not None and bool(((narrow == 0) & (nonzero != 0)).any())
+    if vanishes or not finite(narrow):
         raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
     return value
 

@@ -1,9 +1,10 @@
-"""The lossless codec for any dtype: the bit patterns of the tensor, or their difference to the previous checkpoint.
+"""The lossless codec for any dtype, and the scheme of nothing else: the bit patterns of the tensor, or their difference to the previous checkpoint.
 
 The difference to the previous checkpoint is taken between bit patterns in the order of their values, as FastCheck takes
 its weights' (Engineering ITEE 27(2):250034): close values of any sign and exponent differ by few low bits. A tensor that has got more rows, or lost some, is a difference too.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,13 +15,13 @@ import torch
 from shrinkpoint.arrays import Unsigned
 from shrinkpoint.entropy.numbers import decode_numbers, delta_bits, encode_numbers, undelta_bits
 from shrinkpoint.errors import FormatError
-from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged, TensorCodec
 from shrinkpoint.schemes.codec_io import check_sections, normal, number
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
-from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["RESIZABLE", "ExactCodec", "fitted"]
+__all__ = ["RESIZABLE", "ExactCodec", "Lossless", "fitted"]
 
 RESIZABLE = frozenset({"exact"})
 """Ids of codecs whose references serve tensors of other sizes too; what they keep is the plane ``bits``."""
@@ -100,6 +101,24 @@ class ExactCodec:
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
         return _tensor(planes["bits"], spec, context)
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """Stores every tensor bit-exactly by `ExactCodec`; the fallback when no lossy configuration keeps the bound.
+
+    Follows FastCheck (Engineering ITEE 27(2):250034) in its differences of weights to the previous checkpoint; the coder is pcodec's.
+    """
+
+    name: ClassVar[str] = "lossless"
+
+    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
+        """None: what no codec takes is stored exactly."""
+        return {}
+
+    def describe(self) -> JSON:
+        """See `Scheme.describe`."""
+        return {"name": self.name}
 
 
 def _tensor(bits: npt.NDArray[Any], spec: TensorSpec, context: Context) -> torch.Tensor:

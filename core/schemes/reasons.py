@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from shrinkpoint.schemes.base import EncodedTensor, Makers, Scheme
 from shrinkpoint.schemes.codec_io import WEIGHT_DTYPES
-from shrinkpoint.schemes.exact import ExactCodec
-from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.exact import ExactCodec, Lossless
 from shrinkpoint.state.dtypes import dtype_name
 from shrinkpoint.state.training import LayerType, Role, TensorSpec
 

@@ -28,7 +28,7 @@ from shrinkpoint.container.layout import PartOf
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import ReferenceState, SaveContext, Scheme
-from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.exact import Lossless
 from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.sharded.boxes import Box
 from shrinkpoint.sharded.gathering import Gathering

@@ -22,10 +22,9 @@ from shrinkpoint.coding.selective import decode_chain, in_memory
 from shrinkpoint.container.layout import Checkpoint
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.entropy.lstm import coder as lstm
-from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.auto.followers import CopiedCodec, RoundedCodec
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
-from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.row_and_column_steps import curvature_exponents
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
@@ -191,7 +190,7 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
     },
     "rounded-weight": {
         name: Variant(
-            {"weight": lambda _, tensors: RoundedCodec(master=tensors["master"])},
+            {"weight": lambda _, tensors: RoundedCodec(leader=tensors["master"])},
             dtype=dtype,
             beside=("master",),
         )
@@ -207,7 +206,7 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
     },
     "copied-average": {
         name: Variant(
-            {"average": lambda _, tensors: CopiedCodec(weight=tensors["weight"])},
+            {"average": lambda _, tensors: CopiedCodec(leader=tensors["weight"])},
             dtype=dtype,
             beside=("weight",),
         )

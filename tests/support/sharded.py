@@ -36,7 +36,7 @@ def warm() -> None:
     from shrinkpoint.coding.encode import encode_state
     from shrinkpoint.coding.selective import decode_chain, in_memory
     from shrinkpoint.container.writer import write_container
-    from shrinkpoint.schemes.lossless import Lossless
+    from shrinkpoint.schemes.exact import Lossless
     from shrinkpoint.state.training import TrainingState
 
     reference, parent, chain = None, None, []

@@ -26,8 +26,8 @@ from typing import ClassVar
 
 import torch
 
-from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.auto.followers import CopiedCodec, RoundedCodec
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.optimizer_memory import (
     EPSILON,
@@ -40,7 +40,6 @@ from shrinkpoint.schemes.auto.optimizer_memory import (
     states_of,
 )
 from shrinkpoint.schemes.auto.options import MILD_SCALE, AutoOptions
-from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, rank_one
 from shrinkpoint.schemes.auto.trellis import WIDER
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
@@ -176,9 +175,9 @@ class Auto:
             master = _master(state, spec, names.masters)
             weight = names.weights.get(spec.tag.parameter)
             if master is not None:
-                makers[name] = partial(RoundedCodec, master=master)
+                makers[name] = partial(RoundedCodec, leader=master)
             elif weight is not None and self._is_copy(state, spec, weight):
-                makers[name] = partial(CopiedCodec, weight=state.tensors[weight])
+                makers[name] = partial(CopiedCodec, leader=state.tensors[weight])
         return makers
 
     def _quantized(self, state: TrainingState, names: _Names, left: dict[str, str]) -> list[TensorSpec]:

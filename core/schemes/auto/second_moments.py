@@ -26,7 +26,6 @@ from shrinkpoint.schemes.codec_io import (
     check_sections,
     emit,
     emitted,
-    finite,
     matrix_shape,
 )
 from shrinkpoint.state.training import TensorSpec
@@ -64,10 +63,7 @@ class FactoredSecondMomentCodec:
         first = self._first_moment(spec)
         if first is not None:
             factors = factors.lengthened(_longer(first.reshape(matrix.shape), matrix, factors))
-        product = factors.product()
-        if not finite(product):
-            raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
-        value = emitted(product, spec, nonzero=values)
+        value = emitted(factors.product(), spec, nonzero=values)
         return Staged(value, lambda: (EncodedTensor(self.id, {}, {"factors": factors.encode()}), {}))
 
     def _first_moment(self, spec: TensorSpec) -> Float32s | None:

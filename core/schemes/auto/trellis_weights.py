@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from shrinkpoint.arrays import Bools, Float32s, Indices, Int8s, Int16s, widened
+from shrinkpoint.arrays import Bools, Float32s, Indices, Int8s, Int16s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
@@ -54,7 +54,8 @@ from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
     SEEDS,
     as_float32,
-    finite,
+    emit,
+    emitted,
     integer,
     matrix_shape,
     section,
@@ -105,8 +106,7 @@ class TrellisWeightCodec:
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `TensorCodec.stage`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
         found = self._quantize(tensor, spec, context)
-        value = _tensor(_checked(found.restored(spec), spec), spec)
-        return Staged(value, partial(self._emit, found, spec))
+        return Staged(emitted(found.restored(spec), spec), partial(self._emit, found, spec))
 
     def _emit(self, found: "_Quantized", spec: TensorSpec) -> tuple[EncodedTensor, PackedPlanes]:
         grid, is_delta = found.grid, found.offsets is not None
@@ -238,7 +238,7 @@ class TrellisWeightCodec:
         """See `TensorCodec.reconstruct`."""
         is_new = isinstance(planes, PackedPlanes)  # made as it is read
         read = np.asarray if is_new or context.lasting else np.array
-        return _tensor(read(planes["value"], np.float32), spec)
+        return emit(read(planes["value"], np.float32), spec, own=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,17 +350,3 @@ def _kept_rows(reference: TrellisReference | None, rows: Indices | None, spec: T
     shape = matrix_shape(spec.shape)
     kept = np.setdiff1d(np.arange(shape[0]), rows, assume_unique=True)
     return KeptRows(kept, reference.values.reshape(shape)[kept])
-
-
-def _tensor(values: Float32s, spec: TensorSpec) -> torch.Tensor:
-    """The values, which nobody else holds, as a tensor of the spec's dtype and shape."""
-    if spec.dtype not in CODED_DTYPES or values.size != spec.numel:
-        raise FormatError(f"{spec.name}: {values.size} points cannot become {spec.dtype} {spec.shape}")
-    return torch.from_numpy(values).to(spec.dtype).reshape(spec.shape)
-
-
-def _checked(values: Float32s, spec: TensorSpec) -> Float32s:
-    """The same, if they are within the range of the tensor's dtype."""
-    if not finite(widened(torch.from_numpy(values).to(spec.dtype))):
-        raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
-    return values

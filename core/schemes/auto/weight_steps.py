@@ -147,7 +147,8 @@ class WeightSteps:
         """Of one weight, or why it is stored exactly."""
         scale = self._scale_of(spec)
         moved = self._moved(spec, weight)
-        finest = _FINEST * float(weight.abs().max())
+        least, most = torch.aminmax(weight)
+        finest = _FINEST * max(-float(least), float(most))
         moving = moved[moved > _least_movement(moved)]
         share = scale * self._options.movement_share
         typical = float(np.median(moving)) if moving.size else 0.0

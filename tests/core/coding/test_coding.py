@@ -17,9 +17,9 @@ from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, FormatError, UnsupportedFormatError
 from shrinkpoint.schemes.base import EncodedTensor, SaveContext
 from shrinkpoint.schemes.catalogue import build
+from shrinkpoint.schemes.exact import Lossless
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
-from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:Sparse CSR tensor support")

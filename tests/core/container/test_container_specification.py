@@ -36,11 +36,10 @@ from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.schemes.catalogue import CODECS as LIBRARY
-from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.schemes.exact import ExactCodec, Lossless
 from shrinkpoint.schemes.inshrinkerator.level_deltas import encode_runs
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
-from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.symbol_coders import encode_plane
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState

@@ -23,7 +23,7 @@ from shrinkpoint.container.writer import write_container
 from shrinkpoint.dcp.contents import flat_nodes, table_to_store, tables_of, whole_state
 from shrinkpoint.dcp.items import _tag
 from shrinkpoint.errors import CannotRepresentError, FormatError, StoreError
-from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.exact import Lossless
 from shrinkpoint.sharded.boxes import Box
 from shrinkpoint.sharded.layout import block_box
 from shrinkpoint.state.specs import Block

@@ -20,7 +20,7 @@ from shrinkpoint.quantize.movement import Movement, MovementTracker, sampled_par
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import EncodedTensor, SaveContext, Staged
 from shrinkpoint.schemes.catalogue import SCHEMES, build
-from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.exact import Lossless
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
 

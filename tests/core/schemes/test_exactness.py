@@ -33,8 +33,8 @@ from shrinkpoint.quantize.movement import Movement
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
+from shrinkpoint.schemes.exact import Lossless
 from shrinkpoint.schemes.exactness import advice, explained, pack_reasons, unpack_reasons
-from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.published.excp import ExCP
 from shrinkpoint.schemes.reasons import why_left
 from shrinkpoint.state.dtypes import tensor_to_bytes

@@ -9,7 +9,7 @@ from shrinkpoint.coding.encode import encode_state, restored_values
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.auto.copied import CopiedCodec
+from shrinkpoint.schemes.auto.followers import CopiedCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Context, EncodedTensor
 from shrinkpoint.state.training import Role, Tag, TrainingState
@@ -32,7 +32,7 @@ class Scheme:
         weight = self.state.tensors["model/w"]
         return {
             "model/w": lambda: TrellisWeightCodec(step=0.05),
-            "optimizer/0/ax": lambda: CopiedCodec(weight=weight),
+            "optimizer/0/ax": lambda: CopiedCodec(leader=weight),
         }
 
     def describe(self):
@@ -74,14 +74,14 @@ def test_what_is_no_copy_is_stored_exactly():
     average = weight.clone()
     average[3, 4] += 1e-6
     encoded = coded(capture(weight, average))
-    assert "no copy" in encoded.kept_exactly["optimizer/0/ax"]
+    assert "not follow" in encoded.kept_exactly["optimizer/0/ax"]
     assert torch.equal(decode_chain([encoded.checkpoint]).state.tensors["optimizer/0/ax"], average)
 
 
 def test_a_weight_that_is_missing_or_another_is_refused():
     weight = torch.randn(4, 3)
     state = capture(weight, weight.clone())
-    spec, codec = state.specs["optimizer/0/ax"], CopiedCodec(weight=weight)
+    spec, codec = state.specs["optimizer/0/ax"], CopiedCodec(leader=weight)
     for sibling in ({}, {"weight": weight.double()}, {"weight": weight.reshape(3, 4)}):
         with pytest.raises(CannotRepresentError, match="before"):
             encode(codec, weight, spec, Context(siblings=sibling))

@@ -246,7 +246,7 @@ def test_odd_values_are_refused():
 def test_what_would_grow_beyond_fp32_is_refused():
     second = torch.zeros(4, 32)
     second[:, :8] = 3.3e38
-    with pytest.raises(CannotRepresentError, match="fp32's range"):
+    with pytest.raises(CannotRepresentError, match="float32's range"):
         code(second)
 
 

@@ -9,7 +9,7 @@ from shrinkpoint.coding.encode import encode_state, restored_values
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.auto.rounded import RoundedCodec
+from shrinkpoint.schemes.auto.followers import RoundedCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Context, EncodedTensor
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
@@ -37,7 +37,7 @@ class Scheme:
         master = self.state.tensors["optimizer/0/master"]
         return {
             "optimizer/0/master": lambda: TrellisWeightCodec(step=self.step / 2),
-            "model/w": lambda: RoundedCodec(master=master),
+            "model/w": lambda: RoundedCodec(leader=master),
         }
 
     def describe(self):
@@ -97,12 +97,12 @@ def test_what_is_not_finite_or_has_no_master_is_refused():
     spec = TensorSpec(name="w", dtype=torch.float16, shape=(2, 2), tag=Tag(role=Role.WEIGHT))
     given = Context(siblings={"master": torch.full((2, 2), 1e6)})
     with pytest.raises(CannotRepresentError, match="not finite"):
-        encode(RoundedCodec(master=master), master.half(), spec, given)
+        encode(RoundedCodec(leader=master), master.half(), spec, given)
     with pytest.raises(CannotRepresentError, match="not stored before"):
-        encode(RoundedCodec(master=master), master.half(), spec, Context())
+        encode(RoundedCodec(leader=master), master.half(), spec, Context())
     for wrong in (None, torch.ones(4), master.double(), master.half()):
         with pytest.raises(CannotRepresentError):
-            encode(RoundedCodec(master=wrong), master.half(), spec, given)
+            encode(RoundedCodec(leader=wrong), master.half(), spec, given)
     empty = EncodedTensor("rounded-weight", {}, {})
     assert RoundedCodec().decode(empty, spec, given) == {}
     for context in (Context(), Context(siblings={"master": torch.ones(4)})):
