@@ -5,7 +5,7 @@ It is written and verified before anything old is removed, by the ordinary colle
 run holds the old checkpoint, or both.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -15,7 +15,6 @@ import torch
 from shrinkpoint.coding.decode import required
 from shrinkpoint.coding.encode import encode_state, standing_alone
 from shrinkpoint.coding.selective import (
-    AnySource,
     Row,
     decode_batches,
     decode_chain,
@@ -45,7 +44,7 @@ from shrinkpoint.schemes.base import (
 )
 from shrinkpoint.schemes.catalogue import codec_for_reading
 from shrinkpoint.schemes.exact import ExactCodec
-from shrinkpoint.schemes.exactness import ExactPart, exact_parts, pack_reasons, parts_json, unpack_reasons
+from shrinkpoint.schemes.exactness import exact_parts, pack_reasons, parts_json, unpack_reasons
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON, tensor_names
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
@@ -56,8 +55,7 @@ from shrinkpoint.warn import warn
 
 __all__ = [
     "Compacted",
-    "Rebased",
-    "Slimmed",
+    "Remade",
     "Slimmer",
     "compact",
     "make_weights",
@@ -66,22 +64,22 @@ __all__ = [
     "without_optimizer",
 ]
 
+_PER_SAVE = 2
+"""Checkpoints turned into weights at a save: more than one, to catch up with older ones; few, so that no save takes much longer."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Rebased:
-    """A base that is ready to be committed in place of a delta."""
+class Remade:
+    """A checkpoint that is ready to be committed in the place of another one."""
 
     source: Manifest
-    """The delta."""
+    """The other one."""
+    parent: Manifest | None
+    """What it is a delta against, weights alone too; None for a base."""
+    checkpoint: Checkpoint
     container: bytes
-    state_digest: str
-    """The delta's, unless several ranks wrote that: then it is over their parts."""
-    sections: Mapping[str, int]
-    """Bytes of the coded tensors by role."""
-    stored_exactly: tuple[str, ...]
+    stored_exactly: tuple[str, ...] = ()
     """Tensors whose codec needs a predecessor: stored exactly, with the same values, in more bytes."""
-    exact: tuple[ExactPart, ...] = ()
-    """See `SaveReport.exact`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +88,11 @@ class Compacted:
 
     manifest: Manifest
     """The base."""
-    source: Manifest
-    """The delta that it replaces; no longer listed."""
     pins: tuple[str, ...]
-    """Pins that were moved from the one to the other."""
+    """Pins that were moved to it from the delta, which is no longer listed."""
 
 
-def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Rebased:
+def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Remade:
     """Read a delta with its chain, and code the same state as a base; nothing is written.
 
     Args:
@@ -111,37 +107,13 @@ def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Rebased:
         StoreError: the store cannot be read.
     """
     _check_source(store, manifest)
-    header, _, batches = decode_batches(
-        sources_of_run(store, manifest), lambda header: header.tensors.keys(), threads=threads
-    )
-    rows = [row for rows in batches for row in rows]
-    checkpoint, exactly = rebase_checkpoint(header, rows, threads=threads)
-    container = write_container(checkpoint)
-    again = decode_chain([in_memory(container)], threads=threads).header
-    if _digests(again) != _digests(header):
-        raise CorruptionError(
-            f"the base made of {manifest.chain[-1].key} contains another state; nothing was written"
-        )
-    sections: dict[str, int] = {}
-    for entry in checkpoint.entries:
-        role = entry.spec.tag.role.value
-        sections[role] = sections.get(role, 0) + entry.encoded.nbytes
-    reasons = unpack_reasons(checkpoint.exact, [entry.spec.name for entry in checkpoint.entries])
-    return Rebased(
-        source=manifest,
-        container=container,
-        state_digest=again.state_digest,
-        sections=sections,
-        stored_exactly=exactly,
-        exact=exact_parts(((entry.spec, entry.encoded.nbytes) for entry in checkpoint.entries), reasons),
-    )
+    return _as_base(store, manifest, threads)
 
 
-def compact(store: RunStore, rebased: Rebased, *, grace_s: float = DEFAULT_GRACE_S) -> Compacted:
+def compact(store: RunStore, rebased: Remade, *, grace_s: float = DEFAULT_GRACE_S) -> Compacted:
     """Commit the base, move the delta's pins to it, and remove the delta's commit.
 
-    A process that is training into this run is fenced off by this, as by any second writer. If interrupted anywhere,
-    the run contains the delta, or both, and restores the same state.
+    A process that is training into this run is fenced off by this, as by any second writer.
 
     Args:
         store: the run.
@@ -152,25 +124,9 @@ def compact(store: RunStore, rebased: Rebased, *, grace_s: float = DEFAULT_GRACE
         NoCheckpointError: the delta is no longer in the run.
         StoreError: the store cannot be written.
     """
-    source = rebased.source
     with store.writer() as writer:
-        _check_source(store, source)
-        manifest = writer.commit(
-            rebased.container,
-            step=source.step,
-            kind="base",
-            parent=None,
-            state_digest=rebased.state_digest,
-            meta=_meta(rebased),
-            replaces=source,
-        )
-        pins = _move_pins(store, writer, source, manifest)
-        writer.collect((), seen=[source], grace_s=grace_s)
-    return Compacted(manifest=manifest, source=source, pins=pins)
-
-
-def _digests(header: Header) -> dict[str, str]:
-    return {name: record.digest for name, record in header.tensors.items()}
+        _check_source(store, rebased.source)
+        return _replace(store, writer, rebased, "compacted", grace_s=grace_s)
 
 
 def _check_source(store: RunStore, manifest: Manifest) -> None:
@@ -182,6 +138,23 @@ def _check_source(store: RunStore, manifest: Manifest) -> None:
         raise NoCheckpointError(
             f"checkpoint {manifest.seq} (step {manifest.step}) is not in {store.display} any more"
         )
+
+
+def _replace(store: RunStore, writer: RunWriter, made: Remade, how: str, *, grace_s: float) -> Compacted:
+    """Commit it, and let go of its source; the manifest's meta says `how` it was made of that."""
+    kind: Literal["base", "delta"] = made.checkpoint.kind
+    manifest = writer.commit(
+        made.container,
+        step=made.source.step,
+        kind=kind,
+        parent=made.parent,
+        state_digest=made.checkpoint.state_digest,
+        meta=_meta(made, how),
+        replaces=made.source,
+    )
+    pins = _move_pins(store, writer, made.source, manifest)
+    writer.collect((), seen=[made.source], grace_s=grace_s)
+    return Compacted(manifest=manifest, pins=pins)
 
 
 def _move_pins(store: RunStore, writer: RunWriter, old: Manifest, new: Manifest) -> tuple[str, ...]:
@@ -198,17 +171,35 @@ def _move_pins(store: RunStore, writer: RunWriter, old: Manifest, new: Manifest)
     return names
 
 
-def _meta(rebased: Rebased) -> dict[str, Any]:
-    source = rebased.source
+def _meta(made: Remade, how: str) -> dict[str, Any]:
+    source, entries = made.source, made.checkpoint.entries
     meta = dict(source.meta)
     save = meta.get("save")
     if isinstance(save, dict):
-        size, raw = len(rebased.container), save.get("raw_bytes")
-        ratio = {"ratio": raw / size} if isinstance(raw, int) else {}
-        entry = {"kind": "base", "bytes": size, "sections": dict(rebased.sections), **ratio}
-        entry["exact"] = parts_json(rebased.exact, size)
-        meta["save"] = {**save, **entry}
-    meta["compacted"] = {"seq": source.seq, "epoch": source.epoch, "digest": source.digest}
+        sections: dict[str, int] = {}
+        for entry in entries:
+            role = entry.spec.tag.role.value
+            sections[role] = sections.get(role, 0) + entry.encoded.nbytes
+        size, raw = len(made.container), sum(entry.spec.nbytes for entry in entries)
+        reasons = unpack_reasons(made.checkpoint.exact, [entry.spec.name for entry in entries])
+        exact = exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), reasons)
+        raw_sections = save.get("raw_sections")
+        meta["save"] = {
+            **save,
+            "kind": made.checkpoint.kind,
+            "bytes": size,
+            "raw_bytes": raw,
+            "ratio": raw / size,
+            "sections": sections,
+            "raw_sections": {role: n for role, n in raw_sections.items() if role in sections}
+            if isinstance(raw_sections, dict)
+            else {},
+            "exact": parts_json(exact, size),
+        }
+    if how == "slimmed":
+        meta[WEIGHTS_ONLY] = True
+        meta.pop(ANCHORS, None)  # it may have a shorter chain
+    meta[how] = {"seq": source.seq, "epoch": source.epoch, "digest": source.digest}
     return meta
 
 
@@ -296,19 +287,7 @@ class _AgainCodec:
         return self._codec.reconstruct(encoded, planes, spec, context)
 
 
-_PER_SAVE = 2
-"""Checkpoints turned into weights at a save: more than one, to catch up with older ones; few, so that no save takes much longer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slimmed:
-    """A checkpoint's weights, ready to be committed in its place."""
-
-    source: Manifest
-    parent: Manifest | None
-    """What it is a delta against, as weights too; None for a base."""
-    checkpoint: Checkpoint
-    container: bytes
+# ---- weights alone
 
 
 def without_optimizer(state: TrainingState) -> TrainingState:
@@ -340,8 +319,8 @@ def _cleared(node: JSON) -> JSON:
 
 def make_weights(
     store: RunStore, manifest: Manifest, parent: Manifest | None, *, threads: int = 1
-) -> Slimmed | None:
-    """Make a checkpoint of the weights of another one; nothing is written.
+) -> Remade | None:
+    """Make a checkpoint of the weights of another one; nothing is written. A delta stays one if its references are there as weights too.
 
     Args:
         store: the run.
@@ -356,50 +335,56 @@ def make_weights(
         CorruptionError: the new checkpoint would restore to other weights.
         FormatError, ChainError, StoreError: the old one cannot be read.
     """
-    chain = sources_of_run(store, manifest)
-    source = chain[-1]()
+    source = sources_of_run(store, manifest)[-1]()
     header = source.header
     tensor_names(header.tree)  # refuses a tree that is nested too deeply
     tree = _cleared(header.tree)
     kept = tensor_names(tree)
     if kept >= header.tensors.keys():
         return None
-    before = None if parent is None else sources_of_run(store, parent)
-    if manifest.kind == "base" or before is not None:
+    if manifest.kind == "base" or parent is not None:
         alone = required(kept, header.tensors.values()) == kept
         entries = tuple(source.entries(kept))
+        parent = None if header.kind == "base" else parent
         checkpoint = Checkpoint(
             kind=header.kind,
             step=header.step,
             tree=tree,
             entries=entries,
             scheme=header.scheme,
-            parent=None if parent is None or header.kind == "base" else parent.state_digest,
+            parent=None if parent is None else parent.state_digest,
             provenance=header.provenance,
             exact=_reasons_of(entries, header.exact, header.tensors),
         )
-        made = Slimmed(
-            source=manifest,
-            parent=None if header.kind == "base" else parent,
-            checkpoint=checkpoint,
-            container=write_container(checkpoint),
-        )
-        if alone and _is_sound(made, header, () if made.parent is None else before or (), threads):
+        container = write_container(checkpoint)
+        made = Remade(source=manifest, parent=parent, checkpoint=checkpoint, container=container)
+        if alone and _is_sound(store, made, header, threads):
             return made
-    made = _as_base(store, manifest, tree, threads)
-    if not _is_sound(made, header, (), threads):
+    return _as_base(store, manifest, threads, _cleared)
+
+
+def _as_base(
+    store: RunStore, manifest: Manifest, threads: int, cleared: Callable[[JSON], JSON] | None = None
+) -> Remade:
+    """A base of all tensors, or of those that a tree has once it is `cleared`."""
+
+    def choose(header: Header) -> Collection[str]:
+        return header.tensors.keys() if cleared is None else tensor_names(cleared(header.tree))
+
+    header, _, batches = decode_batches(sources_of_run(store, manifest), choose, threads=threads)
+    kept = choose(header)
+    rows = [row for batch in batches for row in batch if row[0].spec.name in kept]
+    tree = header.tree if cleared is None else cleared(header.tree)
+    checkpoint, exactly = rebase_checkpoint(replace(header, tree=tree), rows, threads=threads)
+    container = write_container(checkpoint)
+    made = Remade(
+        source=manifest, parent=None, checkpoint=checkpoint, container=container, stored_exactly=exactly
+    )
+    if len(checkpoint.entries) != len(kept) or not _is_sound(store, made, header, threads):
         raise CorruptionError(
-            f"the weights made of {manifest.chain[-1].key} would restore to other values; nothing was written"
+            f"what was made of {manifest.chain[-1].key} would restore to other values; nothing was written"
         )
     return made
-
-
-def _as_base(store: RunStore, manifest: Manifest, tree: JSON, threads: int) -> Slimmed:
-    kept = tensor_names(tree)
-    header, _, batches = decode_batches(sources_of_run(store, manifest), lambda _: kept, threads=threads)
-    weights = [row for rows in batches for row in rows if row[0].spec.name in kept]
-    checkpoint, _ = rebase_checkpoint(replace(header, tree=tree), weights, threads=threads)
-    return Slimmed(source=manifest, parent=None, checkpoint=checkpoint, container=write_container(checkpoint))
 
 
 def _reasons_of(entries: Sequence[Entry], exact: JSON, names: Iterable[str]) -> JSON:
@@ -408,10 +393,11 @@ def _reasons_of(entries: Sequence[Entry], exact: JSON, names: Iterable[str]) -> 
     return pack_reasons(kept, {name: reasons[name] for name in kept if name in reasons})
 
 
-def _is_sound(made: Slimmed, old: Header, before: Sequence[Callable[[], AnySource]], threads: int) -> bool:
-    """Whether it restores to the very weights that the old checkpoint has, by its digests."""
+def _is_sound(store: RunStore, made: Remade, old: Header, threads: int) -> bool:
+    """Whether it restores to the very values that the old checkpoint has, by its digests."""
     if any(entry.digest != old.tensors[entry.spec.name].digest for entry in made.checkpoint.entries):
         return False
+    before = () if made.parent is None else sources_of_run(store, made.parent)
     try:
         decode_chain([*before, in_memory(made.container)], threads=threads)
     except ShrinkpointError:
@@ -515,49 +501,12 @@ class Slimmer:
         parent = next((w for w in weights if _source_digest(w) == manifest.parent_digest), None)
         if parent is not None and len(parent.chain) >= len(manifest.chain):
             parent = None  # what it needs of its predecessors is in their base
-        slimmed = make_weights(self._store, manifest, parent, threads=self._threads)
-        if slimmed is None:
+        made = make_weights(self._store, manifest, parent, threads=self._threads)
+        if made is None:
             return None
-        kind: Literal["base", "delta"] = slimmed.checkpoint.kind
-        done = writer.commit(
-            slimmed.container,
-            step=manifest.step,
-            kind=kind,
-            parent=slimmed.parent,
-            state_digest=slimmed.checkpoint.state_digest,
-            meta=_weights_meta(slimmed),
-            replaces=manifest,
-        )
-        writer.collect((), seen=[manifest], grace_s=self._grace_s)
-        return done
+        return _replace(self._store, writer, made, "slimmed", grace_s=self._grace_s).manifest
 
 
 def _source_digest(manifest: Manifest) -> str | None:
     noted = manifest.meta.get("slimmed")
     return noted.get("digest") if isinstance(noted, dict) else None
-
-
-def _weights_meta(slimmed: Slimmed) -> dict[str, Any]:
-    source, entries = slimmed.source, slimmed.checkpoint.entries
-    meta = dict(source.meta)
-    save = meta.get("save")
-    if isinstance(save, dict):
-        sections: dict[str, int] = {}
-        for entry in entries:
-            role = entry.spec.tag.role.value
-            sections[role] = sections.get(role, 0) + entry.encoded.nbytes
-        size, raw = len(slimmed.container), sum(entry.spec.nbytes for entry in entries)
-        changed: dict[str, Any] = {
-            "kind": slimmed.checkpoint.kind,
-            "bytes": size,
-            "raw_bytes": raw,
-            "ratio": raw / size,
-        }
-        raw_sections = save.get("raw_sections")
-        if isinstance(raw_sections, dict):
-            changed["raw_sections"] = {role: size for role, size in raw_sections.items() if role in sections}
-        meta["save"] = {**save, **changed, "sections": sections}
-    meta[WEIGHTS_ONLY] = True
-    meta.pop(ANCHORS, None)  # it may have a shorter chain
-    meta["slimmed"] = {"seq": source.seq, "epoch": source.epoch, "digest": source.digest}
-    return meta
