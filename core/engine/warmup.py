@@ -3,7 +3,7 @@
 numba compiles what is called for the first time: up to a minute of one core for the coders of scheme ``auto``, and a thread that
 compiles holds the GIL for most of it, so that training in the same process would wait at every step. A child makes and restores
 some checkpoints of a small training meanwhile, and what it compiles is kept in numba's cache, from which the first save loads.
-One file for each scheme, named after numba's version and the processor, notes that this was done.
+An empty file for each scheme, named after the coders' sources, numba's version and the processor, notes that this was done.
 
 Nothing depends on it. Where the child cannot run or fails, kernels are compiled where they are called.
 """
@@ -60,8 +60,6 @@ def compile_coders(scheme: str) -> bool:
     Raises:
         ConfigError: there is no such scheme.
     """
-    from shrinkpoint.runtime.kernel_cache import kernel_sources
-
     options = options_of(scheme)
     folder = cache_folder()
     if folder is None:
@@ -71,10 +69,7 @@ def compile_coders(scheme: str) -> bool:
         _make_and_restore("lossless", None)
     mark = folder / _mark(scheme)
     mark.parent.mkdir(parents=True, exist_ok=True)
-    part = mark.with_suffix(f".{os.getpid()}")
-    files = [os.path.relpath(file, mark.parent) for file in _cached_files()]
-    part.write_text(json.dumps({"sources": kernel_sources(), "files": files}))
-    part.replace(mark)
+    mark.touch()
     return True
 
 
@@ -89,7 +84,7 @@ def is_compiled(scheme: str) -> bool:
 
     options_of(scheme)
     name = _mark(scheme)
-    return includes([scheme]) or any(_is_sound(folder / name) for folder in _folders())
+    return includes([scheme]) or any((folder / name).is_file() for folder in _folders())
 
 
 def precompile(package: Path) -> int:
@@ -110,51 +105,29 @@ def precompile(package: Path) -> int:
 
     for scheme in SCHEMES:
         _make_and_restore(scheme, options_of(scheme))
-    return write((kernel for _, kernel in _called_kernels()), list(SCHEMES), at=package)
-
-
-def _is_sound(mark: Path) -> bool:
-    from shrinkpoint.runtime.kernel_cache import kernel_sources
-
-    try:
-        noted = json.loads(mark.read_text())
-        same, files = noted["sources"] == kernel_sources(), noted["files"]
-        return same and all((mark.parent / file).is_file() for file in files)
-    except (OSError, ValueError, TypeError, KeyError):  # none, or damaged
-        return False
+    return write(_called_kernels(), list(SCHEMES), at=package)
 
 
 def cache_folder() -> Path | None:
     """Where the compiled coders are kept; None where none are: no folder that may be written to, ``NUMBA_DISABLE_JIT``."""
-    from shrinkpoint.entropy.static import rans_kernels
-
-    stats = getattr(rans_kernels.encode, "stats", None)  # none where compiling is turned off
-    return Path(stats.cache_path) if stats is not None and stats.cache_path is not None else None
+    kept = _cache()
+    return None if kept is None or kept.cache_path is None else Path(kept.cache_path)
 
 
 def _folders() -> Iterator[Path]:
     """Where they are looked for: `cache_folder`, and others that need not be writable."""
+    kept = _cache()
+    return iter(()) if kept is None else kept.folders()
+
+
+def _cache() -> "KernelCache | None":
     from shrinkpoint.entropy.static import rans_kernels
     from shrinkpoint.runtime.kernel_cache import kept_of
 
-    folder, kept = cache_folder(), kept_of(rans_kernels.encode)
-    if folder is not None:
-        yield folder
-    if kept is not None:
-        yield from (other for other in kept.folders() if other != folder)
+    return kept_of(rans_kernels.encode)
 
 
-def _cached_files() -> list[Path]:
-    """What is kept of the kernels that this process has called: an index of each, and its object files."""
-    found: set[Path] = set()
-    for kept, kernel in _called_kernels():
-        stem = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__qualname__}-"
-        for folder in kept.folders():
-            found.update(folder.glob(f"{stem}*.nb[ic]"))
-    return sorted(found)
-
-
-def _called_kernels() -> Iterator[tuple["KernelCache", Any]]:
+def _called_kernels() -> Iterator[Any]:
     from shrinkpoint.runtime.kernel_cache import kept_of
 
     found = {}
@@ -162,9 +135,8 @@ def _called_kernels() -> Iterator[tuple["KernelCache", Any]]:
         if name.startswith("shrinkpoint."):
             found.update({id(item): item for item in vars(module).values()})
     for kernel in found.values():
-        kept = kept_of(kernel)
-        if kept is not None and kernel.signatures:
-            yield kept, kernel
+        if kept_of(kernel) is not None and kernel.signatures:
+            yield kernel
 
 
 def _names(options: Any) -> set[str]:
@@ -227,13 +199,15 @@ class _SmallTraining:
 
 
 def _mark(scheme: str) -> str:
-    """The file that lists what was compiled for this processor; it is in numba's folder."""
+    """The empty file that says that these sources were compiled for this processor; it is in numba's folder."""
     import numba
     from numba.core.registry import cpu_target
 
+    from shrinkpoint.runtime.kernel_cache import kernel_sources
+
     machine = cpu_target.target_context.codegen().magic_tuple()
     processor = [numba.__version__, sys.implementation.cache_tag, repr(machine)]
-    named = hashlib.sha256(json.dumps([scheme, processor]).encode()).hexdigest()[:16]
+    named = hashlib.sha256(json.dumps([scheme, kernel_sources(), processor]).encode()).hexdigest()[:16]
     return f"shrinkpoint-{named}.compiled"
 
 

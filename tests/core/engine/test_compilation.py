@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -80,44 +79,6 @@ def test_what_is_compiled_is_remembered_until_a_source_changes(cache: Path, monk
     assert not is_compiled("lossless")
     assert compile_coders("lossless")
     assert is_compiled("lossless")
-    assert len(list(cache.iterdir())) == 1
-
-
-def test_a_damaged_mark_counts_as_none(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "_make_and_restore", lambda scheme, options: None)
-    assert compile_coders("auto")
-    next(cache.iterdir()).write_bytes(b"\xff\xfe")
-    assert not is_compiled("auto")
-
-
-def test_a_mark_without_the_objects_that_it_names_counts_as_none(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warmup, "_make_and_restore", lambda scheme, options: None)
-    kept = cache / "entropy" / "kernels.decode_one-1.py311.1.nbc"
-    kept.parent.mkdir(parents=True)
-    kept.touch()
-    monkeypatch.setattr(warmup, "_cached_files", lambda: [kept])
-    assert compile_coders("auto")
-    assert is_compiled("auto")
-    kept.unlink()
-    assert not is_compiled("auto")
-
-
-def test_what_numba_keeps_of_the_kernels_that_were_called_is_found() -> None:
-    from shrinkpoint.entropy.static.huffman import encode_huffman
-
-    encode_huffman(np.array([1, 2]))
-    found = [file.name for file in warmup._cached_files() if "huffman_kernels.huffman_encode-" in file.name]
-    assert {Path(name).suffix for name in found} == {".nbi", ".nbc"}
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", "null", '{"sources": 1}', "digest"])
-def test_a_mark_of_other_content_counts_as_none(cache: Path, text: str, monkeypatch) -> None:
-    monkeypatch.setattr(warmup, "_make_and_restore", lambda scheme, options: None)
-    assert compile_coders("auto")
-    next(cache.iterdir()).write_text(text)
-    assert not is_compiled("auto")
 
 
 def test_without_a_cache_nothing_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
