@@ -140,7 +140,7 @@ MEMORY = """
     import torch
 
     import shrinkpoint
-    from shrinkpoint import exporting
+    from shrinkpoint.io import exporting
 
     run, out = sys.argv[1:]
 
