@@ -45,7 +45,7 @@ _MAX_INT_BITS = 255 * 8 - 1  # capacity of pickle's LONG1, the only long integer
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """The written file.
+    """The written file; of weights in several files, their index.
 
     Examples:
         >>> from shrinkpoint.io.export import export
@@ -62,6 +62,12 @@ class Exported:
     """Different tensors in the file; tied ones count once."""
     notes: tuple[str, ...]
     """Messages about values that had to change."""
+    step: int | None = None
+    """Of the checkpoint, where the weights of a stored one were written."""
+    seq: int | None = None
+    """Number of its commit; None of a single file."""
+    files: tuple[Path, ...] = ()
+    """With the tensors, where several files may be written."""
 
 
 def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = False) -> Exported:

@@ -1,19 +1,26 @@
 """Exports the weights of a stored checkpoint to safetensors, some tensors at a time: a model larger than memory can be exported.
 
 The optimizer's state is neither read nor decoded. One file, or several with an index, which Hugging Face's ``from_pretrained`` reads.
+Files are written piece by piece, in any order: the safetensors package takes all tensors of a file at once, as bytes. The format is
+https://github.com/huggingface/safetensors#format: eight bytes of length, a JSON header, the tensors' bytes.
 """
 
 import json
 import os
 import re
 import secrets
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from shrinkpoint.coding.selective import AnySource, decode_batches, decode_selected
@@ -21,19 +28,114 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, StoreError
 from shrinkpoint.io.export import Exported, check_target, put_in_place, write_whole
 from shrinkpoint.io.loading import model_names, read_chain
-from shrinkpoint.io.safetensors_file import SafetensorsWriter, check_file
 from shrinkpoint.state.blocks import whole_specs
+from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.state.frozen import ADAPTERS
 from shrinkpoint.state.training import TensorSpec
 
 if TYPE_CHECKING:
-    import torch
-
     from shrinkpoint.container.reader import Header
     from shrinkpoint.store.connect import StorageOptions
     from shrinkpoint.store.urls import RunUrl
 
-__all__ = ["ExportedWeights", "bytes_of", "export_adapters", "export_weights"]
+__all__ = ["SafetensorsWriter", "bytes_of", "export_adapters", "export_weights"]
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class SafetensorsWriter:
+    """One file, of which the tensors' names and sizes are known beforehand.
+
+    Args:
+        path: a new file.
+        specs: by the tensors' names in the file; dtypes and shapes count.
+        metadata: text by name.
+
+    Raises:
+        CannotRepresentError: the format has no such dtype, or, as it is closed, the package does not accept the file.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> None:
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        self._specs, self._at = specs, {}
+        at = 0
+        # as the package does: the largest elements first, so that each tensor is aligned
+        for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
+            spec = specs[name]
+            if spec.dtype not in _NAMES:
+                raise CannotRepresentError(
+                    f"{name} is of {spec.dtype}, which safetensors does not know: export to .ckpt"
+                )
+            self._at[name] = at
+            header[name] = {
+                "dtype": _NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [at, at + spec.nbytes],
+            }
+            at += spec.nbytes
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._path = path
+        self._start = 8 + len(text)
+        self._file = path.open("xb")
+        self._file.write(struct.pack("<Q", len(text)) + text)
+        self._file.truncate(self._start + at)
+
+    def put(self, name: str, tensor: torch.Tensor, offset: Sequence[int] | None = None) -> None:
+        """Write a tensor, or a box of it.
+
+        Args:
+            name: of the whole tensor.
+            tensor: the whole one, or the box; on the host.
+            offset: first index of the box in each dimension; None for a whole tensor.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        spec = self._specs[name]
+        at = self._start + self._at[name]
+        if offset is not None and tuple(tensor.shape[1:]) != spec.shape[1:]:
+            self._put_box(at, spec, tensor, offset)
+            return
+        if offset is not None:  # whole rows
+            at += offset[0] * (spec.nbytes // spec.shape[0])
+        self._file.seek(at)
+        self._file.write(tensor_to_bytes(tensor).data)
+
+    def _put_box(self, at: int, spec: TensorSpec, tensor: torch.Tensor, offset: Sequence[int]) -> None:
+        self._file.flush()
+        place = np.memmap(self._path, dtype=np.uint8, mode="r+", offset=at, shape=(spec.nbytes,))
+        size = spec.dtype.itemsize
+        inner = place.reshape(*spec.shape, size)
+        cut = tuple(slice(low, low + n) for low, n in zip(offset, tensor.shape, strict=True))
+        inner[cut] = tensor_to_bytes(tensor).reshape(*tensor.shape, size)
+        place.flush()
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write out what is buffered, and let the safetensors package read the header of a file that is whole."""
+        self._file.close()
+        if error is not None:
+            return
+        try:
+            with safe_open(self._path, framework="pt"):
+                pass
+        except SafetensorError as refused:
+            raise CannotRepresentError(
+                f"safetensors does not accept this model ({refused}): export to .ckpt"
+            ) from refused
+
 
 _BATCH = 2**26
 """Bytes of tensors in memory, about: a batch that is decoded, and the next one, which is read meanwhile."""
@@ -47,18 +149,6 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportedWeights(Exported):
-    """Written weights: one file, or the index of several."""
-
-    step: int
-    """Of the checkpoint."""
-    seq: int | None
-    """Number of its commit; None of a single file."""
-    files: tuple[Path, ...]
-    """With the tensors."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +168,7 @@ def export_weights(
     max_shard_size: int | None = None,
     force: bool = False,
     storage_options: "StorageOptions" = None,
-) -> ExportedWeights:
+) -> Exported:
     """Write the weights and buffers of a checkpoint; memory is bounded by the largest tensor and some buffers.
 
     Args:
@@ -128,7 +218,7 @@ def export_weights(
                     del entry, planes, value  # before the next ones are decoded
         files = [target.parent / shard.name for shard in shards]
         aliases = {alias: kept for shard in shards for alias, kept in shard.aliases.items()}
-        exported = ExportedWeights(
+        exported = Exported(
             path=target if len(files) == 1 else _index_of(target),
             bytes=sum(file.stat().st_size for file in files),
             tensors=sum(len(shard.specs) for shard in shards),
@@ -136,13 +226,12 @@ def export_weights(
                 f"{alias} is tied to {kept}, which contains the tensor" for alias, kept in aliases.items()
             ),
             step=header.step,
-            seq=None,
             files=tuple(files),
         )
         return header, exported
 
     _, exported, manifest = read_chain(url, storage_options, read)
-    return ExportedWeights(**(vars(exported) | {"seq": None if manifest is None else manifest.seq}))
+    return replace(exported, seq=None if manifest is None else manifest.seq)
 
 
 def export_adapters(
@@ -151,7 +240,7 @@ def export_adapters(
     *,
     force: bool = False,
     storage_options: "StorageOptions" = None,
-) -> ExportedWeights:
+) -> Exported:
     """Write a checkpoint's adapters as PEFT does, for ``PeftModel.from_pretrained(base, folder)``.
 
     Args:
@@ -190,7 +279,7 @@ def export_adapters(
         write_whole(files[-2], partial(save_file, values, metadata={"format": "pt"}), force=force)
         write_whole(files[-1], partial(Path.write_text, data=text), force=force)
     size, seq = sum(file.stat().st_size for file in files), None if manifest is None else manifest.seq
-    return ExportedWeights(
+    return Exported(
         path=root, bytes=size, tensors=len(found), notes=(), step=header.step, seq=seq, files=tuple(files)
     )
 
@@ -279,8 +368,6 @@ def _writing(
                 writer = opened.enter_context(SafetensorsWriter(file, shard.specs, metadata))
                 writers.update(dict.fromkeys(shard.specs, writer))
             yield writers
-        for file in temporary:
-            check_file(file)
         for file, shard in zip(temporary, shards, strict=True):
             put_in_place(file, target.parent / shard.name, force=force)
         if len(shards) > 1:

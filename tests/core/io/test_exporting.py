@@ -93,7 +93,7 @@ def test_a_failed_export_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: 
     def fails(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shrinkpoint.io.safetensors_file.SafetensorsWriter.put", fails)
+    monkeypatch.setattr("shrinkpoint.io.exporting.SafetensorsWriter.put", fails)
     with pytest.raises(StoreError, match=r"model.safetensors: No space left"):
         export_weights(run, tmp_path / "model.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
