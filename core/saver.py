@@ -6,8 +6,11 @@ collect. The job's only claim on the training thread is the forward passes of it
 
 import time
 import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +20,7 @@ from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.compaction import without_optimizer
 from shrinkpoint.engine.reading import CheckpointReader, Continuation
-from shrinkpoint.engine.request import Job, SaveRequest, StateSaver, plain_step, plain_timeout
+from shrinkpoint.engine.request import Job, SaveRequest, plain_step, plain_timeout
 from shrinkpoint.engine.retention import adopted_of, is_weights_only
 from shrinkpoint.engine.takeover import Adoption, Takeover, unsuitable
 from shrinkpoint.engine.under_way import Deadline, SaveUnderWay, WaitingShare
@@ -38,7 +41,7 @@ from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl, url_text
 from shrinkpoint.warn import warn
 
-__all__ = ["Restored", "Saver", "SaverConfig", "decode_checkpoint"]
+__all__ = ["Restored", "Saver", "SaverConfig", "StateSaver", "decode_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,79 @@ class Restored:
     """The record that committed it."""
     state: TrainingState
     """What was saved, on the host."""
+
+
+class StateSaver(ABC):
+    """Saves what it is asked to, in the background.
+
+    Args:
+        url: the run's prefix.
+        config: how to save.
+        storage_options: as of `Saver`.
+        end_evaluations: called before the process ends while a save is under way.
+    """
+
+    def __init__(
+        self,
+        url: RunUrl,
+        config: SaverConfig | None,
+        storage_options: StorageOptions,
+        end_evaluations: Callable[[], None],
+    ) -> None:
+        self.url = url_text(url)
+        """The run's URL, without credentials; of several, with commas between."""
+        self.config = config or SaverConfig()
+        """How to save."""
+        self.store = RunStore(url, storage_options=storage_options)
+        """The run's checkpoints."""
+        self.blocked_s = 0.0
+        """Seconds that training has waited for snapshots and unfinished saves so far."""
+        self._under_way = SaveUnderWay()
+        self._waits = WaitingShare()
+        self._worker = Worker("shrinkpoint-save", before_exit=end_evaluations)
+        self._warmup = Warmup(self.config.scheme)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being encoded or written; of several ranks on this one."""
+        return self._worker.busy
+
+    @property
+    def skipped(self) -> int:
+        """Saves that were skipped because one was still being written."""
+        return self._under_way.skipped
+
+    def skip(self, *, warns: bool = True) -> None:
+        """Count a save that is not made because one is under way; the first, the tenth, the hundredth ... gives a warning with the reason.
+
+        Args:
+            warns: False where another rank says it.
+        """
+        self._under_way.skip(warns=warns)
+
+    def save(self, state: object, **fields: Any) -> Accepted | None:
+        """Save a state; as `accept`.
+
+        Args:
+            state: what a framework would give to ``torch.save``.
+            fields: further ones of `SaveRequest`, by name; `step` is needed.
+        """
+        return self.accept(SaveRequest(state=state, **fields))
+
+    @abstractmethod
+    def accept(self, request: SaveRequest) -> Accepted | None:
+        """Save a state; returns as soon as it is copied.
+
+        Returns:
+            What was accepted; None when a save was still being written and `busy` is ``skip``, when shards have too little memory,
+            or when it was to be waited for and has failed.
+
+        Raises:
+            SaveFailedError: three saves in a row have failed.
+            FencedError: another writer has taken over the run.
+            CannotRepresentError: the state holds an object that cannot be stored without pickle.
+            ConfigError: a field cannot work, or this was called within another call, by an evaluation, say.
+        """
 
 
 class Saver(StateSaver):
@@ -88,19 +164,11 @@ class Saver(StateSaver):
         *,
         storage_options: StorageOptions = None,
     ) -> None:
-        self.url = url_text(url)
-        """The run's URL, without credentials; of several, with commas between."""
-        self.config = config or SaverConfig()
-        """How to save."""
-        self.store = RunStore(url, storage_options=storage_options)
-        """The run's checkpoints."""
+        self._desk = EvaluationDesk()
+        super().__init__(url, config, storage_options, self._desk.close)
         self._reader = CheckpointReader(self.store, self.url, self._decode)
-        self.blocked_s = 0.0
-        """Seconds that training has waited for snapshots and unfinished saves so far."""
         self.adopted: tuple[str, ...] = ()
         """With ``adopt=True``: the tensors that the last call of `save` has given other values, in the training."""
-        self._under_way = SaveUnderWay()
-        self._desk = EvaluationDesk()
         self._chain = Chain(self.store, self.config)
         self._background = Background(
             self.store,
@@ -111,11 +179,8 @@ class Saver(StateSaver):
             url=self.url,
         )
         self._continuation = Continuation(self._background, self._chain)
-        self._waits = WaitingShare()
         self._snapshotter = Snapshotter()
         self._turns = Turns()
-        self._worker = Worker("shrinkpoint-save", before_exit=self._desk.close)
-        self._warmup = Warmup(self.config.scheme)
         self._frozen: FrozenTensors | None = None
         self._evaluate: Evaluate | None = None
         self._resumed: ResumedSteps | None = None
@@ -129,19 +194,9 @@ class Saver(StateSaver):
         return self._background.failed
 
     @property
-    def skipped(self) -> int:
-        """Saves that were skipped because one was still being written."""
-        return self._under_way.skipped
-
-    @property
     def search_s(self) -> float:
         """Seconds that training has spent in evaluations so far."""
         return self._desk.seconds
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is being encoded or written."""
-        return self._worker.busy
 
     @property
     def evaluation_wanted(self) -> bool:
@@ -294,10 +349,6 @@ class Saver(StateSaver):
         self.adopted = takeover.taken
         self.blocked_s += takeover.seconds
         self._waits.add(started, time.perf_counter())
-
-    def skip(self) -> None:
-        """Count a save that is not made because one is under way; the first, the tenth, the hundredth ... gives a warning with the reason."""
-        self._under_way.skip()
 
     def poll(self) -> float:
         """Make the measurement that the background asks for, if any; to be called after every batch.

@@ -14,14 +14,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from shrinkpoint.arrays import widened
 from shrinkpoint.coding.encode import EncodedState, StagedState, stage_state
-from shrinkpoint.coding.selective import Decoded, decode_chain, sources_of_run
+from shrinkpoint.coding.selective import header_of
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.request import Job
 from shrinkpoint.engine.retention import Adopted
@@ -49,6 +49,7 @@ __all__ = [
     "changed_tensors",
     "noted_settings",
     "planned_before",
+    "still_there",
     "warn_adopts_from",
     "warn_unplanned",
 ]
@@ -337,25 +338,28 @@ class Adopting:
         self.chain = PlannedChain(last, encoded.reference)
 
 
-def planned_before(
-    store: RunStore, manifest: Manifest, last: Adopted, threads: int
-) -> tuple[Decoded, Manifest | None] | None:
-    """The last planned save, on which an exact one builds, and its manifest if that is still there; None where there is none.
+def planned_before(store: RunStore, manifest: Manifest, last: Adopted) -> Manifest | None:
+    """The chain of an exact checkpoint without its own end; None where that is not the last planned save.
 
     Args:
         store: the run.
         manifest: of the exact one.
         last: what that says of the planned one.
-        threads: threads that decode.
     """
     if manifest.kind == "base" or not last.count:
         return None
-    decoded = decode_chain(sources_of_run(store, manifest)[:-1], threads=threads)
-    if decoded.header.step != last.step:
+    chain = manifest.chain[:-1]
+    header = header_of(store, chain[-1])
+    if header.step != last.step:
         return None
-    digest = decoded.header.state_digest
-    parents = (m for m in store.manifests() if m.state_digest == digest and m.step == last.step)
-    return decoded, next(parents, None)
+    kind: Literal["base", "delta"] = "base" if len(chain) == 1 else "delta"
+    return replace(manifest, chain=chain, kind=kind, step=header.step, state_digest=header.state_digest)
+
+
+def still_there(store: RunStore, planned: Manifest) -> Manifest | None:
+    """The manifest of a planned save that `planned_before` has found, if that was not removed."""
+    found = (m for m in store.manifests() if (m.state_digest, m.step) == (planned.state_digest, planned.step))
+    return next(found, None)
 
 
 _PREFIX = "adopted before/"

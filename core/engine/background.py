@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from shrinkpoint.coding.encode import EncodedState, StagedState, encode_state
+from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.engine.adopt import (
@@ -17,6 +19,7 @@ from shrinkpoint.engine.adopt import (
     carrying,
     changed_tensors,
     planned_before,
+    still_there,
     warn_adopts_from,
     warn_unplanned,
 )
@@ -27,6 +30,7 @@ from shrinkpoint.engine.retention import ADOPTION, WEIGHTS_ONLY, Adopted, adopte
 from shrinkpoint.engine.takeover import NotAdoptedError, Takeover
 from shrinkpoint.engine.under_way import Failures
 from shrinkpoint.errors import ChainError, ConfigError, FencedError, ScratchError, ShrinkpointError
+from shrinkpoint.group.group import Alone, Group
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
@@ -45,6 +49,8 @@ from shrinkpoint.store.run import RunStore
 from shrinkpoint.warn import warn
 
 __all__ = ["Background", "Choice"]
+
+Read: TypeAlias = Callable[[Manifest], tuple[Mapping[str, ReferenceState], TrainingState]]
 
 
 @dataclass(frozen=True)
@@ -137,19 +143,26 @@ class Background:
         state: TrainingState,
         *,
         lasting: bool = False,
+        group: Group | None = None,
+        read: Read | None = None,
     ) -> None:
-        """Continue the chain of a restored checkpoint, from the state that a reader has got of it.
+        """Continue the chain of a restored checkpoint, from the state that a reader has got of it; of several ranks a collective.
 
         Args:
             parent: the checkpoint.
             reference: what a reader holds of it.
             state: its tensors, or those of them that this rank owns.
             lasting: as of `MovementTracker.note`.
+            group: the ranks; None is this process alone.
+            read: gives reference and state of another checkpoint of this chain; None reads it whole.
+
+        Raises:
+            ShrinkpointError: the planned save before an exact one cannot be read.
         """
         self.failed = False
         self._failures.passed()  # what was not stored is left behind
         if self.adopting is not None:
-            self._adopt_planned(parent, reference, state)
+            self._adopt_planned(parent, (reference, state), lasting, group or Alone(), read or self._read)
             return
         if self._chain is not None:
             self._chain.adopt(parent)
@@ -159,31 +172,48 @@ class Background:
         self._note(state, parent.step, lasting=lasting)
         self._resume_search(parent.meta.get("search"))
 
+    def _read(self, manifest: Manifest) -> tuple[Mapping[str, ReferenceState], TrainingState]:
+        decoded = decode_checkpoint(self._store, manifest, threads=self._config.encoder_threads)
+        return decoded.reference, decoded.state
+
     def _adopt_planned(
-        self, manifest: Manifest, reference: Mapping[str, ReferenceState], state: TrainingState
+        self,
+        manifest: Manifest,
+        restored: tuple[Mapping[str, ReferenceState], TrainingState],
+        lasting: bool,
+        group: Group,
+        read: Read,
     ) -> None:
         """Continue the last planned save, and its search; after an exact one what the run had before that."""
-        assert self._chain is not None
-        last = adopted_of(manifest)
+        last, (reference, state) = adopted_of(manifest), restored
+        go_on = partial(self.continue_from, manifest, last, lasting=lasting)
         if last is None or last.planned:
-            self._chain.adopt(manifest)
-            values = state, manifest.step
-            self.continue_from(manifest, last, reference, values, digest=manifest.state_digest)
+            if self._chain is not None:
+                self._chain.adopt(manifest)
+            go_on(reference, (state, manifest.step), digest=manifest.state_digest)
             return
-        self._chain.follow(manifest)
-        before = planned_before(self._store, manifest, last, self._config.encoder_threads)
-        carried = carried_in(state)
-        if before is not None:
-            decoded, self._chain.parent = before
-            parent = self._chain.parent
-            digest = None if parent is None else parent.state_digest
-            self.continue_from(manifest, last, decoded.reference, (decoded.state, last.step), digest=digest)
+        planned = group.on_first(lambda: planned_before(self._store, manifest, last))
+        parent = None
+        if planned is not None:
+            reference, values = read(planned)
+            parent = group.on_first(lambda: still_there(self._store, planned))
+            go_on(reference, (values, last.step), digest=None if parent is None else parent.state_digest)
+        elif last.since is None:
+            go_on({}, None)
         elif last.since == manifest.step:
-            self.continue_from(manifest, last, {}, (state, manifest.step))
-        elif carried is not None and last.since is not None:
-            self.continue_from(manifest, last, {}, (carried, last.since))
+            go_on({}, (state, manifest.step))
+        elif (carried := carried_in(state)) is not None:
+            go_on({}, (carried, last.since))
         else:
-            self.continue_from(manifest, last, {}, None)
+            go_on({}, (state, manifest.step))
+            if self._chain is not None:
+                warn(
+                    f"the last planned save before step {manifest.step} could not be stored, and with it where the weights were: the next"
+                    " save's bits differ from those of an undisturbed run. This run stays reproducible from there on"
+                )
+        if self._chain is not None:
+            self._chain.follow(manifest)
+            self._chain.parent = parent
 
     def continue_from(
         self,

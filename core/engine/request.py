@@ -3,7 +3,6 @@
 import math
 import operator
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +13,6 @@ from shrinkpoint.engine.takeover import Adoption, Takeover
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
-from shrinkpoint.reports import Accepted
 from shrinkpoint.state.own import OwnState
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import Describe, plain
@@ -24,7 +22,6 @@ from shrinkpoint.warn import brief
 __all__ = [
     "Job",
     "SaveRequest",
-    "StateSaver",
     "check_metrics",
     "plain_metrics",
     "plain_step",
@@ -175,34 +172,6 @@ class SaveRequest:
         if not isinstance(given, Sequence) or not all(hasattr(one, "param_groups") for one in given):
             raise ConfigError(f"optimizers={brief(given)} must be a list of optimizers, [] for none")
         return replace(self, step=plain_step(self.step), metrics=plain_metrics(self.metrics))
-
-
-class StateSaver(ABC):
-    """Saves what it is asked to."""
-
-    def save(self, state: object, **fields: Any) -> Accepted | None:
-        """Save a state; as `accept`.
-
-        Args:
-            state: what a framework would give to ``torch.save``.
-            fields: further ones of `SaveRequest`, by name; `step` is needed.
-        """
-        return self.accept(SaveRequest(state=state, **fields))
-
-    @abstractmethod
-    def accept(self, request: SaveRequest) -> Accepted | None:
-        """Save a state; returns as soon as it is copied.
-
-        Returns:
-            What was accepted; None when a save was still being written and `busy` is ``skip``, when shards have too little memory,
-            or when it was to be waited for and has failed.
-
-        Raises:
-            SaveFailedError: three saves in a row have failed.
-            FencedError: another writer has taken over the run.
-            CannotRepresentError: the state holds an object that cannot be stored without pickle.
-            ConfigError: a field cannot work, or this was called within another call, by an evaluation, say.
-        """
 
 
 @dataclass(frozen=True, kw_only=True)

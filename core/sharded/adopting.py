@@ -4,28 +4,19 @@ What is decided, and on what it depends, is as in `shrinkpoint.engine.adopt`, ov
 ranks is one of the settings.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 
-from shrinkpoint.coding.selective import header_of
-from shrinkpoint.engine.background import Background
-from shrinkpoint.engine.retention import Adopted, adopted_of
 from shrinkpoint.engine.takeover import Adoption, Takeover, unsuitable
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Pieces
 from shrinkpoint.sharded.layout import block_box, tensors_of_rank
 from shrinkpoint.sharded.probing import Probe
-from shrinkpoint.sharded.restoring import Decoded
 from shrinkpoint.sharded.spreading import Shards, spread
 from shrinkpoint.state.training import Describe, TrainingState
-from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.run import RunStore
-from shrinkpoint.warn import warn
 
-__all__ = ["continue_adopting", "take_over", "takeover_for"]
+__all__ = ["take_over", "takeover_for"]
 
 _FIRST_LOOK_S = 0.01
 _LONGEST_PAUSE_S = 0.5
@@ -99,70 +90,3 @@ def _wait_together(group: Distributed, takeover: Takeover, probe: Probe) -> None
     while group.most([not takeover.is_settled(pause_s)])[0]:
         takeover.note_served(probe.serve())
         pause_s = _FIRST_LOOK_S if probe.is_active else min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def continue_adopting(
-    store: RunStore,
-    group: Distributed,
-    background: Background,
-    decoded: Decoded,
-    read: Callable[[Manifest], Decoded],
-) -> Manifest | None:
-    """Bring a rank's background into the state of the undisturbed run's at the last planned save; a collective.
-
-    Args:
-        store: the run.
-        group: all ranks.
-        background: of this rank.
-        decoded: the checkpoint that the training has been restored from.
-        read: reads another one; a collective.
-
-    Returns:
-        What the next planned save builds on, on the first rank; None for a base.
-
-    Raises:
-        ShrinkpointError: the planned save before an exact one cannot be read; on every rank.
-    """
-    manifest = decoded.plan.manifest
-    last = adopted_of(manifest)
-    go_on = partial(background.continue_from, manifest, last, lasting=True)
-    if last is None or last.planned:
-        values = decoded.own_state, manifest.step
-        go_on(decoded.reference, values, digest=manifest.state_digest)
-        return manifest
-    before = group.on_first(lambda: _planned_before(store, manifest, last))
-    if before is None:
-        # before the first one, nothing is known of the movement
-        go_on({}, (decoded.own_state, manifest.step) if last.count else None)
-        if group.rank == 0 and last.count and last.step != manifest.step:
-            warn(
-                f"the last planned save before step {manifest.step} could not be stored, and with it where the weights were: the next"
-                " save's bits differ from those of an undisturbed run. This run stays reproducible from there on"
-            )
-        return None
-    whole = read(before)
-
-    def is_before(other: Manifest) -> bool:
-        return (other.state_digest, other.step) == (before.state_digest, before.step)
-
-    parent = group.on_first(lambda: next(filter(is_before, store.manifests()), None))
-    digest = None if parent is None else parent.state_digest
-    go_on(whole.reference, (whole.own_state, before.step), digest=digest)
-    return parent
-
-
-def _planned_before(store: RunStore, manifest: Manifest, last: Adopted) -> Manifest | None:
-    """The chain of an exact checkpoint without its own end; None where that is not the last planned save."""
-    if manifest.kind == "base" or not last.count:
-        return None
-    chain = manifest.chain[:-1]
-    header = header_of(store, chain[-1])
-    if header.step != last.step:
-        return None
-    return replace(
-        manifest,
-        chain=chain,
-        kind="base" if len(chain) == 1 else "delta",
-        step=header.step,
-        state_digest=header.state_digest,
-    )

@@ -10,11 +10,9 @@ import torch
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.chain import Chain
-from shrinkpoint.engine.request import Job, SaveRequest, StateSaver
+from shrinkpoint.engine.request import Job, SaveRequest
 from shrinkpoint.engine.retention import is_weights_only, lineage_of, not_finite_text
 from shrinkpoint.engine.takeover import Takeover
-from shrinkpoint.engine.under_way import SaveUnderWay, WaitingShare
-from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError, NoCheckpointError, SaveFailedError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed
@@ -23,9 +21,9 @@ from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
-from shrinkpoint.runtime.worker import Worker
-from shrinkpoint.saver import Restored
-from shrinkpoint.sharded.adopting import continue_adopting, take_over, takeover_for
+from shrinkpoint.saver import Restored, StateSaver
+from shrinkpoint.schemes.base import ReferenceState
+from shrinkpoint.sharded.adopting import take_over, takeover_for
 from shrinkpoint.sharded.agreement import Agreed, Status, agree, refuse_options, require_same
 from shrinkpoint.sharded.background import RankBackground
 from shrinkpoint.sharded.boxes import Pieces
@@ -40,8 +38,7 @@ from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.urls import RunUrl, Stores, url_text
+from shrinkpoint.store.urls import RunUrl, Stores
 from shrinkpoint.warn import warn
 
 __all__ = ["ShardedSaver"]
@@ -80,11 +77,8 @@ class ShardedSaver(StateSaver):
         group: Distributed | None = None,
         block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
-        self.url, self._stores = url_text(url), Stores.of(url)
-        self.config = config or SaverConfig()
-        self.store = RunStore(url, storage_options=storage_options)
-        self.blocked_s = 0.0
-        """Seconds that training has waited for snapshots so far."""
+        super().__init__(url, config, storage_options, self._end_probe)
+        self._stores = Stores.of(url)
         self.moved = 0
         """Bytes that this rank has sent to others for the last save."""
         self.failed = False
@@ -92,10 +86,6 @@ class ShardedSaver(StateSaver):
         self._targets, self._own, self._copied = targets, own, copied
         self._group = group or Distributed()
         self._limit = block_elements
-        self._waits = WaitingShare()
-        self._under_way = SaveUnderWay()
-        self._worker = Worker("shrinkpoint-save", before_exit=self._end_probe)
-        self._warmup = Warmup(self.config.scheme)
         self._number = 0
         self._rank_tensors: RankTensors | None = None
         self._layout: Layout | None = None
@@ -182,16 +172,6 @@ class ShardedSaver(StateSaver):
     # ---- saving
 
     @property
-    def busy(self) -> bool:
-        """Whether a save is being encoded or written on this rank."""
-        return self._worker.busy
-
-    @property
-    def skipped(self) -> int:
-        """Saves that were skipped because one was still being written."""
-        return self._under_way.skipped
-
-    @property
     def search_s(self) -> float:
         """Seconds that training has spent in evaluations so far."""
         return 0.0 if self._probe is None else self._probe.seconds
@@ -239,7 +219,7 @@ class ShardedSaver(StateSaver):
         )
         assert found is not None
         if agreed.busy:
-            self._under_way.skip(warns=self._group.rank == 0)
+            self.skip(warns=self._group.is_first)
             return None
         try:
             snapshot, shards = self._gathered(*found, new=agreed.new_layout)
@@ -491,13 +471,17 @@ class ShardedSaver(StateSaver):
         if background is None:
             raise StoreError("call check() first, on every rank")
         self._join()
-        if self.config.adopt:
-            parent = continue_adopting(self.store, self._group, background, decoded, self._read_before)
-            if self._chain is not None:
-                self._chain.adopt(manifest)
-                self._chain.parent = parent
-            return
-        background.adopt(manifest, decoded.reference, decoded.own_state, lasting=True)
+        background.adopt(
+            manifest,
+            decoded.reference,
+            decoded.own_state,
+            lasting=True,
+            group=self._group,
+            read=self._read_before,
+        )
 
-    def _read_before(self, manifest: Manifest) -> Decoded:
-        return read_one(self.store, self._group, lambda: manifest, self.config.encoder_threads, self._limit)
+    def _read_before(self, manifest: Manifest) -> tuple[Mapping[str, ReferenceState], TrainingState]:
+        decoded = read_one(
+            self.store, self._group, lambda: manifest, self.config.encoder_threads, self._limit
+        )
+        return decoded.reference, decoded.own_state

@@ -4,17 +4,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, Pieces
 from shrinkpoint.sharded.exchange import Buffers, ExchangePlan
-from shrinkpoint.sharded.layout import Layout, block_box, owned_boxes
+from shrinkpoint.sharded.layout import Layout, block_box, layout_of, owned_boxes, tensors_of_rank
 from shrinkpoint.state.digest import state_digest, tensor_digest
 from shrinkpoint.state.training import TensorSpec, TrainingState, plain
 
-__all__ = ["Shards", "broadcast_tensors", "share_adopted", "spread"]
+__all__ = ["Shards", "share_adopted", "spread"]
 
 
 @dataclass(frozen=True)
@@ -133,63 +132,26 @@ def share_adopted(group: Distributed, names: Sequence[str], live: Callable[[], o
         live: returns the state whose tensors are the training's own, alike on every rank.
 
     Raises:
-        StateMismatchError: the ranks do not train the same model with the same optimizers; or a rank does not have the first
-            one's values afterwards. On every rank.
+        CannotRepresentError, StateMismatchError: the ranks do not train the same model with the same optimizers; or a rank does not
+            have the first one's values afterwards. On every rank.
     """
     wanted = group.broadcast(list(names))
     if not wanted:
         return
 
-    def find() -> dict[str, torch.Tensor]:
-        tensors = TrainingState.capture(live(), plain).tensors
-        missing = [name for name in wanted if name not in tensors]
+    def find() -> TrainingState:
+        state = TrainingState.capture(live(), plain)
+        missing = [name for name in wanted if name not in state.tensors]
         if missing:
             raise StateMismatchError(
                 f"the first process has adopted {missing[0]!r}, which this one does not have: with adopt=True every process must"
                 " train the same model with the same optimizers"
             )
-        return {name: tensors[name] for name in wanted}
+        return state
 
     found = group.on_every(find)
-    broadcast_tensors(group, list(found.values()))
-    compare_replicas(group, found)
-
-
-def broadcast_tensors(group: Distributed, tensors: Sequence[torch.Tensor]) -> None:
-    """Give tensors the first rank's values, in place; a collective.
-
-    Args:
-        group: all ranks.
-        tensors: of the same shapes and dtypes on every rank, in the same order.
-    """
-    with torch.no_grad():
-        for tensor in tensors:
-            if not tensor.numel():
-                continue
-            sent = tensor.detach().contiguous().to(group.device)
-            dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0, group=group.process_group)
-            if sent.data_ptr() != tensor.data_ptr() and group.rank:
-                tensor.copy_(sent)
-
-
-def compare_replicas(group: Distributed, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Make sure that tensors are the same on every rank, by one exchange of a digest; a collective.
-
-    Args:
-        group: all ranks.
-        tensors: of the same names on every rank, in the same order.
-
-    Raises:
-        StateMismatchError: they are not, on every rank; it names the first tensor that differs.
-    """
-    digests = {name: tensor_digest(tensor.detach().cpu()) for name, tensor in tensors.items()}
-    if len(set(group.gather(state_digest(digests)))) == 1:
-        return
-    by_rank = group.gather(digests)
-    for name, wanted in by_rank[0].items():
-        others = [str(rank) for rank, found in enumerate(by_rank) if found.get(name) != wanted]
-        if others:
-            raise StateMismatchError(
-                f"process {', '.join(others)} does not have the values of {name!r} that the first process has adopted: memory or the"
-                " network between them has failed. Start the training again: it goes on from its last checkpoint"
-            )
+    tensors = {name: found.tensors[name] for name in wanted}
+    own, pieces = tensors_of_rank(tensors, {name: found.specs[name] for name in wanted}, lambda spec: True)
+    layout = layout_of(group.gather(own))
+    owners = {name: (spec, 0) for name, spec in layout.specs.items()}
+    spread(Shards(group, layout, pieces, owners), owners, tensors if group.is_first else {}, proved=True)

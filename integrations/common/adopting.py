@@ -1,21 +1,19 @@
 """What a callback needs to adopt its checkpoints: decisions that a resumed run makes again."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError
-from shrinkpoint.group.group import Distributed, world
 from shrinkpoint.integrations.common.probe import PROBE_BATCHES, KeptBatches, to_host
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.triggers import Schedule
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.sharded import spreading
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.warn import warn
 
-__all__ = ["PathBatches", "saves_of", "share_adopted", "with_adoptions"]
+__all__ = ["PathBatches", "saves_of", "with_adoptions"]
 
 _BATCHES = "batches"
 
@@ -114,17 +112,3 @@ def with_adoptions(settings: RunSettings, planned: int | None) -> RunSettings:
             " does not follow from the trainer's limits. Give that number, as in adopt=200"
         )
     return replace(settings, saver=replace(settings.saver, adopt=planned))
-
-
-def share_adopted(names: Sequence[str], live: Callable[[], object]) -> None:
-    """Give every rank the values that the first one has taken over; all ranks call it after each planned save.
-
-    Args:
-        names: of the tensors, on the first rank; nothing where it has taken nothing over.
-        live: returns the state whose tensors are the training's own, alike on every rank.
-
-    Raises:
-        StateMismatchError: as `shrinkpoint.sharded.spreading.share_adopted`; on every rank.
-    """
-    if world().size > 1:
-        spreading.share_adopted(Distributed(), names, live)

@@ -196,6 +196,7 @@ class LossProbe:
     A run is what the framework's own `measurement` takes: a state, a trainer, or trainer and module.
 
     Args:
+        together: whether each rank has shards of the model, and all measure together.
     """
 
     measurement: Callable[..., Measured]
@@ -209,12 +210,15 @@ class LossProbe:
     ]
     """A run's model, what gives its own names to weights of a checkpoint, and what else a step may change, as of `preserved_state`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, together: bool = False) -> None:
+        self.together = together
         self.kept = KeptBatches(PROBE_BATCHES, _MORE_BATCHES * PROBE_BATCHES)
 
     def evaluation(self, *run: Any) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
         """The loss with given weights on each of the batches that are kept now, even if others are kept later: losses are compared by
         batch.
+
+        Together it is a collective, as is what is returned: each rank's losses are on its own batches, as many on all of them.
 
         Args:
             run: between two steps. Its model's parameters, buffers, modes, metrics and all random number generators are as before
@@ -223,30 +227,22 @@ class LossProbe:
         Raises:
             ConfigError: raised by the returned function, if no batch has been seen, or the model returns no loss.
         """
-        return self._evaluation(run, None)
-
-    def evaluation_together(self, *run: Any) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        """As `evaluation`, for a model of which each rank has shards: what is returned is called on all ranks; a collective.
-
-        Each rank's losses are on its own batches, as many on all of them.
-        """
-        return self._evaluation(run, self.kept.agreed())
-
-    def _evaluation(
-        self, run: Sequence[Any], together: list[Any] | None
-    ) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        measure, by_itself = self.measurement(*run, together=together), together is None
-        swapped = swapped_weights if by_itself else swapped_shards
+        measure = self.measurement(*run, together=self.agreed())
+        swapped = swapped_shards if self.together else swapped_weights
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
             module, named, around = self.live(*run)
             with (
-                alone() if by_itself else nullcontext(),
+                nullcontext() if self.together else alone(),
                 swapped(module, named(without_averages(weights)), *around),
             ):
                 return measure()
 
         return evaluate
+
+    def agreed(self) -> list[Any] | None:
+        """The batches that all ranks measure on together, a collective then; None where one rank measures by itself."""
+        return self.kept.agreed() if self.together else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +270,6 @@ class StepProbe:
     Args:
         losses: measures the loss after the steps.
         steps: how many batches to keep, in host memory; 0 keeps none and makes none.
-        shards: whether each rank has shards of the model, and all make the steps together.
     """
 
     parts: Callable[..., StepParts]
@@ -282,9 +277,9 @@ class StepProbe:
     obstacle: Callable[..., str | None]
     """Why the framework makes a run's steps in a way that cannot be repeated; None where it can."""
 
-    def __init__(self, losses: LossProbe, *, steps: int, shards: bool = False) -> None:
+    def __init__(self, losses: LossProbe, *, steps: int) -> None:
         self._losses = losses
-        self._shards = shards
+        self._shards = losses.together
         self._recent = RecentBatches(steps)
 
     def starts(self, *run: Any) -> None:
@@ -297,9 +292,10 @@ class StepProbe:
 
         Gradients are clipped as in training. No hooks of callbacks are called, nor those of the trainer's loop.
         """
-        batches, together = self._recent.take(), None
+        batches = self._recent.take()
         if self._shards:  # as many on every rank
-            batches, together = batches[: min(world().gather(len(batches)))], self._losses.kept.agreed()
+            batches = batches[: min(world().gather(len(batches)))]
+        together = self._losses.agreed()
         if not batches or self._obstacle(run) is not None:
             return None
         parts = self.parts(*run)

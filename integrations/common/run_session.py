@@ -1,7 +1,7 @@
 """One run that is being saved, on every process: the common part of the frameworks' sessions.
 
-The first rank reads and writes the store, and decides; its decisions are broadcast. Every method that is not marked as
-the first rank's must be called on every rank.
+The first rank reads and writes the store, and decides; its decisions are broadcast. Of a sharded model every rank saves and
+restores its part. Every method that is not marked as the first rank's must be called on every rank.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,8 +17,9 @@ from shrinkpoint.engine.fitting import DryRestore
 from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.engine.resume import resume_from
 from shrinkpoint.engine.retention import is_finite, lineage_of
+from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.group.group import world
+from shrinkpoint.group.group import Distributed, world
 from shrinkpoint.integrations.common.hook_states import HookStates
 from shrinkpoint.integrations.common.probe import PROBE_BATCHES
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
@@ -31,6 +32,9 @@ from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.progress import say
 from shrinkpoint.saver import Saver
+from shrinkpoint.sharded.agreement import refuse_options
+from shrinkpoint.sharded.saver import ShardedSaver, Targets
+from shrinkpoint.sharded.spreading import share_adopted
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.frozen import meta_filled
@@ -50,14 +54,34 @@ def _nothing() -> None:
 
 
 class RunSession:
-    """Drives a `Saver` for a framework's session.
+    """Drives a `Saver` for a framework's session, or of a sharded model a `ShardedSaver`.
 
     Args:
         settings: the callback's options.
+        targets: of a sharded model, as of `ShardedSaver`; `restore` fills these tensors, so that what is wrong must be found before.
+        own: of a sharded model, as of `ShardedSaver`.
+
+    Raises:
+        ConfigError: an option is not for sharded models.
     """
 
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        targets: Targets | None = None,
+        own: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
+    ) -> None:
         self.settings = settings
+        self.together = targets is not None
+        """Whether every rank saves and restores a part, and all measure together."""
+        if self.together and settings.step_log is not None:
+            raise ConfigError(
+                "step_log= is not supported for sharded models: leave it out, and save more often instead"
+            )
+        if self.together:
+            refuse_options(settings.stores, settings.saver)
+        self._targets, self._own = targets, own
         self.best = BestCheckpoints(
             url=settings.url,
             monitor=settings.saver.monitor,
@@ -75,7 +99,7 @@ class RunSession:
         """The step log."""
         self.continued: int | None = None
         """The step of the checkpoint that was chosen to continue from; on the first rank."""
-        self._saver: Saver | None = None
+        self._saver: Saver | ShardedSaver | None = None
         self._taken = 0
         self._unreported: list[SaveReport] = []
         self.is_monitor_asked_for = True
@@ -85,26 +109,36 @@ class RunSession:
         self._until_failure = UntilFailure(self.warn_once)
         self._dry = DryRestore()
 
-    fills_in_place = False
-    """Whether `restore` fills the training's own tensors, so that what is wrong must be found before."""
-
     def use(self, settings: RunSettings) -> None:
         """Replace the options by those that the trainer completes, before the saver is asked for."""
         self.settings = settings
 
     @property
-    def saver(self) -> Saver:
+    def saver(self) -> Saver | ShardedSaver:
         """The run's saver; made when it is first asked for, so that a callback can be copied to other processes before."""
         if self._saver is None:
-            settings = self.settings
-            self._saver = Saver(settings.stores, settings.saver, storage_options=settings.storage_options)
+            stores, config = self.settings.stores, self.settings.saver
+            options = self.settings.storage_options
+            self._saver = (
+                Saver(stores, config, storage_options=options)
+                if self._targets is None
+                else ShardedSaver(
+                    stores, config, targets=self._targets, own=self._own, storage_options=options
+                )
+            )
         return self._saver
+
+    @property
+    def measures(self) -> bool:
+        """Whether checkpoints are measured; of a sharded model the batches kept for that are others after a resume."""
+        saver = self.settings.saver
+        return not self.together or (saver.scheme != "lossless" and not saver.adopt)
 
     @property
     def probe_steps(self) -> int:
         """Steps of a probe from a restored state; 0 for no probes."""
         saver = self.settings.saver
-        return saver.probe_steps if saver.scheme != "lossless" else 0
+        return saver.probe_steps if saver.scheme != "lossless" and self.measures else 0
 
     # ---- before training
 
@@ -112,13 +146,14 @@ class RunSession:
         """Check that the store can be written and contains no foreign files.
 
         Raises:
+            ConfigError: the ranks were not given the same.
             StoreError: the store cannot be reached or written.
             RunMismatchError: the prefix contains something that is not a shrinkpoint run.
         """
-        world().on_first(self.saver.check)
+        self.decide(self.saver.check)
 
     def refer_to(self, model: Module) -> None:
-        """Let checkpoints refer to the frozen tensors of a model, before its training is continued or starts.
+        """Let checkpoints refer to the frozen tensors of a model, before its training is continued or starts; shards are stored.
 
         Args:
             model: as of `Saver.refer_to`.
@@ -126,7 +161,8 @@ class RunSession:
         Raises:
             ConfigError: ``frozen="reference"`` with a step log.
         """
-        self.saver.refer_to(model, logged=self.settings.step_log is not None)
+        if isinstance(self.saver, Saver):
+            self.saver.refer_to(model, logged=self.settings.step_log is not None)
 
     def require_own_url(self, callbacks: Iterable[object]) -> None:
         """Refuse two callbacks of one trainer that save to one run.
@@ -150,7 +186,7 @@ class RunSession:
         Raises:
             Exception: what it raised, on every rank.
         """
-        return world().on_first(action)
+        return action() if self.together else world().on_first(action)
 
     def choose(self) -> Manifest | None:
         """The checkpoint to continue from, by the option ``resume``: the newest sound one, the same on all ranks.
@@ -188,7 +224,7 @@ class RunSession:
         """
         restored = world().on_every(lambda: self.saver.restore(manifest))
         assert restored is not None
-        if not world().is_first:  # only the first process saves deltas to the checkpoint that it has read
+        if not (self.together or world().is_first):  # which save no deltas to what they have read
             self.saver.forget()
         return restored.state.to_object()
 
@@ -261,15 +297,18 @@ class RunSession:
     # ---- during training
 
     def attend(self, *, serve: bool = True) -> list[SaveReport]:
-        """Serve the background worker, and return the saves finished since the last call; no effect on other ranks.
+        """Serve the background worker, and return the saves finished since the last call.
 
         Args:
             serve: make the evaluation that the worker may wait for.
 
         Returns:
-            For the framework's loggers; on other ranks nothing.
+            On each rank that saves, later on some than on others; on other ranks nothing.
+
+        Raises:
+            ShrinkpointError: as `ShardedSaver.poll`.
         """
-        if not world().is_first or self._saver is None:
+        if self._saver is None or not (self.together or world().is_first):
             return []
         if serve:
             self._saver.poll()
@@ -313,29 +352,40 @@ class RunSession:
             last: it is the last save, so it waits for a running one.
 
         Returns:
-            False where one is running and ``busy="skip"``; it then counts as skipped.
+            False where one is running and ``busy="skip"``; it then counts as skipped. Of a sharded model the ranks agree about that in
+            `save`, before a tensor is moved.
         """
-        return world().broadcast(world().is_first and self._has_room(last))
+        return self.together or world().broadcast(world().is_first and self._has_room(last))
 
-    def hand_over(self, request: SaveRequest) -> bool:
-        """Save a state; the first rank's, inside `Group.on_first`, whose result goes to all ranks.
+    def save(self, request: Callable[[], SaveRequest], adoption: Adoption | None = None) -> bool:
+        """Save a state.
 
         Args:
-            request: with `wait` for the last save, which waits for a running one to be committed. A missing monitor and a failing
-                `evaluate` are warned about, once; `resumed` is not tried again after a failure.
+            request: gives what is asked for, on each rank that saves. With `wait` for the last save, which waits for a running one to be
+                committed. A missing monitor and a failing `evaluate` are warned about, once; `resumed` is not tried again after a failure.
+            adoption: of a planned save: when this returns, every rank has the values that are stored.
 
         Returns:
             Whether it was accepted.
 
         Raises:
             SaveFailedError, FencedError, CannotRepresentError: as `StateSaver.accept`.
+            StateMismatchError: a rank has other values than were stored.
         """
-        adoption = request.adoption
+        if self.together:
+            return self._accepted(replace(request(), adoption=adoption))
         if adoption is not None:
             own = {"probe_batches": PROBE_BATCHES, "ranks": world().size}
             adoption = replace(adoption, settings={**adoption.settings, **own})
-        request = replace(request, wait=request.wait and self.saver.busy, adoption=adoption)
-        return self._accepted(request)
+
+        def accepted() -> bool:
+            asked = request()
+            return self._accepted(replace(asked, wait=asked.wait and self.saver.busy, adoption=adoption))
+
+        is_accepted = world().on_first(accepted)
+        if adoption is not None and world().size > 1 and isinstance(self.saver, Saver):
+            share_adopted(Distributed(), self.saver.adopted, adoption.live)
+        return is_accepted
 
     def _accepted(self, request: SaveRequest) -> bool:
         if world().is_first:
@@ -447,9 +497,22 @@ class RunSession:
             save_again()
             self.decide(self.saver.flush)
             self.decide(self.saver.require_stored)
-        if world().is_first:
+        if self.together or world().is_first:
             self._take_reports()
         self.best = world().broadcast(self.best)
+
+    def warn_unsaved(self, step: int) -> None:
+        """Say on the first rank, if training ends at a step that could not be saved, which checkpoint is the newest.
+
+        Args:
+            step: the training's, whose reports have been taken by `attend`.
+        """
+        newest = self.best.last_path
+        if step != self.saved_step:
+            self.warn_once(
+                f"training ends at step {step}, which could not be saved:"
+                f" {f'the newest checkpoint is {newest}' if newest else 'there is no checkpoint'}"
+            )
 
     def fail(self, timeout_s: float | None = _FAILED_S, *, save: Callable[[], None] = _nothing) -> None:
         """Finish a running save after training has ended with an error; does not communicate with other ranks.
@@ -482,7 +545,7 @@ class RunSession:
             self._saver.close()
 
 
-def _outline(saver: Saver, manifest: Manifest, keys: Collection[str]) -> dict[str, Any]:
+def _outline(saver: Saver | ShardedSaver, manifest: Manifest, keys: Collection[str]) -> dict[str, Any]:
     header = header_of(saver.store, manifest.chain[-1])
     specs = whole_specs(record.spec for record in header.tensors.values())
     shapes = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}

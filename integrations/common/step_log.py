@@ -15,7 +15,7 @@ from shrinkpoint.integrations.common.hook_states import HookStates
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.io.loading import weights_of_step
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.saver import Saver
+from shrinkpoint.store.run import RunStore
 
 if TYPE_CHECKING:
     from shrinkpoint.steps.replicated import ReplicatedLog
@@ -50,7 +50,7 @@ class SessionLog:
         options = self._settings.step_log
         return options is not None and options.kind == "exact"
 
-    def begin(self, model: nn.Module, optimizers: Sequence[Optimizer], saver: Saver) -> None:
+    def begin(self, model: nn.Module, optimizers: Sequence[Optimizer], store: RunStore) -> None:
         """Make the log when model and optimizers exist.
 
         Raises:
@@ -80,7 +80,7 @@ class SessionLog:
             alone=True,
             read_base=lambda step: weights_of_step(settings.url, step, settings.storage_options),
         )
-        self.shared.open(world().on_first(saver.store.run_id))
+        self.shared.open(world().on_first(store.run_id))
 
     def recover(self, base: int, reload: Callable[[], None]) -> dict[str, Any] | None:
         """Replay what was logged since a checkpoint that has just been restored.

@@ -103,10 +103,10 @@ def continue_run(
         require_own_run(stored, live, state, url)
         require_same_optimizers(stored, state, url)
 
-    if run.fills_in_place:
+    if run.together:
         world().on_first(lambda: require_same_run(run.outline(OUTLINE, manifest)))
     stored = run.restore(manifest)
-    if not run.fills_in_place:
+    if not run.together:
         world().on_first(lambda: require_own_run(stored, live, state, url))
         run.warn_once(add_late(stored, state))
         world().on_first(lambda: require_same_optimizers(stored, state, url))
@@ -198,7 +198,7 @@ def start_log(run: RunSession, state: State) -> None:
         raise ConfigError(
             "step_log= is not available with FSDP, where no process has all gradients: leave it out"
         )
-    run.log.begin(trained_module(state), state.optimizers, run.saver)
+    run.log.begin(trained_module(state), state.optimizers, run.saver.store)
 
 
 def rest_of(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
+from shrinkpoint.integrations.common.adopting import PathBatches, with_adoptions
 from shrinkpoint.integrations.common.gradients import GradientCollector, require_fresh_gradients
 from shrinkpoint.integrations.common.hook_states import restore_hook_states
+from shrinkpoint.integrations.common.probe import KeptBatches
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.composer.data import DataPlace
 from shrinkpoint.integrations.composer.probe import LossProbe, StepProbe
@@ -41,6 +42,7 @@ from shrinkpoint.loop.gradient_buckets import (
 )
 from shrinkpoint.loop.trained import load_trained
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
+from shrinkpoint.saver import Saver
 from shrinkpoint.state.wrappers import named_parameters
 from shrinkpoint.warn import warn
 
@@ -60,10 +62,8 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.run = RunSession(settings.run)
-        self._probe = LossProbe()
-        self._path = self._adopt() if settings.run.saver.adopt else None
-        self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
+        self.run = self._new_run()
+        self._begin_measuring()
         self._data = DataPlace()
         self._buckets: Buckets = []
         self._hooks: Sequence[Any] = []
@@ -74,11 +74,17 @@ class Session:
         self._evaluated: dict[str, int] = {}
         self._postponed = False
 
-    def _adopt(self) -> PathBatches:
-        """Measure on batches that a resumed run sees again."""
-        path = PathBatches()
-        self._probe.kept = path
-        return path
+    def _new_run(self) -> RunSession:
+        return RunSession(self.settings.run)
+
+    def _begin_measuring(self) -> None:
+        self._probe = LossProbe(together=self.run.together)
+        self._path: PathBatches | None = None
+        if self.settings.run.saver.adopt:  # measure on batches that a resumed run sees again
+            self._path = self._probe.kept = PathBatches()
+        if not self.run.measures:
+            self._probe.kept = KeptBatches(0)
+        self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
 
     # ---- the callback's own state in checkpoints
 
@@ -244,7 +250,9 @@ class Session:
         """A step has been made; its gradients are still available; called once even if the optimizer needed several
         passes."""
         saver = self.settings.run.saver
-        if world().is_first and saver.scheme != "lossless" and not saver.adopt:
+        if self.run.together or not world().is_first:
+            return
+        if saver.scheme != "lossless" and not saver.adopt:
             every, batch = self.settings.every_batches, int(state.timestamp.batch)
             remaining = None if every is None else -batch % every
             module = trained_module(state)
@@ -304,18 +312,25 @@ class Session:
         """End training as one of the ranks was asked to, on every rank."""
         self._termination.end(max(number or 0 for number in world().gather(self._termination.number)))
 
+    def _gathers(self, state: State) -> bool:
+        """Whether the first rank saves what FSDP shards, and the others take part in its evaluations."""
+        return state.fsdp_enabled and not self.run.together
+
     @property
     def _evaluation_wanted(self) -> bool:
-        return world().is_first and self.run.saver.evaluation_wanted
+        saver = self.run.saver
+        return world().is_first and isinstance(saver, Saver) and saver.evaluation_wanted
 
     def _attend(self, state: State, logger: Logger, *, wanted: bool) -> None:
-        if state.fsdp_enabled and wanted:
+        gathers = self._gathers(state)
+        if gathers and wanted:
             self._evaluate_together(state)
-        reports = self.run.attend(serve=not state.fsdp_enabled)
-        if not state.fsdp_enabled:  # with FSDP the other ranks would have to take part
+        reports = self.run.attend(serve=not gathers)
+        if not gathers:  # else the other ranks would have to take part
             for report in reports:
                 self._probe.kept.adapt(report, self.settings.run.saver.search_overhead)
-        log_reports(logger, reports)
+        if world().is_first:
+            log_reports(logger, reports)
 
     def _evaluate_together(self, state: State) -> None:
         if world().is_first:
@@ -326,8 +341,8 @@ class Session:
 
     def _drain(self, state: State) -> None:
         """Wait for a running save, if all processes take part in its evaluations."""
-        while state.fsdp_enabled:
-            busy, wanted = world().broadcast((self.run.saver.busy, self.run.saver.evaluation_wanted))
+        while self._gathers(state):
+            busy, wanted = world().broadcast((self.run.saver.busy, self._evaluation_wanted))
             if wanted:
                 self._evaluate_together(state)
             elif not busy:
@@ -361,27 +376,25 @@ class Session:
         self.run.log.boundary(batch, rest_of(stored))
         if self._path is not None and not planned:
             self._path.add_to(stored)
-        accepted = world().on_first(
-            lambda: self.run.hand_over(
-                SaveRequest(
-                    state=stored,
-                    step=batch,
-                    describe=describe_state(state),
-                    metrics=self._metrics(state),
-                    evaluate=self._evaluation(state),
-                    resumed=None if planned else self._steps.resumed(state),
-                    gradients=None if planned else self._gradients.take(state.optimizers),
-                    optimizers=state.optimizers,
-                    exact=exact,
-                    wait=last,
-                    adoption=self._adoption(state) if planned else None,
-                )
+
+        def request() -> SaveRequest:
+            measures = self.run.measures
+            return SaveRequest(
+                state=stored,
+                step=batch,
+                describe=describe_state(state),
+                metrics=self._metrics(state),
+                evaluate=self._evaluation(state) if measures else None,
+                resumed=self._steps.resumed(state) if measures and not planned else None,
+                gradients=None if planned else self._gradients.take(state.optimizers),
+                optimizers=state.optimizers,
+                exact=exact,
+                wait=last,
             )
-        )
-        if accepted:
+
+        if self.run.save(request, self._adoption(state) if planned else None):
             self.run.saved_step = batch
         if planned and self._path is not None:
-            share_adopted(self.run.saver.adopted, self._adoption(state).live)
             self._path.start_over()
         if last:
             self._drain(state)
@@ -405,7 +418,7 @@ class Session:
         return {**stored, "trained": trained}
 
     def _evaluation(self, state: State) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        if state.fsdp_enabled:
+        if self._gathers(state):
             return partial(self._probe.evaluate_sharded, state)
         return self._probe.evaluation(state)
 
@@ -436,7 +449,5 @@ class Session:
         self._termination.unwatch()
         self.run.fail()
         self.run.release()
-        self._probe = LossProbe()
-        self._path = self._adopt() if self._path is not None else None
-        self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
+        self._begin_measuring()
         self._gradients = GradientCollector()

@@ -8,17 +8,12 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
-from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.probe import KeptBatches
-from shrinkpoint.integrations.common.sharded_run import ShardedRun
-from shrinkpoint.integrations.composer.probe import StepProbe
-from shrinkpoint.integrations.composer.reports import log_reports
+from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.composer.schedule import Settings
 from shrinkpoint.integrations.composer.session import Session
 from shrinkpoint.integrations.composer.state import (
-    describe_state,
     model_state,
     parameter_names,
     sharded_state,
@@ -61,16 +56,11 @@ class ShardedSession(Session):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._shards = ShardedRun(settings.run, targets=self._targets, own=lambda: self._own)
-        self.run = self._shards
-        self._keep_batches()
         self._own: Mapping[str, Mapping[str, Any]] = {}
         self._state: State | None = None
 
-    def _keep_batches(self) -> None:
-        if not self._shards.measures:
-            self._probe.kept = KeptBatches(0)
-        self._steps = StepProbe(self._probe, steps=self.run.probe_steps, shards=True)
+    def _new_run(self) -> RunSession:
+        return RunSession(self.settings.run, targets=self._targets, own=lambda: self._own)
 
     def _require_adoptable(self, state: State) -> None:
         """Nothing: the owners' restored values travel back to the shards."""
@@ -116,62 +106,11 @@ class ShardedSession(Session):
     def _begin_saving(self, state: State) -> None:
         """Nothing: movement is counted from the first save on."""
 
-    def batch_ends(self, state: State) -> None:
-        """Nothing: no averages of gradients are taken."""
-
-    @property
-    def _evaluation_wanted(self) -> bool:
-        return False
-
-    def _attend(self, state: State, logger: Logger, *, wanted: bool) -> None:
-        reports = self.run.attend()
-        for report in self._shards.settled():
-            self._probe.kept.adapt(report, self.settings.run.saver.search_overhead)
-        log_reports(logger, reports)
-
-    def _drain(self, state: State) -> None:
-        """Nothing: the saver makes the evaluations that it waits for."""
-
-    def close(self) -> None:
-        """See `Session.close`."""
-        super().close()
-        self._keep_batches()
-
-    def _save(
-        self,
-        state: State,
-        *,
-        last: bool = False,
-        exact: bool = False,
-        again: bool = False,
-        planned: bool = False,
-    ) -> None:
-        batch = int(state.timestamp.batch)
-        if batch == self.run.saved_step and not again:
-            return
+    def _stored(self, state: State) -> dict[str, Any]:
         reshard(trained_module(state))
         place = self._data.state(state)
-        stored = world().on_every(
-            lambda: {**sharded_state(state, place), "trained": self._trained_part(state)}
-        )
         self._own = {_PLACE: place}
-        measures = self._shards.measures
-        saved = self._shards.hand_over(
-            SaveRequest(
-                state=stored,
-                step=batch,
-                describe=describe_state(state),
-                metrics=self._metrics(state),
-                evaluate=self._probe.evaluation_together(state) if measures else None,
-                resumed=self._steps.resumed(state) if measures else None,
-                optimizers=state.optimizers,
-                exact=exact,
-                wait=last,
-                adoption=self._adoption(state) if planned else None,
-            )
-        )
-        if saved:
-            self.run.saved_step = batch
+        return world().on_every(lambda: {**sharded_state(state, place), "trained": self._trained_part(state)})
 
     def _adoption(self, state: State) -> Adoption:
         return replace(super()._adoption(state), live=lambda: {"state": sharded_state(state, {})["state"]})
@@ -180,5 +119,5 @@ class ShardedSession(Session):
 
     def _end(self, state: State) -> None:
         self.run.attend()
-        self._shards.warn_unsaved(int(state.timestamp.batch))
+        self.run.warn_unsaved(int(state.timestamp.batch))
         super()._end(state)

@@ -18,6 +18,7 @@ from shrinkpoint.integrations.lightning.state import with_own_names
 from shrinkpoint.io.loading import load_state
 from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.saver import Saver
+from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.state.stateful import without_functions
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.state.wrappers import own_names
@@ -39,7 +40,7 @@ _SHARDED = {"DeepSpeedStrategy", "FSDPStrategy"}
 
 
 class _Run(NamedTuple):
-    saver: Callable[[], Saver]
+    saver: Callable[[], Saver | ShardedSaver]
     check: Check
     adopts: Callable[[], bool]
 
@@ -87,7 +88,12 @@ class RunCheckpointIO(CheckpointIO):
         return current
 
     def add_run(
-        self, url: str, saver: Callable[[], Saver], check: Check, *, adopts: Callable[[], bool]
+        self,
+        url: str,
+        saver: Callable[[], Saver | ShardedSaver],
+        check: Check,
+        *,
+        adopts: Callable[[], bool],
     ) -> None:
         """Read the run at `url` through `saver`, with its storage options, and verify its checkpoints with `check`.
 
@@ -157,7 +163,7 @@ class RunCheckpointIO(CheckpointIO):
         self.base.teardown()
 
 
-def load_checkpoint(address: Address, saver: Saver, *, adopt: bool = True) -> dict[str, Any]:
+def load_checkpoint(address: Address, saver: Saver | ShardedSaver, *, adopt: bool = True) -> dict[str, Any]:
     """Decode one checkpoint of a run, on the host.
 
     Args:

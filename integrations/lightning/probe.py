@@ -30,10 +30,11 @@ class LossProbe(common.LossProbe):
 
     Args:
         metric: name under which the validation step logs the loss; by default ``val_loss`` or what it returns.
+        together: see the base class.
     """
 
-    def __init__(self, *, metric: str | None = None) -> None:
-        super().__init__()
+    def __init__(self, *, metric: str | None = None, together: bool = False) -> None:
+        super().__init__(together=together)
         self._metric = metric
 
     def see_validation(self, batch: Any, dataloader_idx: int, batch_idx: int | None = None) -> None:

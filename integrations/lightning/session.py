@@ -1,6 +1,7 @@
 """One Lightning run that is being saved: the handlers of the callback's hooks."""
 
 import signal
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,11 +14,18 @@ from shrinkpoint.engine.resume import overridden_options, require_optimizers
 from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, share_adopted, with_adoptions
+from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, with_adoptions
 from shrinkpoint.integrations.common.gradients import GradientCollector, require_fresh_gradients
+from shrinkpoint.integrations.common.probe import KeptBatches
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.triggers import Trigger
-from shrinkpoint.integrations.lightning.io import NAMES_KEY, RunCheckpointIO, require_supported, storable
+from shrinkpoint.integrations.lightning.io import (
+    NAMES_KEY,
+    Captured,
+    RunCheckpointIO,
+    require_supported,
+    storable,
+)
 from shrinkpoint.integrations.lightning.moments import ends_epoch, ends_training, validation_follows
 from shrinkpoint.integrations.lightning.position import POSITION_KEY, Position
 from shrinkpoint.integrations.lightning.probe import LossProbe, StepProbe
@@ -43,6 +51,7 @@ from shrinkpoint.loop.trained import load_trained
 from shrinkpoint.optimizers.objects import put_back_objects
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
+from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.state.stateful import put_back_dtypes
 from shrinkpoint.state.wrappers import own_names
 from shrinkpoint.warn import warn
@@ -62,17 +71,17 @@ class Session:
         settings: the callback's options.
     """
 
-    _sharded = False
-
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.run = RunSession(settings.run)
+        self.run = self._new_run()
         saver = settings.run.saver
         metric = saver.monitor if saver.mode == "min" else None
-        self.probe = LossProbe(metric=metric)
+        self.probe = LossProbe(metric=metric, together=self.run.together)
         self._path: PathBatches | None = None
         if settings.run.saver.adopt:
             self._path = self.probe.kept = PathBatches()
+        if not self.run.measures:
+            self.probe.kept = KeptBatches(0)
         self._planned = False
         self._steps = StepProbe(self.probe, steps=self.run.probe_steps)
         self._trigger = Trigger(settings.schedule)
@@ -97,9 +106,8 @@ class Session:
         self._measured = Measured()
         self._continues = self._began = self._stopped = False
 
-    @property
-    def _saver(self) -> Saver:
-        return self.run.saver
+    def _new_run(self) -> RunSession:
+        return RunSession(self.settings.run)
 
     # ---- before training
 
@@ -130,9 +138,9 @@ class Session:
     def _read_runs(self, trainer: Trainer) -> None:
         """Let Lightning read this run's checkpoints."""
 
-        def saver() -> Saver:
+        def saver() -> Saver | ShardedSaver:
             self.run.refer_to(trainer.lightning_module)
-            return self._saver
+            return self.run.saver
 
         RunCheckpointIO.install(trainer.strategy).add_run(
             self.settings.run.url,
@@ -197,7 +205,7 @@ class Session:
 
     def _start_log(self, trainer: Trainer, module: LightningModule) -> None:
         step = trainer.global_step
-        self.run.log.begin(module, trainer.optimizers, self._saver)
+        self.run.log.begin(module, trainer.optimizers, self.run.saver.store)
         loaded = Address.parse(str(trainer.ckpt_path))
         continues = loaded is not None and loaded.url == self.settings.run.url
         if continues and world().broadcast(self.run.continued is not None):
@@ -267,10 +275,10 @@ class Session:
     def _begin_saving(self, trainer: Trainer, module: LightningModule) -> None:
         self.run.check_hooks(trainer.strategy.model)
         if not world().is_first:  # only the first process saves deltas to the checkpoint that it has read
-            self._saver.forget()
+            self.run.saver.forget()
             return
         weights = followed_state(trainer, module)
-        self._saver.begin(
+        self.run.saver.begin(
             weights, step=trainer.global_step, describe=describe_checkpoint(trainer, module, weights)
         )
 
@@ -308,7 +316,9 @@ class Session:
     def before_step(self, trainer: Trainer, module: LightningModule) -> None:
         """The gradients of an optimizer step are complete."""
         saver = self.settings.run.saver
-        if self._active and world().is_first and saver.scheme != "lossless" and not saver.adopt:
+        if not self._active or self.run.together or not world().is_first:
+            return
+        if saver.scheme != "lossless" and not saver.adopt:
             remaining = self._trigger.steps_until_due(trainer.global_step)
             after = None if remaining is None else remaining - 1
             self._gradients.update(module, trainer.optimizers, after)
@@ -419,7 +429,7 @@ class Session:
         requeued = trainer.strategy.reduce_boolean_decision(self._requeue.received, all=False)
         ended = trainer.strategy.reduce_boolean_decision(self._interruption.received, all=False)
         try:
-            world().on_first(self._saver.flush)
+            world().on_first(self.run.saver.flush)
         finally:
             if requeued:
                 self._requeue.end()
@@ -435,7 +445,7 @@ class Session:
                 checkpoint,
                 mid_accumulation=not self._stepped,
                 validation_pending=self._validation_pending,
-                sharded=self._sharded,
+                sharded=self.run.together,
                 hooks=self.run.hooks.capture(trainer.strategy.model),
             )
             here = trainer.lightning_module, trainer.optimizers
@@ -445,7 +455,7 @@ class Session:
                 return checkpoint, [optimizer.state_dict() for optimizer in trainer.optimizers]
 
             found = self.run.trained.state(*here, weights, state)
-            if self._sharded:
+            if self.run.together:
                 del found[_IDENTITIES]
             else:
                 found[_SCHEDULERS] = _scheduler_classes(trainer)
@@ -462,7 +472,8 @@ class Session:
         reports = self.run.attend()
         for report in reports:
             self.probe.kept.adapt(report, self.settings.run.saver.search_overhead)
-        log_reports(trainer, reports)
+        if world().is_first:
+            log_reports(trainer, reports)
 
     def _request_last(self, trainer: Trainer) -> None:
         """Save at the next moment that allows it if training ends here."""
@@ -497,7 +508,7 @@ class Session:
         exact: bool = False,
         planned: bool = False,
     ) -> None:
-        """Let Lightning collect its whole state on every rank, and save it from the first one.
+        """Let Lightning collect its whole state on every rank, and save it.
 
         Args:
             trainer: between two batches.
@@ -510,9 +521,7 @@ class Session:
         self._planned = planned
         if not self.run.wants(last=last):
             return
-        io = RunCheckpointIO.install(trainer.strategy)
-        with io.capturing() as captured, plainly_named(trainer, module):
-            trainer.save_checkpoint(captured.path, weights_only=False)
+        captured = self._collected(trainer, module)
         if world().is_first and (names := own_names(module)):
             captured.checkpoint()[NAMES_KEY] = names
 
@@ -520,29 +529,33 @@ class Session:
         rest = rest_of(storable(captured.checkpoint())) if world().is_first and self.run.log.is_wanted else {}
         self.run.log.boundary(step, rest)
 
-        def hand_over() -> bool:
-            checkpoint = captured.checkpoint()
-            return self.run.hand_over(
-                SaveRequest(
-                    state=storable(checkpoint),
-                    step=step,
-                    describe=describe_checkpoint(trainer, module, checkpoint),
-                    metrics=self._measured.of_these_weights(trainer),
-                    evaluate=self.probe.evaluation(trainer, module),
-                    resumed=None if planned else self._steps.resumed(trainer, module),
-                    gradients=None if planned else self._gradients.take(trainer.optimizers),
-                    optimizers=trainer.optimizers,
-                    exact=exact,
-                    wait=last,
-                    adoption=self._adoption(trainer, module) if planned else None,
-                )
+        def request() -> SaveRequest:
+            checkpoint, run = captured.checkpoint(), (trainer, module)
+            return SaveRequest(
+                state=storable(checkpoint),
+                step=step,
+                describe=describe_checkpoint(*run, checkpoint),
+                metrics=self._measured.of_these_weights(trainer),
+                evaluate=self.probe.evaluation(*run) if self.run.measures else None,
+                resumed=self._steps.resumed(*run) if self.run.measures and not planned else None,
+                gradients=None if planned else self._gradients.take(trainer.optimizers),
+                optimizers=trainer.optimizers,
+                exact=exact,
+                wait=last,
             )
 
-        if world().on_first(hand_over):
+        if self.run.save(request, self._adoption(trainer, module) if planned else None):
             self.run.saved_step = step
         if planned and self._path is not None:
-            share_adopted(self.run.saver.adopted, self._adoption(trainer, module).live)
             self._path.start_over()
+
+    def _collected(self, trainer: Trainer, module: LightningModule) -> Captured:
+        with self._capturing(trainer) as captured, plainly_named(trainer, module):
+            trainer.save_checkpoint(captured.path, weights_only=False)
+        return captured
+
+    def _capturing(self, trainer: Trainer) -> AbstractContextManager[Captured]:
+        return RunCheckpointIO.install(trainer.strategy).capturing()
 
     def _adoption(self, trainer: Trainer, module: LightningModule) -> Adoption:
         def live() -> dict[str, Any]:

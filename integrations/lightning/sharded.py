@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,18 +12,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from shrinkpoint.engine.address import Address
-from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.errors import NoCheckpointError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.probe import KeptBatches
-from shrinkpoint.integrations.common.sharded_run import ShardedRun
-from shrinkpoint.integrations.lightning.io import Captured, RunCheckpointIO, storable
+from shrinkpoint.integrations.common.run_session import RunSession
+from shrinkpoint.integrations.lightning.io import Captured, RunCheckpointIO
 from shrinkpoint.integrations.lightning.position import OWN_KEYS, OWN_MARK, POSITION_KEY
-from shrinkpoint.integrations.lightning.probe import StepProbe
-from shrinkpoint.integrations.lightning.reports import log_reports
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
-from shrinkpoint.integrations.lightning.state import describe_checkpoint, plainly_named
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
@@ -62,21 +57,17 @@ class ShardedSession(Session):
         ConfigError: an option is not for sharded models.
     """
 
-    _sharded = True
-
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._shards = ShardedRun(settings.run, targets=self._targets, own=lambda: self._own)
-        self.run = self._shards
-        if not self._shards.measures:
-            self.probe.kept = KeptBatches(0)
-        self._steps = StepProbe(self.probe, steps=self.run.probe_steps, shards=True)
         self._own: Mapping[str, Mapping[str, Any]] = {}
         self._found: Targets | None = None
         # Lightning's own handler broadcasts, which is another collective than the other ranks are at.
         self._preemption = TerminationRequest(
             [signal.SIGTERM], answered=lambda: self._training, replaces=True
         )
+
+    def _new_run(self) -> RunSession:
+        return RunSession(self.settings.run, targets=self._targets, own=lambda: self._own)
 
     # ---- restoring
 
@@ -93,7 +84,7 @@ class ShardedSession(Session):
             StateMismatchError: it is another model's.
         """
         ours = address.url == self.settings.run.url
-        saver = self._shards.saver if ours else ShardedSaver(address.url, targets=self._targets, own=dict)
+        saver = self.run.saver if ours else ShardedSaver(address.url, targets=self._targets, own=dict)
         which = None
         if not address.is_newest:
             which = world().on_first(lambda: address.find(saver.store.manifests()))
@@ -145,47 +136,14 @@ class ShardedSession(Session):
     def _rehearse(self, trainer: Trainer, module: LightningModule) -> None:
         """Nothing: shards are compared with the checkpoint's tensors at a resume."""
 
-    def before_step(self, trainer: Trainer, module: LightningModule) -> None:
-        """Nothing: no averages of gradients are taken."""
+    def _collected(self, trainer: Trainer, module: LightningModule) -> Captured:
+        captured = super()._collected(trainer, module)
+        position = captured.checkpoint()[POSITION_KEY]
+        self._own = {POSITION_KEY: {key: position[key] for key in OWN_KEYS}}
+        return captured
 
-    def _attend(self, trainer: Trainer) -> None:
-        reports = self.run.attend()
-        for report in self._shards.settled():
-            self.probe.kept.adapt(report, self.settings.run.saver.search_overhead)
-        log_reports(trainer, reports)
-
-    def _save(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        *,
-        last: bool = False,
-        exact: bool = False,
-        planned: bool = False,
-    ) -> None:
-        self._trigger.saved()
-        self._planned = planned
-        with capturing_shards(trainer) as captured, plainly_named(trainer, module):
-            trainer.save_checkpoint(captured.path, weights_only=False)
-        checkpoint = storable(captured.checkpoint())
-        self._own = {POSITION_KEY: {key: checkpoint[POSITION_KEY][key] for key in OWN_KEYS}}
-        measures = self._shards.measures
-        saved = self._shards.hand_over(
-            SaveRequest(
-                state=checkpoint,
-                step=trainer.global_step,
-                describe=describe_checkpoint(trainer, module, checkpoint),
-                metrics=self._measured.of_these_weights(trainer),
-                evaluate=self.probe.evaluation_together(trainer, module) if measures else None,
-                resumed=self._steps.resumed(trainer, module) if measures else None,
-                optimizers=trainer.optimizers,
-                exact=exact,
-                wait=last,
-                adoption=self._adoption(trainer, module) if planned else None,
-            )
-        )
-        if saved:
-            self.run.saved_step = trainer.global_step
+    def _capturing(self, trainer: Trainer) -> AbstractContextManager[Captured]:
+        return capturing_shards(trainer)
 
     # ---- ending
 
@@ -204,7 +162,7 @@ class ShardedSession(Session):
         preempted = trainer.strategy.reduce_boolean_decision(self._preempted(trainer), all=False)
         requeued = trainer.strategy.reduce_boolean_decision(self._requeue.received, all=False)
         self._attend(trainer)
-        self._shards.warn_unsaved(trainer.global_step)
+        self.run.warn_unsaved(trainer.global_step)
         if preempted:
             raise SIGTERMException
         (self._requeue if requeued else self._interruption).end()

@@ -16,7 +16,7 @@ from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
+from shrinkpoint.integrations.common.adopting import PathBatches, with_adoptions
 from shrinkpoint.integrations.common.gradients import GradientCollector
 from shrinkpoint.integrations.common.hook_states import restore_hook_states
 from shrinkpoint.integrations.common.run_session import RunSession
@@ -391,25 +391,23 @@ class Session:
             stored = self._gathered(tr_loss)
             if self._path is not None and not planned:
                 self._path.add_to(stored)
-            accepted = world().on_first(
-                lambda: self.run.hand_over(
-                    SaveRequest(
-                        state=stored,
-                        step=step,
-                        describe=describe_state(trainer),
-                        metrics=current_metrics(trainer.state),
-                        evaluate=self._probe.evaluation(trainer),
-                        resumed=None if planned else self._steps.resumed(trainer),
-                        gradients=None if planned else self._gradients.take(optimizers_of(trainer)),
-                        optimizers=optimizers_of(trainer),
-                        exact=exact,
-                        wait=last,
-                        adoption=self._adoption() if planned else None,
-                    )
+
+            def request() -> SaveRequest:
+                return SaveRequest(
+                    state=stored,
+                    step=step,
+                    describe=describe_state(trainer),
+                    metrics=current_metrics(trainer.state),
+                    evaluate=self._probe.evaluation(trainer),
+                    resumed=None if planned else self._steps.resumed(trainer),
+                    gradients=None if planned else self._gradients.take(optimizers_of(trainer)),
+                    optimizers=optimizers_of(trainer),
+                    exact=exact,
+                    wait=last,
                 )
-            )
+
+            accepted = self.run.save(request, self._adoption() if planned else None)
             if planned and self._path is not None:
-                share_adopted(self.run.saver.adopted, self._adoption().live)
                 self._path.start_over()
             if not accepted:
                 return

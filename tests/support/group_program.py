@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.group import Distributed, world
 from shrinkpoint.group.mailbox import Mailbox
-from shrinkpoint.sharded.spreading import broadcast_tensors
+from shrinkpoint.sharded.spreading import share_adopted
 
 
 def fails(error: Exception) -> Any:
@@ -30,7 +30,7 @@ def own_or_error(failing: int) -> int:
 
 
 def given_to_all(rank: int) -> list[list[float]]:
-    """Tensors of several dtypes and orders of memory, one of them a parameter, after the first rank gave its values."""
+    """Tensors of several dtypes and orders of memory, one of them a parameter, after the first rank has adopted its values."""
     whole = torch.arange(6.0).reshape(2, 3) + 10 * rank
     tensors = [
         whole.clone(),
@@ -41,7 +41,7 @@ def given_to_all(rank: int) -> list[list[float]]:
         torch.empty(0),
     ]
     places = [tensor.data_ptr() for tensor in tensors]
-    broadcast_tensors(Distributed(), tensors)
+    share_adopted(Distributed(), [str(number) for number in range(len(tensors))], lambda: tensors)
     assert places == [tensor.data_ptr() for tensor in tensors]
     return [tensor.detach().reshape(-1).tolist() for tensor in tensors]
 

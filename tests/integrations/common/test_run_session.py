@@ -38,7 +38,7 @@ def _session(request: pytest.FixtureRequest) -> Make:
 
 def save(run: RunSession, step: int, *, last: bool = False, **more: Any) -> bool:
     state = {"model": {"w": torch.full((4,), float(step))}}
-    return run.hand_over(SaveRequest(state=state, step=step, wait=last, **more))
+    return run.save(lambda: SaveRequest(state=state, step=step, wait=last, **more))
 
 
 class Hold:
@@ -179,7 +179,7 @@ def test_a_failing_evaluation_is_told_once_and_costs_no_checkpoint(session: Make
     def save_measured(step: int) -> None:
         tag = Tag(role=Role.WEIGHT, parameter="w")
         described = SaveRequest(state=wide, step=step, describe=lambda path, tensor: tag, evaluate=evaluate)
-        run.hand_over(described)
+        run.save(lambda: described)
         run.finish(lambda: None)
 
     with pytest.warns(ShrinkpointWarning, match="cannot be measured.*no batch"):
