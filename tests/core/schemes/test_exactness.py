@@ -29,6 +29,7 @@ from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.engine.compaction import rebase_checkpoint
 from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.quality.guards import Verdict
 from shrinkpoint.quantize.movement import Movement
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
@@ -325,7 +326,7 @@ def test_nothing_is_told_where_little_is_exact(tmp_path: Any) -> None:
 def test_a_checkpoint_that_a_guard_made_exact_says_so(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     why = "the noise of model/inner.weight would be 3.0 times as large as what training has moved it by"
     monkeypatch.setattr(
-        "shrinkpoint.engine.background.Guard.__call__", lambda guard, save_context, scheme: why
+        "shrinkpoint.engine.background.Guard.__call__", lambda guard, save_context, scheme: Verdict(why)
     )
     url = str(tmp_path / "run")
     with pytest.warns(ShrinkpointWarning) as warned:
