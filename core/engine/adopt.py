@@ -353,7 +353,14 @@ def planned_before(store: RunStore, manifest: Manifest, last: Adopted) -> Manife
     if header.step != last.step:
         return None
     kind: Literal["base", "delta"] = "base" if len(chain) == 1 else "delta"
-    return replace(manifest, chain=chain, kind=kind, step=header.step, state_digest=header.state_digest)
+    return replace(
+        manifest,
+        chain=chain,
+        kind=kind,
+        step=header.step,
+        state_digest=header.state_digest,
+        parent_digest=None if kind == "base" else manifest.parent_digest,
+    )
 
 
 def still_there(store: RunStore, planned: Manifest) -> Manifest | None:

@@ -269,18 +269,18 @@ def in_three_stores(rank: int, world: int, urls: list[str]) -> list[tuple[int, i
     """Three saves, and what they say of the stores; from the second one on, the last store fails for rank 1 alone."""
     state = Filled(rank, world)
     checkpointer = state.checkpointer(Stores(urls, parity=1))
-    stage = LocalObjects.stage
+    put = LocalObjects._put
 
-    def fails_below(self: LocalObjects, key: str, parts: Any) -> Any:
+    def fails_below(self: LocalObjects, key: str, data: bytes, *, exclusive: bool) -> bool:
         if self.display == urls[2]:
             raise StoreError("no permission")
-        return stage(self, key, parts)
+        return put(self, key, data, exclusive=exclusive)
 
     for step in (1, 2, 3):
         state.fill(step)
         checkpointer.save(step, wait=True)
         if rank == 1:
-            LocalObjects.stage = fails_below  # type: ignore[method-assign]
+            LocalObjects._put = fails_below  # type: ignore[method-assign]
     checkpointer.close()
     return [(report.step, report.redundancy) for report in checkpointer.reports()]
 
