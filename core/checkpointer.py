@@ -41,7 +41,6 @@ from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
 from shrinkpoint.runtime.turns import Turns, in_turn
 from shrinkpoint.saver import Saver
-from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.urls import RunUrl, Stores
@@ -224,7 +223,7 @@ class Checkpointer:
         self._overdue = self._warned_of_monitor = self._lacked = False
         self.saver = saver_for(self._objects, url, config, storage_options=storage_options)
         """The saver, which has the reports of the saves."""
-        if not isinstance(self.saver, ShardedSaver):
+        if not sharded:
             self.saver.refer_to(self._objects.model, logged=step_log is not None)
         self.saver.check()
         if isinstance(self.saver, Saver):

@@ -91,6 +91,32 @@ class StateSaver(ABC):
         self._waits = WaitingShare()
         self._worker = Worker("shrinkpoint-save", before_exit=end_evaluations)
         self._warmup = Warmup(self.config.scheme)
+        self._frozen: FrozenTensors | None = None
+
+    def refer_to(self, model: nn.Module, *, logged: bool = False) -> None:
+        """Let checkpoints refer to the frozen tensors of a model, as the option `frozen` says; to be called before training starts.
+
+        Args:
+            model: the module whose state dict the states contain, none with shards; a restore checks its frozen tensors, and takes them.
+            logged: whether there is a step log, which needs all weights in the checkpoints.
+
+        Raises:
+            ConfigError: ``frozen="reference"`` with a step log.
+        """
+        if logged and self.config.frozen == "reference":
+            raise ConfigError(
+                "frozen='reference' with step_log=: steps are replayed from whole weights; leave one of them out"
+            )
+        self._frozen = FrozenTensors(model, "store" if logged else self.config.frozen)
+
+    def _captured(self, state: object, describe: Describe, *, shards: bool = False) -> TrainingState:
+        if self._frozen is None:
+            return TrainingState.capture(state, describe, shards=shards)
+        whole = TrainingState.capture(self._frozen.with_adapters(state), describe, shards=shards)
+        return self._frozen.referred(whole)
+
+    def _filled(self, state: TrainingState) -> TrainingState:
+        return state if self._frozen is None else self._frozen.filled(state, self.store.display)
 
     @property
     def busy(self) -> bool:
@@ -181,7 +207,6 @@ class Saver(StateSaver):
         self._continuation = Continuation(self._background, self._chain)
         self._snapshotter = Snapshotter()
         self._turns = Turns()
-        self._frozen: FrozenTensors | None = None
         self._evaluate: Evaluate | None = None
         self._resumed: ResumedSteps | None = None
         self._newest: tuple[Manifest, Decoded] | None = None
@@ -219,30 +244,6 @@ class Saver(StateSaver):
         self._chain.open()
         self._background.look()
         self._warmup.start()
-
-    def refer_to(self, model: nn.Module, *, logged: bool = False) -> None:
-        """Let checkpoints refer to the frozen tensors of a model, as the option `frozen` says; to be called before training starts.
-
-        Args:
-            model: the module whose state dict the states contain; a restore checks its frozen tensors, and takes them.
-            logged: whether there is a step log, which needs all weights in the checkpoints.
-
-        Raises:
-            ConfigError: ``frozen="reference"`` with a step log.
-        """
-        if logged and self.config.frozen == "reference":
-            raise ConfigError(
-                "frozen='reference' with step_log=: steps are replayed from whole weights; leave one of them out"
-            )
-        self._frozen = FrozenTensors(model, "store" if logged else self.config.frozen)
-
-    def _captured(self, state: object, describe: Describe) -> TrainingState:
-        if self._frozen is None:
-            return TrainingState.capture(state, describe)
-        return self._frozen.referred(TrainingState.capture(self._frozen.with_adapters(state), describe))
-
-    def _filled(self, state: TrainingState) -> TrainingState:
-        return state if self._frozen is None else self._frozen.filled(state, self.store.display)
 
     # ---- saving
 

@@ -122,8 +122,13 @@ def agree(group: Distributed, status: Status) -> Agreed:
     )
 
 
-def refuse_options(url: RunUrl, config: SaverConfig) -> None:
+def refuse_options(url: RunUrl, config: SaverConfig, *, copied: bool = False) -> None:
     """Refuse the options that are not for sharded models.
+
+    Args:
+        url: as of a saver.
+        config: how to save.
+        copied: whether every rank has the whole model, to whose frozen tensors checkpoints may refer.
 
     Raises:
         ConfigError: one of them is given.
@@ -138,7 +143,7 @@ def refuse_options(url: RunUrl, config: SaverConfig) -> None:
             raise ConfigError(
                 f"{name}={value!r} is not supported for sharded models yet, nor for DDP wrappers: leave it out"
             )
-    if config.frozen == "reference":
+    if config.frozen == "reference" and not copied:
         raise ConfigError(
-            "frozen='reference' is not supported for sharded models yet, nor for DDP wrappers: give Advanced(frozen='store')"
+            "frozen='reference' is not supported for sharded models yet: give Advanced(frozen='store')"
         )

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,6 +38,8 @@ class RankTensors:
     """The first name of each tensor's memory, for those that have some here."""
     owners: Mapping[str, str]
     """For each shard, the ranks that share it as torch knows (see `ranks_of`)."""
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    """The digests of what the state refers to, by name in the model."""
 
 
 def tensors_of_rank(
@@ -100,6 +102,7 @@ def layout_of(everyone: Sequence[RankTensors]) -> Layout:
     Raises:
         CannotRepresentError: the shards of a tensor do not make it up, or one name stands for different tensors.
     """
+    _require_same_frozen(everyone)
     specs: dict[str, TensorSpec] = {}
     sharded: set[str] = set()
     for one in everyone:
@@ -135,6 +138,18 @@ def layout_of(everyone: Sequence[RankTensors]) -> Layout:
         unproven += [(name, box) for box, numbers in copied.items() if _is_unproven(spec, numbers, everyone)]
     kept = {name: spec for name, spec in specs.items() if name not in aliases}
     return Layout(kept, holders, aliases, frozenset(sharded), tuple(unproven))
+
+
+def _require_same_frozen(everyone: Sequence[RankTensors]) -> None:
+    first = everyone[0].frozen
+    for rank, one in enumerate(everyone):
+        differ = sorted(name for name, _ in first.items() ^ one.frozen.items())
+        if differ:
+            raise CannotRepresentError(
+                f"rank {rank} has other frozen tensors than rank 0, to which a checkpoint would refer for all: {differ[0]}"
+                f"{f' and {len({*differ}) - 1} more' if len({*differ}) > 1 else ''}. Build the same base on every rank (file, seed, dtype,"
+                " quantization), or store it with Advanced(frozen='store')"
+            )
 
 
 def _table(all_boxes: Sequence[tuple[Box, ...]]) -> dict[Box, tuple[int, ...]]:

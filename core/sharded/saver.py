@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.request import Job, SaveRequest
 from shrinkpoint.engine.retention import is_weights_only, lineage_of, not_finite_text
 from shrinkpoint.engine.takeover import Takeover
-from shrinkpoint.errors import ConfigError, NoCheckpointError, SaveFailedError, StoreError
+from shrinkpoint.errors import ConfigError, NoCheckpointError, SaveFailedError, StateMismatchError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.group.mailbox import Mailbox
@@ -34,6 +35,7 @@ from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
 from shrinkpoint.sharded.spreading import Shards
 from shrinkpoint.sharded.trees import own_of
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS
+from shrinkpoint.state.frozen import named_digests, references
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
@@ -110,7 +112,7 @@ class ShardedSaver(StateSaver):
             StoreError: the store cannot be reached or written.
         """
         group = self._group
-        group.on_every(lambda: refuse_options(self._stores, self.config))
+        group.on_every(lambda: refuse_options(self._stores, self.config, copied=self._frozen is not None))
         require_same(group, self.url, self.config)
         if group.rank == 0 and self._chain is None:
             self._chain = Chain(self.store, self.config)
@@ -156,7 +158,9 @@ class ShardedSaver(StateSaver):
             self.store.try_to_write()
 
     def begin(self, state: object, *, step: int = 0, describe: Describe = plain) -> None:
-        """Nothing: how far the weights have moved is known from the second checkpoint on."""
+        """Note frozen tensors as they are now; how far the weights have moved is known from the second checkpoint on."""
+        if self._frozen is not None:
+            self._frozen.note()
 
     def ending(self) -> Ending:
         """By which the ranks agree where to end when one of them is asked to; a collective, once, after `check`.
@@ -202,7 +206,7 @@ class ShardedSaver(StateSaver):
         if request.wait or self.config.busy == "wait" or self.config.adopt:
             self._join()
         waited_s = time.perf_counter() - started
-        found, error = self._captured(request.state, request.describe)
+        found, error = self._own_tensors(request.state, request.describe)
         try:
             request = request.checked()
         except ConfigError as refused:  # all ranks raise it together
@@ -271,12 +275,14 @@ class ShardedSaver(StateSaver):
         self.blocked_s += takeover.seconds
         self._waits.add(started, time.perf_counter())
 
-    def _captured(
+    def _own_tensors(
         self, state: object, describe: Describe
     ) -> tuple[tuple[TrainingState, RankTensors, Pieces] | None, Exception | None]:
         try:
-            live = TrainingState.capture(state, describe, shards=True)
-            return (live, *tensors_of_rank(live.tensors, live.specs, self._copied)), None
+            live = self._captured(state, describe, shards=True)
+            own, pieces = tensors_of_rank(live.tensors, live.specs, self._copied)
+            frozen = {} if self._frozen is None else named_digests(live.tree)
+            return (live, replace(own, frozen=frozen), pieces), None
         except Exception as error:  # noqa: BLE001 - all ranks raise it together
             return None, error
 
@@ -413,14 +419,22 @@ class ShardedSaver(StateSaver):
 
         Raises:
             NoCheckpointError, FormatError, ChainError, StoreError: as `Saver.restore`; on every rank.
-            StateMismatchError: it is another model's; nothing is changed then.
+            StateMismatchError: it is another model's, or refers to frozen tensors that are others on a rank, or not whole; nothing is
+                changed then.
         """
         decoded = self._chosen(which)
         if decoded is None:
             return None
-        manifest = decoded.plan.manifest
+        manifest, tree = decoded.plan.manifest, decoded.plan.tree
+        frozen = self._group.on_every(lambda: self._filled(TrainingState(tree, {}, {})))
+        decoded = replace(decoded, plan=replace(decoded.plan, tree=frozen.tree))
+
+        def targets(specs: Mapping[str, TensorSpec]) -> Mapping[str, torch.Tensor]:
+            found = self._targets({**specs, **frozen.specs})
+            return {name: found[name] for name in specs}
+
         follows = adopt and self.config.scheme != "lossless"  # the weights' movement from here
-        state = fill(self._group, decoded, self._targets, lambda spec: follows and is_followed(spec))
+        state = fill(self._group, decoded, targets, lambda spec: follows and is_followed(spec))
         found = not_finite_text(manifest)
         if found is not None and self._group.rank == 0:
             warn(f"the checkpoint of step {manifest.step} in {self.store.display} is not finite: {found}")
@@ -430,7 +444,17 @@ class ShardedSaver(StateSaver):
             )
         if adopt:
             self._adopt(decoded)
-        return Restored(manifest, state)
+        return Restored(manifest, replace(state, tensors={**state.tensors, **frozen.tensors}))
+
+    def _filled(self, state: TrainingState) -> TrainingState:
+        referred = references(state.tree)
+        if referred and self._frozen is None:
+            raise StateMismatchError(
+                f"checkpoints of {self.store.display} refer to frozen tensors, such as {min(referred)}, and do not hold them, which is not"
+                " supported for sharded models yet: continue it without shards, in one process or under DDP; there one save with"
+                " Advanced(frozen='store') makes a checkpoint that shards can continue"
+            )
+        return super()._filled(state)
 
     def _chosen(self, which: Manifest | int | None) -> Decoded | None:
         known, self._newest = self._newest, None

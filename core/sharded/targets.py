@@ -12,9 +12,11 @@ from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.averages import AverageFinder
+from shrinkpoint.state.frozen import FILLED
 from shrinkpoint.state.roles import describe_training, model_tags, optimizer_parameter_names
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.tree import join_path
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
 __all__ = ["Targets", "require_model", "reshard", "swapped_shards", "target_for", "unreduced"]
@@ -77,13 +79,17 @@ class Targets:
         """The tensors to be filled: the model's own; new ones for all others, with shards where a parameter has them.
 
         Args:
-            specs: of the checkpoint's whole tensors, by name.
+            specs: of the checkpoint's whole tensors, by name; and of frozen ones that it refers to, whose names begin with `FILLED`.
             others: further entries of the training's state, whose tensors with shards are filled in place.
 
         Raises:
             StateMismatchError: they are another model's.
         """
         reshard(self._model)
+        specs = {
+            join_path((self._model_key, name.removeprefix(FILLED))) if name.startswith(FILLED) else name: spec
+            for name, spec in specs.items()
+        }
         describe = describe_training(
             self._model,
             self._optimizers,

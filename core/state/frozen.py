@@ -19,10 +19,12 @@ from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, replaced
 from shrinkpoint.state.wrappers import named_parameters, plain_names
 
-__all__ = ["ADAPTERS", "FrozenTensors", "meta_filled", "references"]
+__all__ = ["ADAPTERS", "FILLED", "FrozenTensors", "meta_filled", "named_digests", "references"]
 
 ADAPTERS = "peft"
 """The entry of a state that describes a model's adapters."""
+FILLED = "frozen:"
+"""What the name of a tensor in the place of a reference begins with; behind it is its name in the model."""
 
 _SMALL_BUFFER = 2**16
 """Bytes of a buffer that is stored all the same: running statistics may have moved before anything was noted."""
@@ -100,9 +102,7 @@ class FrozenTensors:
         """
         self.note()
         _begun.add(self._model)
-        wanted = {name: node["digest"] for name, node in references(state.tree).items()}
-        if isinstance(state.tree, dict):
-            wanted |= state.tree.get(ADAPTERS, {}).get("base", {})
+        wanted = named_digests(state.tree)
         live = {name: tensor for name, tensor in self._tensors().items() if name in wanted and _place(tensor)}
         here = self._digests(live)
         differ = [name for name, digest in wanted.items() if here.get(name) != digest]
@@ -173,6 +173,12 @@ def meta_filled(state: TrainingState) -> TrainingState:
     return _filled(state, empty)
 
 
+def named_digests(tree: JSON) -> dict[str, str]:
+    """The digests of all frozen tensors that a tree needs, by their names in the model."""
+    base = tree.get(ADAPTERS, {}).get("base", {}) if isinstance(tree, dict) else {}
+    return {**{name: node["digest"] for name, node in references(tree).items()}, **base}
+
+
 def references(tree: JSON) -> dict[str, JSON]:
     """A tree's references to tensors that it does not contain, by their names in the model."""
     found: dict[str, JSON] = {}
@@ -188,10 +194,15 @@ def references(tree: JSON) -> dict[str, JSON]:
 
 def _filled(state: TrainingState, live: Mapping[str, torch.Tensor]) -> TrainingState:
     def put(node: JSON) -> JSON:
-        return {"$": "tensor", "name": f"frozen:{node['name']}"} if node["$"] == "frozen" else node
+        return {"$": "tensor", "name": FILLED + node["name"]} if node["$"] == "frozen" else node
 
-    more = {f"frozen:{name}": tensor for name, tensor in live.items()}
-    return replace(state, tree=replaced(state.tree, put), tensors={**state.tensors, **more})
+    nodes = references(state.tree)
+    tensors = {FILLED + name: live[name] for name in nodes}
+    specs = {
+        FILLED + name: TensorSpec.from_json({**node, "name": FILLED + name}) for name, node in nodes.items()
+    }
+    tree = replaced(state.tree, put)
+    return TrainingState(tree, {**state.tensors, **tensors}, {**state.specs, **specs})
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...] | None:
