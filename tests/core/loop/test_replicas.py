@@ -21,7 +21,10 @@ def test_three_killed_processes_continue_bit_by_bit(tmp_path: Path) -> None:
         assert rest == {step: whole[step] for step in whole if step > began}
     saves = [manifest.meta["save"] for manifest in RunStore(str(tmp_path / "whole")).manifests()]
     assert [save["measured"] for save in saves] == ["measured"] * len(saves)
-    assert all(save["degradation"] > 0 and save["raw_bytes"] > 3 * save["bytes"] for save in saves)
+    assert all(save["degradation"] > 0 and save["configuration"] != "exact" for save in saves)
+    *deltas, base = saves  # which holds what is each process's own, in a file of each
+    assert all(save["raw_bytes"] > 4 * save["bytes"] for save in deltas)
+    assert base["raw_bytes"] > 2.5 * base["bytes"]
 
 
 def test_without_adoption_they_differ(tmp_path: Path) -> None:
