@@ -31,7 +31,7 @@ from shrinkpoint.store.local import LocalObjects
 _DEEPEST: dict[str, Callable[..., Any]] = {
     "hand-over, to the snapshot": Snapshotter.take,
     "choosing, to the quantizer": TrellisWeightCodec.stage,
-    "encoding, to the quantizer": TrellisWeightCodec.encode,
+    "encoding, to the coder": TrellisWeightCodec._emit,
     "writing, to the store": LocalObjects.put_if_absent,
     "restoring, to the decoder": TrellisWeightCodec.decode,
 }
