@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shrinkpoint.config import Advanced
 from shrinkpoint.engine.resume import ResumePolicy
 from shrinkpoint.errors import MissingDependencyError
-from shrinkpoint.integrations.common.settings import given, reduced, refusing_unknown
+from shrinkpoint.session.settings import given, reduced, refusing_unknown
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import Stores
 

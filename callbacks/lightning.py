@@ -19,13 +19,13 @@ except ModuleNotFoundError as error:
     ) from error
 
 from shrinkpoint.engine.resume import ResumePolicy
-from shrinkpoint.integrations.common.run_session import RunSession
-from shrinkpoint.integrations.common.settings import given, reduced, refusing_unknown
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.sharded import session_for
 from shrinkpoint.integrations.lightning.words import answer_words, take_addresses
+from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.settings import given, reduced, refusing_unknown
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import Stores, url_text
 

@@ -24,9 +24,15 @@ from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import await_all, world
 from shrinkpoint.io.loading import weights_of_step
-from shrinkpoint.loop.measuring import LoopMeasurements
-from shrinkpoint.loop.objects import LoopObjects, Stateful
-from shrinkpoint.loop.options import (
+from shrinkpoint.quality.evaluation import Loss
+from shrinkpoint.reports import Accepted, SaveReport
+from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
+from shrinkpoint.runtime.turns import Turns, in_turn
+from shrinkpoint.saver import Saver
+from shrinkpoint.session.measuring import LoopMeasurements
+from shrinkpoint.session.objects import LoopObjects, Stateful
+from shrinkpoint.session.options import (
     check_adoption,
     check_options,
     require_states,
@@ -34,13 +40,7 @@ from shrinkpoint.loop.options import (
     warn_of_copies,
     way_back,
 )
-from shrinkpoint.loop.sharded import CopiedObjects, ShardedObjects, has_shards, refuse_deepspeed
-from shrinkpoint.quality.evaluation import Loss
-from shrinkpoint.reports import Accepted, SaveReport
-from shrinkpoint.runtime.progress import waiting_for
-from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
-from shrinkpoint.runtime.turns import Turns, in_turn
-from shrinkpoint.saver import Saver
+from shrinkpoint.session.sharded import CopiedObjects, ShardedObjects, has_shards, refuse_deepspeed
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.urls import RunUrl, Stores
@@ -206,7 +206,7 @@ class Checkpointer:
         self.step_log: TrainingLog | ReplicatedLog | None = None
         """The step log; None without one."""
         if step_log is not None:  # most trainings have no log, and need nothing of it
-            from shrinkpoint.loop.replicated_log import log_of_loop
+            from shrinkpoint.session.replicated_log import log_of_loop
             from shrinkpoint.steps.options import chosen_log
 
             self.step_log = log_of_loop(

@@ -28,8 +28,8 @@ from torch.utils.data import (
 )
 
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.worker_reads import generators, reads_alike, set_generators
-from shrinkpoint.loop.data import other_data, sizes_of
+from shrinkpoint.session.data import other_data, sizes_of
+from shrinkpoint.session.worker_reads import generators, reads_alike, set_generators
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 

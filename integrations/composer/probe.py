@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common import probe as common
-from shrinkpoint.integrations.common.probe import loss_of, to_host
 from shrinkpoint.integrations.composer.state import parameter_names, trained_module
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.session import probe as common
+from shrinkpoint.session.probe import loss_of, to_host
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
 __all__ = ["LossProbe", "StepProbe"]

@@ -6,9 +6,9 @@ from typing import Any
 from composer.core import State
 from composer.loggers import Logger
 
-from shrinkpoint.integrations.common.probe import number_of
-from shrinkpoint.integrations.common.reports import finite, log_line, numbers
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.session.probe import number_of
+from shrinkpoint.session.reports import finite, log_line, numbers
 
 __all__ = ["current_metrics", "log_reports"]
 

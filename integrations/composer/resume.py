@@ -10,8 +10,6 @@ from shrinkpoint.engine.resume import overridden_options
 from shrinkpoint.engine.retention import is_weights_only
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.run_session import RunSession
-from shrinkpoint.integrations.common.step_log import SessionLog
 from shrinkpoint.integrations.composer.data import DataPlace
 from shrinkpoint.integrations.composer.state import (
     OUTLINE,
@@ -26,7 +24,9 @@ from shrinkpoint.integrations.composer.state import (
     stored_state,
     trained_module,
 )
-from shrinkpoint.loop.gradient_buckets import Buckets
+from shrinkpoint.session.gradient_buckets import Buckets
+from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.step_log import SessionLog
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.warn import warn
 

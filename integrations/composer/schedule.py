@@ -9,7 +9,7 @@ from composer.core import Event, State, Time, TimeUnit
 from composer.utils import create_interval_scheduler
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.settings import RunSettings
+from shrinkpoint.session.settings import RunSettings
 
 __all__ = ["SaveInterval", "Scheduler", "Settings", "batches_between", "save_scheduler", "saves_until"]
 

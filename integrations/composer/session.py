@@ -16,11 +16,6 @@ from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.adopting import PathBatches, with_adoptions
-from shrinkpoint.integrations.common.gradients import GradientCollector, require_fresh_gradients
-from shrinkpoint.integrations.common.hook_states import restore_hook_states
-from shrinkpoint.integrations.common.probe import KeptBatches
-from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.composer.data import DataPlace
 from shrinkpoint.integrations.composer.probe import LossProbe, StepProbe
 from shrinkpoint.integrations.composer.reports import current_metrics, log_reports
@@ -35,14 +30,19 @@ from shrinkpoint.integrations.composer.state import (
     stored_state,
     trained_module,
 )
-from shrinkpoint.loop.gradient_buckets import (
+from shrinkpoint.runtime.termination import TerminationRequest, signals_of
+from shrinkpoint.saver import Saver
+from shrinkpoint.session.adopting import PathBatches, with_adoptions
+from shrinkpoint.session.gradient_buckets import (
     Buckets,
     bucket_order,
     restore_buckets,
 )
-from shrinkpoint.loop.trained import load_trained
-from shrinkpoint.runtime.termination import TerminationRequest, signals_of
-from shrinkpoint.saver import Saver
+from shrinkpoint.session.gradients import GradientCollector, require_fresh_gradients
+from shrinkpoint.session.hook_states import restore_hook_states
+from shrinkpoint.session.probe import KeptBatches
+from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.trained import load_trained
 from shrinkpoint.state.wrappers import named_parameters
 from shrinkpoint.warn import warn
 

@@ -10,7 +10,6 @@ from composer.loggers import Logger
 
 from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.composer.schedule import Settings
 from shrinkpoint.integrations.composer.session import Session
 from shrinkpoint.integrations.composer.state import (
@@ -20,6 +19,7 @@ from shrinkpoint.integrations.composer.state import (
     shards_model,
     trained_module,
 )
+from shrinkpoint.session.run_session import RunSession
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags

@@ -17,10 +17,10 @@ from shrinkpoint.engine.fitting import fitted, quantized_as
 from shrinkpoint.engine.resume import require_optimizers, require_same_model
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import world
-from shrinkpoint.loop.gradient_buckets import Buckets
-from shrinkpoint.loop.identity import add_late_parameters, rounded_weights
-from shrinkpoint.loop.identity import require_same_optimizers as require_same_parameters
 from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
+from shrinkpoint.session.gradient_buckets import Buckets
+from shrinkpoint.session.identity import add_late_parameters, rounded_weights
+from shrinkpoint.session.identity import require_same_optimizers as require_same_parameters
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags, optimizer_parameter_names, part_tag, state_tag
 from shrinkpoint.state.stateful import load_optimizer, load_stateful, state_of

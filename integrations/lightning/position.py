@@ -17,10 +17,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.hook_states import restore_hook_states
-from shrinkpoint.integrations.common.worker_reads import generators, samplers, set_generators
-from shrinkpoint.loop.data import other_data, require_same_workers, sizes_of
-from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets
+from shrinkpoint.session.data import other_data, require_same_workers, sizes_of
+from shrinkpoint.session.gradient_buckets import bucket_order, restore_buckets
+from shrinkpoint.session.hook_states import restore_hook_states
+from shrinkpoint.session.worker_reads import generators, samplers, set_generators
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import forget_position

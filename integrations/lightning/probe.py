@@ -18,9 +18,9 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common import probe as common
-from shrinkpoint.integrations.common.probe import number_of, to_host
 from shrinkpoint.integrations.lightning.state import trained_key
+from shrinkpoint.session import probe as common
+from shrinkpoint.session.probe import number_of, to_host
 
 __all__ = ["LossProbe", "StepProbe", "arguments", "around", "captured_logs"]
 

@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
-from shrinkpoint.integrations.common.reports import configuration, finite, log_line, numbers
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.session.reports import configuration, finite, log_line, numbers
 
 __all__ = ["Measured", "log_reports"]
 

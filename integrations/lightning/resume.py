@@ -15,8 +15,8 @@ from shrinkpoint.engine.fitting import fitted
 from shrinkpoint.engine.resume import require_same_ties
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.runtime.termination import TerminationRequest
+from shrinkpoint.session.run_session import RunSession
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
 

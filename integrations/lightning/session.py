@@ -14,11 +14,6 @@ from shrinkpoint.engine.resume import overridden_options, require_optimizers
 from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, with_adoptions
-from shrinkpoint.integrations.common.gradients import GradientCollector, require_fresh_gradients
-from shrinkpoint.integrations.common.probe import KeptBatches
-from shrinkpoint.integrations.common.run_session import RunSession
-from shrinkpoint.integrations.common.triggers import Trigger
 from shrinkpoint.integrations.lightning.io import (
     NAMES_KEY,
     Captured,
@@ -39,7 +34,12 @@ from shrinkpoint.integrations.lightning.state import (
     trained_key,
 )
 from shrinkpoint.integrations.lightning.step_log import capture_rest, replay, rest_of
-from shrinkpoint.loop.identity import (
+from shrinkpoint.optimizers.objects import put_back_objects
+from shrinkpoint.runtime.termination import TerminationRequest, signals_of
+from shrinkpoint.saver import Saver
+from shrinkpoint.session.adopting import PathBatches, saves_of, with_adoptions
+from shrinkpoint.session.gradients import GradientCollector, require_fresh_gradients
+from shrinkpoint.session.identity import (
     add_late_parameters,
     identities,
     other_schedulers,
@@ -47,10 +47,10 @@ from shrinkpoint.loop.identity import (
     rounded_weights,
     scheduler_classes,
 )
-from shrinkpoint.loop.trained import load_trained
-from shrinkpoint.optimizers.objects import put_back_objects
-from shrinkpoint.runtime.termination import TerminationRequest, signals_of
-from shrinkpoint.saver import Saver
+from shrinkpoint.session.probe import KeptBatches
+from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.trained import load_trained
+from shrinkpoint.session.triggers import Trigger
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.state.stateful import put_back_dtypes
 from shrinkpoint.state.wrappers import own_names

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from shrinkpoint.integrations.common.settings import RunSettings
-from shrinkpoint.integrations.common.triggers import Schedule
+from shrinkpoint.session.settings import RunSettings
+from shrinkpoint.session.triggers import Schedule
 
 __all__ = ["Settings"]
 

@@ -14,12 +14,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import NoCheckpointError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.lightning.io import Captured, RunCheckpointIO
 from shrinkpoint.integrations.lightning.position import OWN_KEYS, OWN_MARK, POSITION_KEY
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.runtime.termination import TerminationRequest
+from shrinkpoint.session.run_session import RunSession
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets, reshard

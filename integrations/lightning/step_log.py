@@ -10,8 +10,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer import call
 
-from shrinkpoint.integrations.common.step_log import SessionLog
 from shrinkpoint.integrations.lightning.io import RunCheckpointIO, storable
+from shrinkpoint.session.step_log import SessionLog
 
 __all__ = ["capture_rest", "replay", "rest_of"]
 

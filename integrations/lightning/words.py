@@ -12,9 +12,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError
-from shrinkpoint.integrations.common.reports import metrics_of
-from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
+from shrinkpoint.session.reports import metrics_of
+from shrinkpoint.session.run_session import RunSession
 
 __all__ = ["answer_words", "take_addresses"]
 

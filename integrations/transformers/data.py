@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.worker_reads import reads_alike
-from shrinkpoint.loop.data import other_data, sizes_of
+from shrinkpoint.session.data import other_data, sizes_of
+from shrinkpoint.session.worker_reads import reads_alike
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 

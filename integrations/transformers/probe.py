@@ -14,9 +14,9 @@ from transformers import Trainer
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common import probe as common
-from shrinkpoint.integrations.common.probe import loss_of, to_host
 from shrinkpoint.integrations.transformers.state import optimizers_of
+from shrinkpoint.session import probe as common
+from shrinkpoint.session.probe import loss_of, to_host
 
 __all__ = ["LossProbe", "StepProbe"]
 

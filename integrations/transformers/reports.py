@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shrinkpoint.integrations.common.probe import number_of
-from shrinkpoint.integrations.common.reports import finite, log_line, numbers
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.session.probe import number_of
+from shrinkpoint.session.reports import finite, log_line, numbers
 
 __all__ = ["current_metrics", "log_reports"]
 

@@ -11,13 +11,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.transformers.state import (
     OUTLINE,
     arguments,
     require_own_run,
     trainer_state,
 )
+from shrinkpoint.session.run_session import RunSession
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
 

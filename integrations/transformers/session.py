@@ -16,11 +16,6 @@ from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.adopting import PathBatches, with_adoptions
-from shrinkpoint.integrations.common.gradients import GradientCollector
-from shrinkpoint.integrations.common.hook_states import restore_hook_states
-from shrinkpoint.integrations.common.run_session import RunSession
-from shrinkpoint.integrations.common.triggers import Schedule, Trigger
 from shrinkpoint.integrations.transformers.data import DataPlace
 from shrinkpoint.integrations.transformers.generated import generated_state, load_generated, load_reference
 from shrinkpoint.integrations.transformers.hooks import Override, overridden
@@ -46,13 +41,18 @@ from shrinkpoint.integrations.transformers.state import (
     optimizers_of,
     stored_state,
 )
-from shrinkpoint.loop.gradient_buckets import (
+from shrinkpoint.runtime.termination import TerminationRequest, signals_of
+from shrinkpoint.session.adopting import PathBatches, with_adoptions
+from shrinkpoint.session.gradient_buckets import (
     Buckets,
     bucket_order,
     restore_buckets,
 )
-from shrinkpoint.loop.trained import load_trained
-from shrinkpoint.runtime.termination import TerminationRequest, signals_of
+from shrinkpoint.session.gradients import GradientCollector
+from shrinkpoint.session.hook_states import restore_hook_states
+from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.trained import load_trained
+from shrinkpoint.session.triggers import Schedule, Trigger
 from shrinkpoint.warn import warn
 
 __all__ = ["Session"]

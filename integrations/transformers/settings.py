@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.adopting import saves_of
-from shrinkpoint.integrations.common.settings import RunSettings
-from shrinkpoint.integrations.common.triggers import Schedule
+from shrinkpoint.session.adopting import saves_of
+from shrinkpoint.session.settings import RunSettings
+from shrinkpoint.session.triggers import Schedule
 
 __all__ = ["Settings", "evaluation_metric"]
 

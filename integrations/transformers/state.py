@@ -17,8 +17,9 @@ from shrinkpoint.engine.resume import (
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.transformers.generated import reference_of
-from shrinkpoint.loop.gradient_buckets import Buckets
-from shrinkpoint.loop.identity import (
+from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
+from shrinkpoint.session.gradient_buckets import Buckets
+from shrinkpoint.session.identity import (
     add_late_parameters,
     identities,
     other_schedulers,
@@ -26,8 +27,7 @@ from shrinkpoint.loop.identity import (
     rounded_weights,
     scheduler_classes,
 )
-from shrinkpoint.loop.trained import Trained
-from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
+from shrinkpoint.session.trained import Trained
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import load_optimizer as put_optimizer_back
 from shrinkpoint.state.stateful import load_stateful, state_of

@@ -20,9 +20,9 @@ from support.transformers_models import Setup, assert_continues, train
 
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.triggers import Schedule
 from shrinkpoint.integrations.transformers.settings import Settings
 from shrinkpoint.saver import Saver
+from shrinkpoint.session.triggers import Schedule
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",

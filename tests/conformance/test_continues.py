@@ -23,8 +23,8 @@ from shrinkpoint.errors import (
     ShrinkpointWarning,
     StateMismatchError,
 )
-from shrinkpoint.integrations.common.reports import metrics_of
 from shrinkpoint.saver import Saver
+from shrinkpoint.session.reports import metrics_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

@@ -1,4 +1,4 @@
-"""What optimizers train beside the model, what is frozen, and what was replaced, in each framework: as in tests/core/loop/test_trained.py."""
+"""What optimizers train beside the model, what is frozen, and what was replaced, in each framework: as in tests/core/session/test_trained.py."""
 
 import warnings
 

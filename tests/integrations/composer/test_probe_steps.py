@@ -19,9 +19,9 @@ from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.integrations.common.probe import scale_of
 from shrinkpoint.integrations.composer.probe import LossProbe, StepProbe
 from shrinkpoint.integrations.composer.state import stored_state
+from shrinkpoint.session.probe import scale_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

@@ -18,8 +18,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.integrations.common.probe import scale_of
 from shrinkpoint.integrations.lightning.probe import LossProbe, StepProbe
+from shrinkpoint.session.probe import scale_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

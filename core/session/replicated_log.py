@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shrinkpoint.group.group import world
-from shrinkpoint.loop.objects import LoopObjects
-from shrinkpoint.loop.sharded import BUCKETS, CopiedObjects
+from shrinkpoint.session.objects import LoopObjects
+from shrinkpoint.session.sharded import BUCKETS, CopiedObjects
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.trees import own_of
 from shrinkpoint.state.wrappers import parameters_of

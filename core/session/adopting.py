@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError
-from shrinkpoint.integrations.common.probe import PROBE_BATCHES, KeptBatches, to_host
-from shrinkpoint.integrations.common.settings import RunSettings
-from shrinkpoint.integrations.common.triggers import Schedule
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.session.probe import PROBE_BATCHES, KeptBatches, to_host
+from shrinkpoint.session.settings import RunSettings
+from shrinkpoint.session.triggers import Schedule
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.warn import warn
 

@@ -9,9 +9,9 @@ from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.config import SaverConfig, whereabouts
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.loop.objects import LoopObjects
-from shrinkpoint.loop.sharded import ShardedObjects
 from shrinkpoint.saver import Saver
+from shrinkpoint.session.objects import LoopObjects
+from shrinkpoint.session.sharded import ShardedObjects
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest

@@ -11,11 +11,11 @@ from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.loop.objects import LoopObjects
 from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps, losses_of
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.resumed_steps import ResumedRun, UntilFailure
 from shrinkpoint.quality.swap import swapped_tensors, swapped_weights
+from shrinkpoint.session.objects import LoopObjects
 from shrinkpoint.state.averages import averages_in, live_tensors, without_averages
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Role

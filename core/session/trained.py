@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.loop.identity import identities
 from shrinkpoint.optimizers.objects import moved
+from shrinkpoint.session.identity import identities
 from shrinkpoint.state.roles import unnamed
 from shrinkpoint.state.wrappers import named_buffers, named_parameters, optimizers_in, plain_names
 

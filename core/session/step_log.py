@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.common.hook_states import HookStates
-from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.io.loading import weights_of_step
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.session.hook_states import HookStates
+from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.store.run import RunStore
 
 if TYPE_CHECKING:

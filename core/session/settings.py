@@ -217,13 +217,14 @@ def _state_of(callback: Any) -> Mapping[str, Any]:
     """Its attributes, or what a subclass gives in their place."""
     given = getattr(type(callback), "__getstate__", None)
     if given is None or given is getattr(object, "__getstate__", None):
-        return vars(callback)
-    state = callback.__getstate__()
+        found: Mapping[str, Any] = vars(callback)
+        return found
+    state: Any = callback.__getstate__()
     if not isinstance(state, Mapping):
         raise TypeError(
             f"{type(callback).__name__}.__getstate__ must return a dict, not {type(state).__name__}"
         )
-    return state
+    return dict(state)
 
 
 def _made(cls: Any, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], best: Any) -> Any:

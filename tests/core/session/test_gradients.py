@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 
-from shrinkpoint.integrations.common.gradients import GradientCollector
+from shrinkpoint.session.gradients import GradientCollector
 
 
 def model() -> nn.Module:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.hook_states import HookStates, hidden_state, restore_hook_states
-from shrinkpoint.integrations.common.run_session import RunSession
-from shrinkpoint.integrations.common.settings import RunSettings
+from shrinkpoint.session.hook_states import HookStates, hidden_state, restore_hook_states
+from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.state.training import TrainingState
 
 

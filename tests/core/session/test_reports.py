@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from support.reports import REPORT
 
 from shrinkpoint.engine.retention import Record, keep_best
-from shrinkpoint.integrations.common.reports import (
+from shrinkpoint.saver import Saver
+from shrinkpoint.session.reports import (
     BestCheckpoints,
     configuration,
     finite,
@@ -18,7 +19,6 @@ from shrinkpoint.integrations.common.reports import (
     metrics_of,
     numbers,
 )
-from shrinkpoint.saver import Saver
 
 
 def tracker(monitor: str | None = "loss", mode: str = "min", top_k: int = 1) -> BestCheckpoints:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from shrinkpoint.integrations.common.worker_reads import generators, samplers, set_generators
+from shrinkpoint.session.worker_reads import generators, samplers, set_generators
 
 DATA: Any = list(range(8))
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.settings import RunSettings, refusing_unknown
 from shrinkpoint.saver import SaverConfig
+from shrinkpoint.session.settings import RunSettings, refusing_unknown
 
 
 def build(**given: Any) -> RunSettings:

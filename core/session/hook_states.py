@@ -16,7 +16,7 @@ from torch import nn
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.loop.gradient_buckets import stateful_hook
+from shrinkpoint.session.gradient_buckets import stateful_hook
 from shrinkpoint.warn import warn
 
 __all__ = ["HookStates", "hidden_state", "restore_hook_states"]

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets, stateful_hook
-from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.quality.resumed_steps import obstacle
+from shrinkpoint.session.gradient_buckets import bucket_order, restore_buckets, stateful_hook
+from shrinkpoint.session.objects import LoopObjects, Stateful
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.targets import Targets, reshard, swapped_shards, unreduced

@@ -20,18 +20,18 @@ from shrinkpoint.engine.retention import is_finite, lineage_of
 from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import Distributed, world
-from shrinkpoint.integrations.common.hook_states import HookStates
-from shrinkpoint.integrations.common.probe import PROBE_BATCHES
-from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
-from shrinkpoint.integrations.common.settings import RunSettings
-from shrinkpoint.integrations.common.step_log import SessionLog
-from shrinkpoint.loop.trained import Trained
 from shrinkpoint.quality.evaluation import Evaluate, Loss
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.progress import say
 from shrinkpoint.saver import Saver
+from shrinkpoint.session.hook_states import HookStates
+from shrinkpoint.session.probe import PROBE_BATCHES
+from shrinkpoint.session.reports import BestCheckpoints, metrics_of
+from shrinkpoint.session.settings import RunSettings
+from shrinkpoint.session.step_log import SessionLog
+from shrinkpoint.session.trained import Trained
 from shrinkpoint.sharded.agreement import refuse_options
 from shrinkpoint.sharded.saver import ShardedSaver, Targets
 from shrinkpoint.sharded.spreading import share_adopted

@@ -16,11 +16,11 @@ from torch import nn
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.loop.alone import alone, wrapper_obstacle
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.session.alone import alone, wrapper_obstacle
 from shrinkpoint.sharded.targets import reshard, swapped_shards, unreduced
 from shrinkpoint.state.averages import without_averages
 from shrinkpoint.warn import warn

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.triggers import Schedule, Trigger
+from shrinkpoint.session.triggers import Schedule, Trigger
 
 
 @given(every=st.integers(1, 50), start=st.integers(0, 500), jumps=st.lists(st.integers(1, 30), max_size=40))

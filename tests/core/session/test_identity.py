@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import shrinkpoint
 from shrinkpoint.errors import ShrinkpointWarning, StateMismatchError
-from shrinkpoint.loop.identity import identities, other_schedulers, scheduler_classes
+from shrinkpoint.session.identity import identities, other_schedulers, scheduler_classes
 
 pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
 
@@ -189,7 +189,7 @@ def test_wrappers_that_state_dicts_do_not_name_may_come_and_go(tmp_path):
 def test_names_are_looked_up_once_for_all_saves(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "shrinkpoint.loop.trained.identities", lambda *given: calls.append(1) or identities(*given)
+        "shrinkpoint.session.trained.identities", lambda *given: calls.append(1) or identities(*given)
     )
     net = model()
     optimizer = torch.optim.SGD(net[0].parameters(), 1e-3)

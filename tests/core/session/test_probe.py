@@ -14,7 +14,7 @@ from support.reports import REPORT
 from torch.nn.utils.rnn import pack_sequence
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
-from shrinkpoint.integrations.common.probe import (
+from shrinkpoint.session.probe import (
     KeptBatches,
     RecentBatches,
     loss_of,

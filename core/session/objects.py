@@ -14,8 +14,11 @@ from shrinkpoint.engine.resume import (
     require_same_ties,
 )
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.loop.data import in_use, other_data, require_same_workers, sizes_of
-from shrinkpoint.loop.identity import (
+from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
+from shrinkpoint.quality.resumed_steps import obstacle
+from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.session.data import in_use, other_data, require_same_workers, sizes_of
+from shrinkpoint.session.identity import (
     add_late_parameters,
     disabled_scalers,
     identities,
@@ -24,10 +27,7 @@ from shrinkpoint.loop.identity import (
     rounded_weights,
     scheduler_classes,
 )
-from shrinkpoint.loop.trained import Trained, load_trained
-from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
-from shrinkpoint.quality.resumed_steps import obstacle
-from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.session.trained import Trained, load_trained
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import load_optimizer, load_stateful, state_of

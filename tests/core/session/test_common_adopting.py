@@ -5,8 +5,8 @@ from datetime import timedelta
 import pytest
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.adopting import saves_of
-from shrinkpoint.integrations.common.triggers import Schedule
+from shrinkpoint.session.adopting import saves_of
+from shrinkpoint.session.triggers import Schedule
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from support.options import grouped
 
 from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.errors import NoCheckpointError, SaveFailedError, ShrinkpointWarning, StoreError
-from shrinkpoint.integrations.common.run_session import RunSession
-from shrinkpoint.integrations.common.settings import RunSettings
+from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.state.training import Role, Tag
 from shrinkpoint.store.writer import RunWriter
 
