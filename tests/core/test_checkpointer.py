@@ -1,4 +1,3 @@
-import copy
 import gc
 import random
 import re
@@ -9,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ import torch
 from support.containers import identical
 from support.mixed_optimizer import MixedSGD
 from support.options import grouped
-from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, train
+from support.training import OPTIMIZERS, TinyMLP, train
 from torch import nn
 
 import shrinkpoint
@@ -88,23 +88,6 @@ class Run:
         return start
 
 
-@pytest.mark.parametrize("model_class", [TinyGPT, TinyConvNet])
-@pytest.mark.parametrize("name", ["AdamW-fused-groups", "SGD", "Adafactor", "RMSprop"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, model_class, name):
-    whole = Run(tmp_path / "whole", name, model_class)
-    whole.train(until=9)
-    first = Run(tmp_path / "parts", name, model_class)
-    assert first.train(until=5) == 0
-    second = Run(tmp_path / "parts", name, model_class)
-    torch.rand(5)
-    random.random()
-    assert second.train(until=9) == 5
-    assert first.losses + second.losses == whole.losses
-    assert identical(second.model.state_dict(), whole.model.state_dict())
-    assert identical(second.optimizer.state_dict(), whole.optimizer.state_dict())
-    assert identical(second.scheduler.state_dict(), whole.scheduler.state_dict())
-
-
 @pytest.mark.parametrize("scheme", ["lossless", "auto"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_fused_optimizers_find_channels_last_as_they_left_them(tmp_path, name, scheme):
@@ -146,76 +129,6 @@ def test_fused_optimizers_find_channels_last_as_they_left_them(tmp_path, name, s
     assert identical(again.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("every", [2, 7], ids=["saved by the plan", "saved by close"])
-def test_a_run_that_is_trained_longer_is_the_one_in_one_go_bit_for_bit(tmp_path, every):
-    whole = Run(tmp_path / "whole", every=every)
-    whole.train(until=20)
-    first = Run(tmp_path / "parts", every=every)
-    first.train(until=10)
-    second = Run(tmp_path / "parts", every=every)
-    assert second.train(until=20) == 10
-    assert first.losses + second.losses == whole.losses
-    assert identical(second.model.state_dict(), whole.model.state_dict())
-    assert identical(second.optimizer.state_dict(), whole.optimizer.state_dict())
-    assert identical(second.scheduler.state_dict(), whole.scheduler.state_dict())
-
-
-def test_a_lossy_run_resumes_from_what_was_evaluated(tmp_path):
-    run = Run(tmp_path, scheme="inshrinkerator")
-    run.checkpointer = Checkpointer(
-        str(tmp_path), run.model, run.optimizer, evaluate=lambda: run.model.loss(0), scheduler=run.scheduler
-    )
-    for step in range(3):
-        run.step(step)
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    run.checkpointer.save(3, wait=True)
-    (report,) = run.checkpointer.reports()
-    assert report.baseline == pytest.approx(run.model.loss(0).item())
-    assert identical(dict(run.model.state_dict()), before)
-    run.checkpointer.close()
-    again = Run(tmp_path)
-    assert again.checkpointer.resume() == 3
-    degradation = again.model.loss(0).item() / run.model.loss(0).item() - 1
-    assert report.measured == "measured"
-    assert report.degradation_low < degradation - report.degradation_noise < report.degradation_high <= 0.01
-    assert 0 < report.overhead < 1
-
-
-def test_an_evaluation_may_give_a_loss_for_each_batch(tmp_path):
-    run = Run(tmp_path)
-    losses = lambda: torch.stack([run.model.loss(seed) for seed in range(4)])  # noqa: E731
-    run.checkpointer = Checkpointer(str(tmp_path / "run"), run.model, run.optimizer, evaluate=losses)
-    for step in range(3):
-        run.step(step)
-    run.checkpointer.save(3, wait=True)
-    run.checkpointer.close()
-    (report,) = run.checkpointer.reports()
-    assert report.baseline == pytest.approx(losses().mean().item())
-    assert report.degradation_high <= report.allowed == 0.0005  # half of 1 %, and ten restores
-
-
-def test_an_evaluation_of_a_copy_is_found_to_be_blind(tmp_path):
-    """As of an average of the weights that the checkpointer is not given."""
-    run = Run(tmp_path)
-    average = copy.deepcopy(run.model)
-    checkpointer = Checkpointer(
-        str(tmp_path / "run"), run.model, run.optimizer, evaluate=lambda: average.loss(0)
-    )
-    run.step(0)
-    with pytest.warns(ShrinkpointWarning, match="does not see the weights"):
-        checkpointer.save(1, wait=True)
-    checkpointer.close()
-    (report,) = checkpointer.reports()
-    assert (report.degradation, report.measured) == (None, "blind")
-
-
-@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (8, [7])])
-def test_every(tmp_path, every, steps):
-    run = Run(tmp_path, every=every)
-    run.train(until=7)
-    assert [r.step for r in run.checkpointer.reports()] == steps
-
-
 def test_every_counts_from_the_start_after_a_resume_in_between(tmp_path):
     run = Run(tmp_path, every=None)
     run.checkpointer.save(4, wait=True)
@@ -243,40 +156,6 @@ def test_every_with_strides(tmp_path):
         run.checkpointer.flush()
     run.checkpointer.close()
     assert [r.step for r in run.checkpointer.reports()] == [12, 24, 30]
-
-
-def test_resume_policies(tmp_path, warned_in_background):
-    with pytest.raises(NoCheckpointError, match="resume='must'"):
-        Run(tmp_path, resume="must").checkpointer.resume()
-    assert Run(tmp_path).train(until=2) == 0
-    assert Run(tmp_path, resume="must").checkpointer.resume() == 2
-    fresh = Run(tmp_path, resume="never")
-    assert fresh.train(until=4) == 0
-    assert [r.kind for r in fresh.checkpointer.reports()] == ["base", "delta"]
-    with pytest.raises(ConfigError, match="resume='maybe'"):
-        Run(tmp_path, resume="maybe")
-    (told,) = warned_in_background
-    assert "that this training does not continue" in str(told)
-    warned_in_background.clear()
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda: TinyMLP(48), r"inner.weight is \(48, 48\) here and \(64, 64\) there"),
-        (lambda: nn.Sequential(nn.Linear(2, 2)), "missing in the checkpoint: 0.weight"),
-    ],
-)
-def test_another_models_run_is_refused_and_left_alone(tmp_path, change, named):
-    Run(tmp_path).train(until=2)
-    model = change()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    other = Checkpointer(str(tmp_path), model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(StateMismatchError, match=named):
-        other.resume()
-    other.close()
-    assert identical(dict(model.state_dict()), before)
-    assert Run(tmp_path).checkpointer.resume() == 2
 
 
 def test_other_optimizers_are_refused_before_anything_is_loaded(tmp_path):
@@ -386,14 +265,6 @@ def test_a_checkpoints_address_names_no_run(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_as_a_context_manager(tmp_path):
-    run = Run(tmp_path)
-    with run.checkpointer as checkpointer:
-        checkpointer.save(1)
-    assert [r.step for r in checkpointer.reports()] == [1]
-    assert not checkpointer.saver.busy
-
-
 def test_an_error_in_the_loop_still_finishes_the_save_without_evaluations(tmp_path):
     run = Run(tmp_path)
     calls = []
@@ -426,44 +297,6 @@ def test_close_says_that_the_last_save_failed(tmp_path, monkeypatch, warned_in_b
     assert Run(tmp_path).checkpointer.resume() == 0
 
 
-def test_steps_are_tried_from_restored_states_and_training_does_not_notice(tmp_path):
-    model = []  # the loss must be that of the run's own model
-
-    class Remembered(TinyMLP):
-        def __init__(self):
-            super().__init__()
-            model[:] = [self]
-
-    def run(url, **options):
-        torch.manual_seed(17)
-        run = Run(url, "SGD", Remembered)
-        # without guards, for the scheme's noise is far wider than movement
-        given = {"scheme": "inshrinkerator", "guards": False, "busy": "wait"}
-        given |= {"max_degradation": 0.9, "restore_budget": 1}
-        run.checkpointer = Checkpointer(
-            str(url),
-            run.model,
-            run.optimizer,
-            **grouped(every=2, scheduler=run.scheduler, **given, **options),
-        )
-        run.train(until=9)
-        return run
-
-    def held_out():
-        return float(model[0].loss(5))
-
-    probing = {"search_overhead": float("inf"), "probe_steps": 4, "clip_grad_norm": 1.0}
-    plain = run(tmp_path / "plain", evaluate=held_out)
-    probed = run(
-        tmp_path / "probed", evaluate=held_out, train_loss=lambda i: model[0].loss(100 + i), **probing
-    )
-    assert probed.losses == plain.losses
-    assert identical(probed.model.state_dict(), plain.model.state_dict())
-    assert identical(probed.optimizer.state_dict(), plain.optimizer.state_dict())
-    assert {"2", "4"} in [set(report.resumed) for report in probed.checkpointer.reports()]
-    assert not any(report.resumed for report in plain.checkpointer.reports())
-
-
 def test_why_no_steps_can_be_tried_is_told_once(tmp_path):
     model = TinyMLP()
     for parameter in model.parameters():
@@ -483,37 +316,6 @@ def test_a_training_loss_needs_an_evaluation(tmp_path):
     model = TinyMLP()
     with pytest.raises(ConfigError, match="train_loss is of use with evaluate="):
         Checkpointer(str(tmp_path), model, torch.optim.SGD(model.parameters()), train_loss=model.loss)
-
-
-def test_an_evaluation_that_fails_is_told_once(tmp_path):
-    model = TinyMLP()
-    options = {"evaluate": lambda: 1 / 0, "busy": "wait"}
-    checkpointer = Checkpointer(
-        str(tmp_path), model, torch.optim.SGD(model.parameters()), **grouped(**options)
-    )
-    with pytest.warns(ShrinkpointWarning, match=r"stored exactly: evaluate\(\) raised ZeroDivisionError"):
-        checkpointer.save(1, wait=True)
-    checkpointer.save(2, wait=True)
-    assert [report.scheme for report in checkpointer.reports()] == ["lossless", "lossless"]
-    checkpointer.close()
-
-
-def test_that_the_next_updates_could_not_be_tried_stands_in_the_report(tmp_path):
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer.lock = threading.Lock()  # cannot be copied
-    with Checkpointer(str(tmp_path / "run"), model, optimizer) as checkpointer:
-        for step in range(checkpointer.resume(), 3):
-            loss = model(torch.randn(8, 64)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            checkpointer.step(step + 1)
-        with pytest.warns(ShrinkpointWarning, match="no way to evaluate"):
-            checkpointer.save(3, wait=True)
-    (report,) = checkpointer.reports()
-    assert report.update_error is None
-    assert "was not tried: SGD cannot be stepped" in report.reason
 
 
 # ---- the last step, skipped saves, signals
@@ -851,14 +653,6 @@ def test_a_best_metric_that_is_never_given_is_missed_and_nothing_removed(tmp_pat
     assert [manifest.step for manifest in RunStore(str(tmp_path)).manifests()] == [4, 3, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("typo", "meant"), [("evry", "every"), ("evalute", "evaluate"), ("keep_lst", "keep_last")]
-)
-def test_a_mistyped_option_is_answered_with_the_one_that_is_meant(tmp_path, typo, meant):
-    with pytest.raises(ConfigError, match=rf"did you mean {meant}\?.*the options are: .*every.*train_loss"):
-        Run(tmp_path, **{typo: 5})
-
-
 def test_a_step_to_resume_must_be_a_number(tmp_path):
     with pytest.raises(ConfigError, match="step='5' must be a whole number"):
         Run(tmp_path).checkpointer.resume("5")
@@ -988,29 +782,40 @@ def test_the_default_device_is_the_trainings_own(tmp_path):
     assert identical(dict(again.state_dict()), dict(model.state_dict()))
 
 
-def test_a_schedule_of_milestones_within_another_one_is_continued(tmp_path):
+def milestones(optimizer):
+    """At the eighth step it asks the second one's Counter of milestones for its elements."""
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=8)
+    drops = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, drops], [8])
+
+
+def averaging(optimizer, strategy):
+    return torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.01, anneal_epochs=9, anneal_strategy=strategy)
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+@pytest.mark.parametrize(
+    "schedule", [milestones, partial(averaging, strategy="cos"), partial(averaging, strategy="linear")]
+)
+def test_schedules_that_hold_others_and_functions_are_continued(tmp_path, schedule):
     def run():
         model = TinyMLP()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=8)
-        drops = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
-        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, drops], [8])
+        scheduler = schedule(optimizer)
         checkpointer = Checkpointer(
-            str(tmp_path), model, optimizer, every=5, scheme="lossless", scheduler=scheduler
+            tmp_path, model, optimizer, every=5, scheme="lossless", scheduler=scheduler
         )
         rates = {}
         for step in range(checkpointer.resume(), 12):
             optimizer.step()
-            scheduler.step()  # at the eighth step it asks the second one's Counter of milestones for its elements
+            scheduler.step()
             rates[step] = optimizer.param_groups[0]["lr"]
             if step < 5:
                 checkpointer.step(step + 1)
         checkpointer.close()
         return rates
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The epoch parameter")
-        whole, rest = run(), run()
+    whole, rest = run(), run()
     assert list(rest) == list(range(5, 12))
     assert rest == {step: whole[step] for step in rest}
 
@@ -1098,32 +903,6 @@ def test_observers_of_quantization_aware_training_are_resized(tmp_path):
     torch.ao.quantization.prepare_qat(other.train(), inplace=True)
     with pytest.raises(StateMismatchError, match=r"of other shapes: 2.weight is \(3, 6\) here"):
         Checkpointer(tmp_path / "run", other, torch.optim.SGD(other.parameters())).resume()
-
-
-@pytest.mark.parametrize("strategy", ["cos", "linear"])
-def test_the_schedule_of_stochastic_weight_averaging_is_continued(tmp_path, strategy):
-    def run():
-        model = TinyMLP()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = torch.optim.swa_utils.SWALR(
-            optimizer, swa_lr=0.01, anneal_epochs=9, anneal_strategy=strategy
-        )
-        checkpointer = Checkpointer(
-            tmp_path, model, optimizer, every=5, scheme="lossless", scheduler=scheduler
-        )
-        rates = {}
-        for step in range(checkpointer.resume(), 12):
-            optimizer.step()
-            scheduler.step()
-            rates[step] = optimizer.param_groups[0]["lr"]
-            if step < 5:
-                checkpointer.step(step + 1)
-        checkpointer.close()
-        return rates
-
-    whole, rest = run(), run()
-    assert list(rest) == list(range(5, 12))
-    assert rest == {step: whole[step] for step in rest}
 
 
 def mixed_run(url, until, dtype=torch.bfloat16):

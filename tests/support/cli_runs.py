@@ -1,11 +1,18 @@
 """Real runs for the tests of the command line: saved by `Saver`, with tied weights, a buffer, and both kinds."""
 
+import json
+import warnings
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
+from shrinkpoint.cli.app import app
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
 from shrinkpoint.state.roles import describe_training
 
@@ -53,3 +60,24 @@ def make_run(url: str, *, scheme: str = "inshrinkerator", more: Any = None, **op
         )
     saver.close()
     return saver
+
+
+def made_run(factory: pytest.TempPathFactory, **options: Any) -> Path:
+    """The folder of such a run, made without a word."""
+    folder = factory.mktemp("made") / "run"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShrinkpointWarning)
+        make_run(str(folder), **options)
+    return folder
+
+
+def run(*arguments: str, code: int = 0) -> Any:
+    """What a command says, which must end with this code."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+def run_json(*arguments: str, code: int = 0) -> Any:
+    """The same of ``--json``."""
+    return json.loads(run(*arguments, "--json", code=code).stdout)

@@ -1,37 +1,20 @@
 """`shrinkpoint diff`: two checkpoints of runs and files, tensor by tensor."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.cli_runs import make_run
-from typer.testing import CliRunner
+from support.cli_runs import made_run, run, run_json
 
 import shrinkpoint
-from shrinkpoint.cli.app import app
 from shrinkpoint.cli.output import bytes_text
-
-runner = CliRunner()
-
-
-def run(*arguments: str, code: int = 0) -> str:
-    result = runner.invoke(app, list(arguments))
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result.stdout
-
-
-def run_json(*arguments: str) -> Any:
-    return json.loads(run("diff", *arguments, "--json"))
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("made") / "run"
-    make_run(str(folder), scheme="lossless")
-    return str(folder)
+    return str(made_run(tmp_path_factory, scheme="lossless"))
 
 
 def file(path: Path, state: dict[str, Any]) -> str:
@@ -40,7 +23,7 @@ def file(path: Path, state: dict[str, Any]) -> str:
 
 
 def test_two_checkpoints_of_a_run(made: str) -> None:
-    report = run_json(f"{made}#step=10", f"{made}#step=50")
+    report = run_json("diff", f"{made}#step=10", f"{made}#step=50")
     assert (report["a"]["step"], report["b"]["step"]) == (10, 50)
     assert (report["a"]["kind"], report["b"]["kind"]) == ("base", "delta")
     assert report["b"]["metrics"]["val_loss"] == 1.0
@@ -56,7 +39,7 @@ def test_two_checkpoints_of_a_run(made: str) -> None:
     assert weight["relative"] == pytest.approx(relative)
     assert weight["a"]["bytes"] > 0
     assert {"name": "global_step", "a": 10, "b": 50} in report["data"]
-    text = run("diff", f"{made}#step=10", f"{made}#step=50")
+    text = run("diff", f"{made}#step=10", f"{made}#step=50").stdout
     for words in (
         "state_dict/embedding.weight",
         "% of the rms",
@@ -69,14 +52,14 @@ def test_two_checkpoints_of_a_run(made: str) -> None:
 
 
 def test_the_same_checkpoint(made: str) -> None:
-    report = run_json(f"{made}#step=30", f"{made}#step=30")
+    report = run_json("diff", f"{made}#step=30", f"{made}#step=30")
     assert {row["state"] for row in report["tensors"]} == {"bit-identical"}
     assert report["data"] == []
     count = len(report["tensors"])
-    text = run("diff", f"{made}#step=30", f"{made}#step=30")
+    text = run("diff", f"{made}#step=30", f"{made}#step=30").stdout
     assert f"{count} of {count} tensors are bit-identical" in text
     assert "embedding.weight" not in text
-    assert "embedding.weight" in run("diff", f"{made}#step=30", f"{made}#step=30", "--all")
+    assert "embedding.weight" in run("diff", f"{made}#step=30", f"{made}#step=30", "--all").stdout
 
 
 def test_files_with_other_tensors(tmp_path: Path) -> None:
@@ -109,7 +92,7 @@ def test_files_with_other_tensors(tmp_path: Path) -> None:
             "group": {"decay": 3},
         },
     )
-    report = run_json(a, b)
+    report = run_json("diff", a, b)
     rows = {row["name"]: row for row in report["tensors"]}
     assert {name: row["state"] for name, row in rows.items()} == {
         "same": "bit-identical",
@@ -131,7 +114,7 @@ def test_files_with_other_tensors(tmp_path: Path) -> None:
         {"name": "lr", "a": 0.1, "b": 0.2},
         {"name": "group/decay", "a": None, "b": 3},
     ]
-    text = run("diff", a, b)
+    text = run("diff", a, b).stdout
     for words in (
         "only in A",
         "only in B",

@@ -10,46 +10,28 @@ import struct
 import subprocess
 import sys
 import termios
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from support.cli_runs import STEPS, Model, make_run
+from support.cli_runs import STEPS, Model, made_run, make_run, run, run_json
 from support.s3 import moto_server, new_bucket, storage_options
 from typer.testing import CliRunner
 
 import shrinkpoint
 from shrinkpoint.cli.app import app
 from shrinkpoint.cli.output import bytes_text
-from shrinkpoint.errors import CannotRepresentError, ShrinkpointWarning
+from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.saver import Saver
 from shrinkpoint.store.run import RunStore
-
-runner = CliRunner()
-
-
-def run(*arguments: str, code: int = 0) -> Any:
-    result = runner.invoke(app, list(arguments))
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result
-
-
-def run_json(*arguments: str, code: int = 0) -> Any:
-    return json.loads(run(*arguments, "--json", code=code).stdout)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made") / "run"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShrinkpointWarning)
-        make_run(str(folder))
-    return folder
+    return made_run(tmp_path_factory)
 
 
 @pytest.fixture
@@ -392,18 +374,18 @@ def test_an_unknown_option_is_a_usage_error(made: Path) -> None:
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["--debug", "ls", str(tmp_path)])
+    result = CliRunner().invoke(app, ["--debug", "ls", str(tmp_path)])
     assert type(result.exception).__name__ == "NoCheckpointError"
 
 
 def test_storage_options_may_come_from_the_environment(tmp_path: Path) -> None:
     exported = {"SHRINKPOINT_STORAGE_OPTIONS": '{"key": "from-there"}'}
-    result = runner.invoke(app, ["ls", "s3://bucket/x", "-o", "no_such=1"], env=exported)
+    result = CliRunner().invoke(app, ["ls", "s3://bucket/x", "-o", "no_such=1"], env=exported)
     assert result.exit_code == 1
     assert "storage_options" in result.stderr
-    here = runner.invoke(app, ["ls", str(tmp_path)], env=exported)  # a folder has no use for them
+    here = CliRunner().invoke(app, ["ls", str(tmp_path)], env=exported)  # a folder has no use for them
     assert "there is no run" in here.stderr
-    given = runner.invoke(app, ["ls", str(tmp_path), "-o", "key=x"], env=exported)
+    given = CliRunner().invoke(app, ["ls", str(tmp_path), "-o", "key=x"], env=exported)
     assert given.exit_code == 2
     assert "drop them" in given.stderr
 

@@ -4,41 +4,22 @@ import errno
 import json
 import os
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli_runs import make_run
-from typer.testing import CliRunner
+from support.cli_runs import made_run, run, run_json
 
 from shrinkpoint.cli import prune as pruning
-from shrinkpoint.cli.app import app
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
 from shrinkpoint.store.run import RunStore
 
-runner = CliRunner()
-
-
-def run(*arguments: str, code: int = 0) -> Any:
-    result = runner.invoke(app, list(arguments))
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result
-
-
-def run_json(*arguments: str) -> Any:
-    return json.loads(run(*arguments, "--json").stdout)
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made") / "run"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShrinkpointWarning)
-        make_run(str(folder))
-    return folder
+    return made_run(tmp_path_factory)
 
 
 @pytest.fixture

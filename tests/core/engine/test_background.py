@@ -11,10 +11,8 @@ from shrinkpoint.container.reader import read_container
 from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.request import Job
-from shrinkpoint.engine.retention import record_of
 from shrinkpoint.errors import RunMismatchError, ShrinkpointWarning
 from shrinkpoint.state.snapshot import Snapshot
-from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.run import RunStore
 
 
@@ -59,18 +57,6 @@ def test_the_report_stands_in_the_manifest(objects):
     assert sum(report.raw_sections.values()) == report.raw_bytes
     assert sum(report.sections.values()) < report.bytes
     assert set(report.sections) == {"weight", "exp_avg", "exp_avg_sq", "other"}
-
-
-def test_deltas_name_their_parent(objects):
-    training = Training(objects)
-    for _ in range(3):
-        training.commit()
-    newest, middle, base = training.store.manifests()
-    assert [m.kind for m in (base, middle, newest)] == ["base", "delta", "delta"]
-    assert newest.parent_digest == middle.digest
-    containers = [read_container(data) for data in training.store.fetch(newest)]
-    assert [c.parent for c in containers] == [None, base.state_digest, middle.state_digest]
-    assert containers[-1].provenance["torch"] == str(torch.__version__)
 
 
 def of_newest(store):
@@ -152,21 +138,6 @@ def test_a_damaged_base_is_done_without_although_most_of_it_is_unchanged(objects
     assert of_newest(training.store)[0].step == 15
 
 
-def test_where_an_anchor_cannot_be_read_the_next_one_is_a_base(objects):
-    training = Training(objects, key_every=2)
-    for _ in range(2):
-        training.commit()
-
-    def fail(called, key):
-        if called == "get" and key.startswith("data/"):
-            raise InjectedError("no")
-
-    objects.before = fail
-    with pytest.warns(ShrinkpointWarning, match="stored as a base"):
-        report = training.commit()
-    assert report.kind == "base"
-
-
 def test_rows_that_moved_since_the_anchor_are_not_taken_from_it(objects):
     training = Training(objects, scheme="auto", key_every=3, optimizer="SGD")
     weight = training.model.inner.weight
@@ -235,22 +206,6 @@ def test_weights_have_another_dither_in_every_checkpoint(objects):
     assert len({seed for chosen in seeds for seed in chosen}) == sum(map(len, seeds))
 
 
-def test_weights_are_told_to_have_been_restored_once(objects):
-    training = Training(objects, scheme="auto")
-    told = []
-    for restored in (False, False, True, False):
-        if restored:
-            newest = training.store.manifests()[0]
-            decoded = decode_checkpoint(training.store, newest)
-            training.background.forget()
-            training.background.adopt(newest, decoded.reference, decoded.state)
-        training.commit(measure=nearly_flat)
-        newest = read_container(training.store.fetch(training.store.manifests()[0])[-1])
-        weights = [e.encoded for e in newest.entries if e.encoded.codec == "trellis-weight"]
-        told.append([one.params.get("after_restore", False) for one in weights])
-    assert [set(one) for one in told] == [{False}, {False}, {True}, {False}]
-
-
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_dither_begins_anew_after_a_checkpoint_that_is_exact(objects, resumed):
     training = Training(objects, scheme="auto")
@@ -297,30 +252,3 @@ def test_closing_ends_the_turn_and_the_next_one_has_a_higher_epoch(objects):
     training.chain.close()
     assert training.commit().kind == "delta"
     assert [m.epoch for m in training.store.manifests()] == [2, 1]
-
-
-def manifest_with(meta):
-    ref = BlobRef(key=f"data/{4:012d}-{'ab' * 8}-{'cd' * 8}.shrink", size=1, sha256="0" * 64)
-    return Manifest(
-        seq=3, epoch=2, session="ab" * 8, step=4, kind="base", chain=(ref,), parent_digest=None, state_digest="",
-        wall_time=0.0, library="", meta=meta,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("meta", "metric"),
-    [
-        ({"save": {"metrics": {"loss": 0.5}}}, 0.5),
-        ({"save": {"metrics": {"loss": 2}}}, 2.0),
-        ({"save": {"metrics": {"loss": None}}}, None),
-        ({"save": {"metrics": {"loss": "0.5"}}}, None),
-        ({"save": {"metrics": {"acc": 0.5}}}, None),
-        ({"save": {"metrics": [1]}}, None),
-        ({"save": 3}, None),
-        ({}, None),
-    ],
-)
-def test_what_retention_needs_to_know(meta, metric):
-    record = record_of(manifest_with(meta), "loss")
-    assert (record.seq, record.step, record.epoch, record.metric) == (3, 4, 2, metric)
-    assert record_of(manifest_with(meta), None).metric is None

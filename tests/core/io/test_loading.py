@@ -1,13 +1,12 @@
 """Checkpoints for use: whole or by name, from files and runs, with no more decoded than the wanted tensors need."""
 
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from support.cli_runs import Model, make_run
+from support.cli_runs import Model, made_run
 from support.containers import identical
 from torch import nn
 from typer.testing import CliRunner
@@ -46,11 +45,7 @@ NAMES |= {"norm.num_batches_tracked"}
 
 @pytest.fixture(scope="module", params=["inshrinkerator", "lossless", "auto"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made") / "run"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShrinkpointWarning)
-        make_run(str(folder), scheme=request.param)
-    return folder
+    return made_run(tmp_path_factory, scheme=request.param)
 
 
 @pytest.fixture

@@ -169,18 +169,6 @@ def test_a_learning_rate_of_zero_is_no_excuse(name):
     assert trained.compare(trained.with_moments(noise)).error > 0.8
 
 
-@pytest.mark.parametrize(
-    "flags", [{"capturable": True}, {"foreach": True}, {"fused": True}, {"differentiable": True}]
-)
-def test_flags_that_bring_in_other_kernels_make_no_difference(flags):
-    trained = Trained(KINDS["Adam"])
-    expected = trained.compare(trained.with_moments(noise))
-    for group in trained.optimizer.param_groups:
-        group.update(flags)
-    trained.state = capture(trained.model, trained.optimizer)
-    assert trained.compare(trained.with_moments(noise)) == expected
-
-
 def test_the_result_does_not_depend_on_the_learning_rate():
     found = []
     for rate in (1e-5, 1e-1):
@@ -291,14 +279,6 @@ def test_sparse_adam_says_why_it_cannot_be_tried():
     assert identical(model.weight.detach(), before)
 
 
-def test_an_optimizer_that_needs_a_closure_says_so():
-    trained = Trained(KINDS["SGD"])
-    needs = with_step(lambda self, closure: closure())
-    optimizer = needs(trained.model.parameters(), lr=0.01, momentum=0.9)
-    found = compare_updates(trained.state, trained.state, [OptimizerKind.of(optimizer)])
-    assert "Own cannot be stepped on copies" in found
-
-
 def test_an_optimizer_that_holds_what_cannot_be_copied_can_be_saved_and_says_why_it_is_not_tried():
     trained = Trained(KINDS["SGD"])
     trained.optimizer.lock = threading.Lock()
@@ -343,13 +323,6 @@ def test_an_optimizer_that_steps_another_one_is_not_taken_for_perfect():
 def test_without_moments_there_is_nothing_to_be_tried():
     trained = Trained(lambda model: torch.optim.SGD(model.parameters(), lr=0.01))
     assert "no optimizer holds moments" in trained.compare(trained.state)
-
-
-@pytest.mark.parametrize("kinds", [0, 2])
-def test_optimizers_that_are_not_those_of_the_state_are_not_tried(kinds):
-    trained = Trained(KINDS["Adam"])
-    found = compare_updates(trained.state, trained.state, [OptimizerKind.of(trained.optimizer)] * kinds)
-    assert found == "the optimizers' states are not found in what is saved"
 
 
 def test_the_worst_of_several_optimizers_is_told():
@@ -427,12 +400,6 @@ def test_signs_and_orthogonal_updates_take_the_direction_of_a_moment_and_others_
     assert identical(trained.live(), before)
 
 
-@pytest.mark.parametrize("name", ["Lion", "AdamW", "SGD"])
-def test_that_is_found_out_for_a_model_of_large_matrices_too(monkeypatch, name):
-    monkeypatch.setattr("shrinkpoint.optimizers.updates._MOST_ELEMENTS", 200)  # less than any matrix
-    assert directions(Trained(KINDS[name])) == (name == "Lion")
-
-
 def test_a_matrix_is_tried_however_large_it_is(monkeypatch):
     monkeypatch.setattr("shrinkpoint.optimizers.updates._MOST_ELEMENTS", 200)
     trained = Trained(KINDS["AdamW"])
@@ -444,25 +411,3 @@ def test_a_matrix_is_tried_however_large_it_is(monkeypatch):
     }
     restored = TrainingState(trained.state.tree, tensors, trained.state.specs)
     assert trained.compare(restored).error > 0.8
-
-
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adamax"])
-def test_all_parameters_at_once_move_as_one_by_one(kind, monkeypatch):
-    options = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
-    trained = Trained(lambda model: getattr(torch.optim, kind)(model.parameters(), lr=1e-3, **options))
-    restored = trained.with_moments(lambda moment: moment * 1.1)
-    together = trained.compare(restored)
-    flags = []
-    step = getattr(torch.optim, kind).step
-
-    def one_by_one(optimizer, *arguments):
-        for group in optimizer.param_groups:
-            flags.append(group["foreach"])
-            group["foreach"] = False
-        return step(optimizer, *arguments)
-
-    monkeypatch.setattr(getattr(torch.optim, kind), "step", one_by_one)
-    assert trained.compare(restored) == together
-    assert flags.count(True) == 2 * len(
-        trained.optimizer.param_groups
-    )  # in the first step of each of two copies

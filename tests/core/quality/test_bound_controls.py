@@ -115,18 +115,6 @@ def test_forced_wide_moments_are_stored_exactly(tmp_path, step, optimizer):
     assert identical(training.restored(tmp_path, optimizer=optimizer).to_object(), saved.to_object())
 
 
-@pytest.mark.parametrize("step", [4, 8, 64])
-def test_without_guards_forced_wide_moments_are_no_farther_from_the_truth_than_zeros(tmp_path, step):
-    options = AutoOptions(first_moment_step=step)
-    training = Training(tmp_path, scheme=options, guards=False).train()
-    report, saved = training.save()
-    assert report.scheme == "auto"
-    restored = training.restored(tmp_path)
-    for name, moment in moments(saved).items():
-        away = torch.linalg.vector_norm(restored.tensors[name] - moment)
-        assert away <= 1.01 * torch.linalg.vector_norm(moment)
-
-
 @pytest.mark.parametrize("scheme", ["excp", "itmo"])
 def test_published_schemes_that_zero_most_of_the_moments_are_refused(tmp_path, scheme):
     training = Training(tmp_path, scheme=scheme).train()
@@ -135,16 +123,6 @@ def test_published_schemes_that_zero_most_of_the_moments_are_refused(tmp_path, s
     assert report.scheme == "lossless"
     assert report.reason.endswith("stored exactly")
     assert identical(training.restored(tmp_path, scheme=scheme).to_object(), saved.to_object())
-
-
-def test_moments_lose_no_more_than_the_guards_allow_by_default(tmp_path):
-    training = Training(tmp_path)
-    for _ in range(4):
-        report, _ = training.train().save()
-        assert report.scheme == "auto"
-        assert 0 < report.lost_steps <= 0.015 * EVERY
-        assert report.update_length <= 1.05
-    training.checkpointer.close()
 
 
 def sign_noise(value, units):
@@ -205,11 +183,6 @@ def test_forced_wide_weights_are_refused_for_what_training_has_moved(tmp_path, e
     assert report.scheme == "lossless"
     assert "what training has moved it by since the last checkpoint: stored exactly" in report.reason
     assert identical(training.restored(tmp_path, scheme=options).to_object(), saved.to_object())
-
-
-def test_forced_wide_weights_are_refused_by_an_evaluation_that_sees_them(tmp_path):
-    report, _ = Training(tmp_path, scheme=AutoOptions(weight_scale=64)).train().save()
-    assert (report.scheme, report.measured) == ("lossless", "exact")
 
 
 # ---- evaluations that say nothing, or the wrong thing
@@ -295,14 +268,6 @@ def test_weights_that_stand_still_are_restored_bit_for_bit_and_cost_nothing(tmp_
     assert report.scheme == "auto"
     assert report.sections["weight"] < 0.02 * base.sections["weight"]
     assert report.sections["other"] < 0.02 * base.bytes
-
-
-def test_a_delta_of_a_state_that_is_stored_exactly_and_has_not_changed_costs_nothing(tmp_path):
-    training = Training(tmp_path, scheme="lossless").train()
-    base, _ = training.save()
-    report, _ = training.save()
-    assert report.kind == "delta"
-    assert sum(report.sections.values()) < 0.02 * sum(base.sections.values())
 
 
 class LowRank(nn.Module):

@@ -13,22 +13,6 @@ from shrinkpoint.quality.budget import RecoveryEstimate, RestoreBudget
 from shrinkpoint.quality.measurement import CONFIDENCE, Rise, lasting_rises, measured_rise
 
 
-def test_each_restore_has_an_equal_share_of_what_is_left():
-    budget = RestoreBudget(0.01, 4)
-    assert budget.share == pytest.approx(0.0025)
-    budget.restored(0.001)
-    assert budget.left == pytest.approx(0.009)
-    assert budget.share == pytest.approx(0.003)
-
-
-def test_as_many_restores_as_planned_at_their_full_share_cost_what_is_allowed():
-    budget = RestoreBudget(0.01, 10)
-    for _ in range(10):
-        budget.restored(budget.share)
-    assert budget.spent == pytest.approx(0.01)
-    assert budget.left == pytest.approx(0.0)
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 12))
 def test_restores_whose_upper_ends_keep_their_share_never_exceed_the_bound(parts, planned):
@@ -37,15 +21,6 @@ def test_restores_whose_upper_ends_keep_their_share_never_exceed_the_bound(parts
         before = budget.share
         budget.restored(part * before, before)
         assert 0 <= budget.spent <= budget.spent_high <= 0.01 + 1e-12
-
-
-def test_doubts_add_up_in_quadrature():
-    budget = RestoreBudget(0.01, 10)
-    for _ in range(4):
-        budget.restored(0.0002, 0.0005)
-    assert budget.spent == pytest.approx(0.0008)
-    assert budget.spent_high == pytest.approx(0.0008 + 2 * 0.0003)
-    assert budget.left == pytest.approx(0.01 - 0.0014)
 
 
 def test_the_accounted_upper_end_is_above_the_truth():
@@ -67,13 +42,6 @@ def test_a_restore_that_improved_the_loss_pays_for_no_other():
     budget.restored(-0.5, -0.4)
     budget.restored(math.nan, math.inf)
     assert (budget.spent, budget.spent_high, budget.made) == (0.0, 0.0, 2)
-
-
-def test_the_budgets_state_moves():
-    budget, again = RestoreBudget(0.01, 10), RestoreBudget(0.01, 10)
-    budget.restored(0.002, 0.003)
-    again.load_state_dict(json.loads(json.dumps(budget.state_dict())))
-    assert (again.spent, again.spent_high, again.made) == (0.002, 0.003, 1)
 
 
 @pytest.mark.parametrize(
@@ -193,22 +161,6 @@ def test_the_purse_and_its_debt_survive_restarts():
     assert 20 in [length for _, length in rich.probes]
 
 
-def test_after_a_resume_with_other_settings_there_is_a_probe():
-    training = Training()
-    training.save(2000)
-    training.restart()
-    assert training.save(200, options="other")
-
-
-def test_another_scheme_takes_over_the_purse_alone():
-    training = Training()
-    training.save(100)
-    other = training.fresh()
-    other.carry(training.recovery.state_dict())
-    assert other.state_dict()["budget_s"] == pytest.approx(training.recovery.state_dict()["budget_s"])
-    assert (other.remains, other.state_dict()["probed"]) == (1.0, None)
-
-
 @pytest.mark.parametrize(
     ("at_restore", "left", "least", "most"),
     [(0.002, 0.001, 0.45, 0.6), (0.002, -0.001, 0.25, 0.25), (0.001, 0.004, 3.5, 4.5), (0.001, math.inf, 1.0, 1.0)],
@@ -231,22 +183,6 @@ def test_a_precise_probe_is_believed_more_than_a_noisy_one():
     assert shares[-1] > 0.95
 
 
-def test_what_a_probe_finds_beyond_all_doubt_counts_at_once():
-    recovery = estimate(4, 0.01)
-    for _ in range(8):
-        recovery.measured(Rise(0.002, 0.0002), {4: Rise(0.0006, 0.0001)}, "", 1.0)
-    cost = recovery.measured(Rise(0.002, 0.0002), {4: Rise(0.01, 0.001)}, "", 1.0)
-    assert cost.mean == pytest.approx(0.01)
-    assert recovery.remains == pytest.approx(5.0)
-
-
-def test_a_noisy_probe_leaves_what_was_expected():
-    recovery = estimate(4, 0.01)
-    cost = recovery.measured(Rise(0.0004, 0.0002), {4: measured_rise([1.0, 1.0], [1.012, 0.992])}, "", 1.0)
-    assert cost.mean == pytest.approx(0.0004, rel=0.1)
-    assert cost.error < 0.0002
-
-
 def test_what_a_short_probe_shows_to_grow_goes_on_growing():
     recovery = estimate(20, 0.01)
     at = Rise(0.0001, 0.0001)
@@ -266,14 +202,6 @@ def test_what_long_probes_find_to_heal_later_counts_for_short_ones():
 AT = Rise(0.001)
 
 
-def test_half_of_the_first_order_term_is_taken_off_a_probe_and_the_other_half_is_doubt():
-    at = Rise(0.001, first_order=0.002)
-    found = lasting_rises({2: measured_rise([1.0, 1.0], [1.004, 1.004]), 5: Rise(math.inf)}, at)
-    assert found[2].mean == pytest.approx(0.003)
-    assert found[2].error == pytest.approx(math.hypot(measured_rise([1.0, 1.0], [1.003, 1.003]).error, 0.001))
-    assert found[5].mean == math.inf
-
-
 def test_half_the_fall_times_the_error_of_updates_is_a_doubt():
     measured = {5: measured_rise([1.0, 1.0], [1.004, 1.004])}
     doubted = lasting_rises(measured, AT, fall=0.01, update_error=0.2)[5]
@@ -285,31 +213,6 @@ def test_half_the_fall_times_the_error_of_updates_is_a_doubt():
     assert both.doubt == pytest.approx(math.hypot(0.001, 0.005))
     assert lasting_rises({5: Rise(math.inf)}, AT, fall=0.01, update_error=0.2)[5].mean == math.inf
     assert lasting_rises(measured, AT, fall=math.inf, lost_steps=1.0, update_error=0.2) == measured
-
-
-def test_falls_show_how_much_noise_there_is():
-    two, five = (measured_rise([1.0], [1 + rise]) for rise in (-0.004, 0.006))
-    found = lasting_rises({2: two, 5: five}, AT)
-    assert [rise.mean for rise in found.values()] == [two.mean, five.mean]
-    assert found[2].error == pytest.approx(math.hypot(two.error, 0.004))
-    assert found[5].error == pytest.approx(math.hypot(five.error, 0.010))  # more steps, more noise
-    alone = lasting_rises({5: five, 2: measured_rise([1.0], [1.0])}, AT)
-    assert alone[5] == five
-    assert lasting_rises({2: Rise(math.inf), 5: five}, AT) == {2: Rise(math.inf), 5: five}
-    assert lasting_rises({}, AT) == {}
-
-
-def test_a_rise_after_a_fall_that_is_as_large_refuses_nothing():
-    at = Rise(0.0002, 0.0001, batches=1)
-    for first, is_harm in ((-0.004, False), (0.0, True)):
-        recovery = estimate(20, 0.01)
-        rises = {
-            2: measured_rise([1.0], [1 + first], absolute=1e-4),
-            5: measured_rise([1.0], [1.006], absolute=1e-4),
-        }
-        cost = recovery.measured(at, lasting_rises(rises, at), "", 0.5)
-        assert (cost.mean > 0.005) is is_harm
-        assert (recovery.remains > 10) is is_harm
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -334,15 +237,6 @@ def test_harm_beyond_the_noise_of_updates_is_seen_however_steep_the_start():
     rises = lasting_rises({5: rise}, at, fall=0.03, update_error=0.25)
     assert recovery.measured(at, rises, "", 0.5).mean > 0.05
     assert recovery.remains == 16
-
-
-def test_marks():
-    assert estimate(0, math.inf).marks("", 1.0) == ()
-    assert estimate(1, math.inf).marks("", 1.0) == (1,)
-    assert estimate(3, math.inf).marks("", 1.0) == (2, 3)
-    assert estimate(20, math.inf).marks("", 1.0) == (5, 20)
-    assert estimate(20, math.inf).state_dict()["budget_s"] == 0.0
-    assert estimate(20, 0.01).marks("", 1.0) == ()  # nobody knows yet how long a step takes
 
 
 @pytest.mark.parametrize(

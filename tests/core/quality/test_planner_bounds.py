@@ -14,7 +14,7 @@ from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.optimizers.updates import Updates
-from shrinkpoint.quality.budget import NO_COST, RestoreCost, fall_of, reserve_of
+from shrinkpoint.quality.budget import NO_COST, RestoreCost, reserve_of
 from shrinkpoint.quality.comparison import (
     BlindEvaluationError,
     Comparison,
@@ -119,11 +119,6 @@ def test_without_a_probe_a_restore_gets_its_share(states):
         assert plan.resumed == {}
         assert plan.baseline == 3.0
     assert run.resumes == []
-
-
-def test_one_restore_gets_all(states):
-    (shared, alone) = (Run(states, restore_budget=n).save(resume=False).rise.high for n in (10, 1))
-    assert shared <= 0.0005 < alone <= 0.005
 
 
 def test_what_was_measured_is_what_a_reader_gets(states):
@@ -269,11 +264,6 @@ def test_a_bound_of_nothing_is_kept_without_a_way_to_measure_too(states):
         assert run.asked == []
 
 
-def test_a_bound_of_nothing_holds_for_a_search_that_measures_an_improvement(states):
-    run = Run(states, max_degradation=0, scheme="inshrinkerator", slope=-1e-2)
-    assert run.save(resume=False).scheme.name == "lossless"
-
-
 @pytest.mark.parametrize("scheme", ["auto", "gobo", "inshrinkerator"])
 def test_a_fall_pays_for_nothing(states, scheme):
     run = Run(states, scheme=scheme, slope=-1e-6)
@@ -282,33 +272,6 @@ def test_a_fall_pays_for_nothing(states, scheme):
     restores = run.planner.state_dict()["restores"]
     assert restores["cost"] == 0.0
     assert restores["cost_high"] == plan.rise.high
-
-
-def test_a_restore_costs_what_is_left_of_it_where_no_probe_was_due(states):
-    run = Run(states, remains=0.25)
-    run.save()
-    run.planner._recovery._overhead = 0.0
-    run.reference = None
-    plan = run.save()
-    assert plan.resumed == {}
-    told = run.planner.state_dict()
-    remains = told["recovery"]["remains"]
-    assert remains < 0.9
-    assert told["restores"]["cost"] == pytest.approx(plan.rise.mean * remains)
-    assert told["restores"]["cost_high"] == pytest.approx(plan.rise.high * remains)
-    assert told["restores"]["cost_high"] <= 0.001
-
-
-def test_as_many_restores_as_planned_are_lossy_when_training_makes_them_good(states):
-    told = {}
-    for _ in range(10):
-        run = Run(states, remains=0.25)
-        if told:
-            run.planner.load_state_dict(told)
-        run.planner._recovery.remains, run.planner._recovery._overhead = 0.25, 0.0
-        assert run.save().scheme.name == "auto"
-        told = run.planner.state_dict()
-    assert 0 < told["restores"]["spent"] < told["restores"]["spent_high"] <= 0.01
 
 
 def test_a_checkpoint_restored_twice_counts_once(states):
@@ -392,16 +355,6 @@ def test_a_blind_evaluation_is_found_at_the_first_save(states, scheme):
     assert run.planner.state_dict()["restores"]["cost"] == 0.0
 
 
-def test_an_evaluation_that_begins_to_see_is_measured_from_then_on(states):
-    """A policy that always falls at once, a classifier at chance."""
-    run = Run(states)
-    seeing, run.measure = run.measure, lambda weights: 1.0
-    with pytest.warns(ShrinkpointWarning, match="does not see"):
-        run.save()
-    run.measure = seeing
-    assert run.save().measured == "measured"
-
-
 def test_an_evaluation_that_becomes_blind_is_found(states):
     run = Run(states)
     run.save(resume=False)
@@ -431,13 +384,6 @@ def test_an_evaluation_of_weights_that_are_stored_exactly_is_blind(states):
     with pytest.raises(BlindEvaluationError, match="all weights that this checkpoint changes"):
         comparison.rise("changed", lambda: {**true, trained: true[trained] * 1.01})
     assert comparison.rise("both", lambda: {**true, copied: true[copied] * 1.01}).error > 0
-
-
-def test_one_batch_that_sees_is_enough(states):
-    run = Run(states)
-    seeing = run.measure
-    run.measure = lambda weights: [1.0, seeing(weights)[0]]
-    assert run.save(resume=False).measured == "measured"
 
 
 def test_a_loss_near_zero_is_bounded_relative_to_the_floor(states):
@@ -497,47 +443,6 @@ def test_lost_progress_counts_at_the_first_save_by_what_its_probe_shows(states):
     later = run.save()
     assert later.baseline == plan.baseline
     assert later.whole.delay == 0, "the loss has not fallen between the two saves"
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "fall"),
-    [
-        ((10, 2.0), (20, 1.6), 0.4 / 1.6 / 10),
-        ((10, 1.6), (20, 2.0), 0.0),
-        ((20, 2.0), (20, 1.0), 0.0),
-        ((10, math.nan), (20, 1.0), 0.0),
-        ((10, 1e-9), (20, 0.0), 1e-9 / 1e-8 / 10),
-    ],
-)
-def test_the_fall_of_the_loss_in_a_step(before, now, fall):
-    assert fall_of(before, now) == pytest.approx(fall)
-
-
-def test_a_report_holds_what_lost_steps_cost_and_what_is_reserved(states):
-    run = Run(states)
-    run.guard = Refusing(lambda scheme: None)
-    run.guard.verdict = Verdict(lost_steps=0.5)
-    run.measure = lambda weights, run=run: 1.0 + 1e-8 * run.distance(weights)
-    first = run.save(resume=False)
-    assert first.whole.high == pytest.approx(first.rise.high + 0.005)  # no fall is known yet
-    assert first.whole.mean == pytest.approx(first.rise.mean)
-    step, loss = run.planner._baseline
-    run.measure = lambda weights, run=run: 0.9 + 1e-8 * run.distance(weights)
-    second = run.save(resume=False)
-    delay = 0.5 * (loss - 0.9) / 0.9 / (run.planner._baseline[0] - step)
-    assert delay > 0.005
-    assert second.whole.mean == pytest.approx(second.rise.mean + delay / 2)
-    assert second.whole.high == pytest.approx(second.rise.high + delay)
-
-
-def test_a_lucky_fall_narrows_the_steps_as_a_rise_does_and_is_not_stored_exactly(states):
-    """How far a loss falls at the restore by chance says how far another may rise."""
-    fallen, risen, none = (Run(states, slope=slope).save(resume=False) for slope in (-3e-3, 3e-3, 1e-6))
-    assert fallen.scheme.name == risen.scheme.name == "auto"
-    assert fallen.rise.mean <= 0 < fallen.rise.high <= 0.0005
-    assert risen.scale <= fallen.scale < none.scale
-    tried = Run(states, slope=-3e-3).save()
-    assert tried.scale == fallen.scale
 
 
 @pytest.mark.parametrize(("update_error", "kept"), [(0.0, False), (0.3, True), (None, True)])
@@ -627,16 +532,6 @@ def test_moments_whose_step_size_is_given_are_not_made_finer_but_exact(states):
     assert len(run.guard.asked) == 1
 
 
-def test_where_the_loss_bears_hardly_any_noise_moments_are_finer_too(states):
-    found = {}
-    for octaves in range(-2, 7, 2):
-        plan = Run(states, slope=1e-2 * 2**octaves).save(resume=False)
-        found[plan.scale] = plan.scheme.finer_moments
-        assert ("finer moments" in plan.configuration) == plan.scheme.finer_moments
-    assert {scale < 1 / 32 for scale in found} == {False, True}
-    assert all(finer == (scale < 1 / 32) for scale, finer in found.items())
-
-
 def test_once_the_loss_bore_hardly_any_noise_moments_stay_finer(states):
     narrow = Run(states, slope=0.2)
     assert narrow.save(resume=False).scale < 1 / 32
@@ -650,21 +545,6 @@ def test_once_the_loss_bore_hardly_any_noise_moments_stay_finer(states):
             plan = again.save(resume=False)
             assert plan.scale >= 1 / 32
             assert plan.scheme.finer_moments == sensitive
-
-
-def test_moments_whose_step_size_is_given_keep_it_where_the_loss_bears_hardly_any_noise(states):
-    run = Run(states, slope=0.2, options=AutoOptions(first_moment_step=8.0, movement_share=1000))
-    plan = run.save(resume=False)
-    assert plan.scale < 1 / 32
-    assert not plan.scheme.finer_moments
-
-
-def test_moments_that_are_finer_already_are_not_made_finer_but_exact(states):
-    run = Run(states, slope=0.2)
-    run.guard = Refusing(lambda scheme: "too much lost", moments=True)
-    plan = run.save(resume=False)
-    assert (plan.scheme.name, plan.reason) == ("lossless", "too much lost: stored exactly")
-    assert [scheme.finer_moments for scheme in run.guard.asked] == [True]
 
 
 def test_what_a_guard_refuses_at_any_scale_is_stored_exactly(states):

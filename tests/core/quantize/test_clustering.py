@@ -89,35 +89,6 @@ def test_codebooks_ascend_and_have_at_most_k_entries(data: tuple[Float64s, Float
         assert codebook[-1].item() <= used[-1] + margin
 
 
-@settings(deadline=None)
-@given(buckets(MODERATE), st.lists(st.integers(1, 32), min_size=1, max_size=4))
-def test_several_sizes_in_one_run(data: tuple[Float64s, Float64s], ks: list[int]) -> None:
-    together = optimal_codebooks(*data, ks)
-    assert set(together) == set(ks)
-    for k, codebook in together.items():
-        assert torch.equal(codebook, optimal_clusters(*data, k))
-
-
-@settings(max_examples=30, deadline=None)
-@given(buckets(MODERATE), st.integers(1, 31))
-def test_more_clusters_are_never_worse(data: tuple[Float64s, Float64s], k: int) -> None:
-    found = optimal_codebooks(*data, [k, k + 1])
-    if len(data[0]) and data[1].any():
-        fewer, more = distortion(*data, found[k]), distortion(*data, found[k + 1])
-        assert more <= fewer * (1 + 1e-5) + 1e-9
-
-
-def test_a_value_for_each_cluster_is_exact() -> None:
-    values, weights = np.array([-2.0, 0.0, 0.5, 7.0]), np.ones(4)
-    for k in (4, 5, 32):
-        assert optimal_clusters(values, weights, k).tolist() == values.tolist()
-
-
-def test_values_without_weight_attract_no_centroid() -> None:
-    values, weights = np.array([-1.0, 0.0, 1.0, 100.0]), np.array([1.0, 0.0, 1.0, 0.0])
-    assert optimal_clusters(values, weights, 3).tolist() == [-1.0, 1.0]
-
-
 def test_weights_lost_in_rounding_do_no_harm() -> None:
     values = np.arange(6, dtype=np.float64)
     weights = np.array([1.0, 1e-300, 1e-300, 1.0, 1e-300, 1e-300])
@@ -132,17 +103,6 @@ def test_nothing_to_cluster() -> None:
     assert len(optimal_clusters(np.ones(1), np.zeros(1), 8)) == 0
     assert distortion(empty, empty, torch.empty(0)) == 0.0
     assert optimal_codebooks(empty, empty, []) == {}
-
-
-@settings(deadline=None)
-@given(buckets(), st.floats(0, 1))
-def test_sample_weights(data: tuple[Float64s, Float64s], share: float) -> None:
-    counts = (data[1] * 1000).astype(np.int64) + 1
-    weights = sample_weights(Histogram(values=data[0], counts=counts), share)
-    assert weights.shape == counts.shape
-    assert (weights >= 0).all()
-    if len(counts):
-        assert weights.sum() == pytest.approx(1.0)
 
 
 def test_sample_weights_by_hand() -> None:
@@ -184,12 +144,6 @@ def test_lookup_and_search_agree(codebook: torch.Tensor, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clustering, "_TABLE_PAYS", 0)
         assert torch.equal(assign(x, codebook), searched)
-
-
-def test_a_centroid_is_assigned_to_itself_even_beside_its_neighbour() -> None:
-    one = torch.tensor(1.0)
-    codebook = torch.stack([one.nextafter(torch.tensor(0.0)), one, one.nextafter(torch.tensor(2.0))])
-    assert assign(codebook, codebook).tolist() == [0, 1, 2]
 
 
 def test_assign_of_large_strided_and_empty_tensors() -> None:

@@ -6,14 +6,13 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.teams import in_team
 from support.trellis import nearest_points
 
-from shrinkpoint.arrays import Float32s, Int16s
-from shrinkpoint.entropy.lanes.trellis import NOISE, row_width
+from shrinkpoint.arrays import Float32s
+from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.schemes.auto import trellis
 from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT
-from shrinkpoint.schemes.auto.trellis import WIDER, Grid, zero_places
+from shrinkpoint.schemes.auto.trellis import Grid
 
 Ints = npt.NDArray[Any]
 
@@ -89,54 +88,6 @@ def test_no_path_is_nearer_where_costs_were_counted_anew() -> None:
     assert cost == pytest.approx(float(wide.min()), rel=1e-5)
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 50.0])
-def test_the_noise_of_long_rows_is_what_the_trellis_promises(scale: float) -> None:
-    """Whatever the values are, with places drawn as dither draws them."""
-    rng = np.random.default_rng(1)
-    values = (scale * rng.standard_normal(4096 * 60) + rng.uniform(-1, 1, 4096 * 60)).astype(np.float32)
-    error = nearest_points(values, 4096) / 2 - values.astype(np.float64)
-    assert float((error**2).mean()) == pytest.approx(NOISE, rel=0.01)
-    assert abs(float(error.mean())) < 0.003
-    assert float(np.abs(error).max()) <= 1.0001
-
-
-def test_short_paths_have_a_little_less_noise() -> None:
-    """Their ends are free, but for their beginnings in state 0."""
-    values = np.random.default_rng(2).uniform(-1, 1, 64 * 4000).astype(np.float32)
-    error = nearest_points(values, 64) / 2 - values
-    assert float((error**2).mean()) == pytest.approx(NOISE, rel=0.03)
-
-
-def test_steps_are_as_much_wider_as_there_is_less_noise() -> None:
-    rounding = WIDER**2 * NOISE
-    assert rounding == pytest.approx(1 / 12)
-    assert WIDER > 1
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "width"),
-    [
-        (1000, 384, 384),  # a row
-        (1000, 64, 64),
-        (1000, 10, 70),  # rows that together make 64
-        (1000, 63, 126),
-        (112, 10, 70),
-        (111, 10, 70),  # too few for sixteen paths: whatever makes sixteen
-        (15, 384, 360),
-        (16, 384, 384),
-        (2, 3000, 375),
-        (1, 5, 64),
-        (0, 5, 64),
-        (1, 1 << 20, 4096),
-        (1000, 7, 438),  # columns too few, or too many
-        (20, (1 << 15) + 1, 4096),
-        (16, 1 << 15, 1 << 15),
-    ],
-)
-def test_how_long_paths_are(rows: int, columns: int, width: int) -> None:
-    assert row_width(rows, columns) == width
-
-
 @pytest.mark.parametrize("columns", [1, 3, 10, 64, 100])
 def test_a_ragged_last_path_leaves_the_others_as_they_are(columns: int) -> None:
     width = row_width(16 * 64, columns)
@@ -159,57 +110,8 @@ def test_no_path_is_nearer_to_a_ragged_row(size: int) -> None:
     assert max(squares) < 1e-5
 
 
-def test_points_do_not_depend_on_threads_nor_on_what_else_is_searched() -> None:
-    values = np.random.default_rng(3).standard_normal(300 * 384).astype(np.float32)
-    one, two = (in_team(n, lambda: dithered(values, 1.0)) for n in (1, 2))
-    np.testing.assert_array_equal(one, two)
-    alone = nearest_points(values[384 * 17 : 384 * 18].copy(), 384)
-    np.testing.assert_array_equal(nearest_points(values, 384)[384 * 17 : 384 * 18], alone)
-
-
 def grid_of(step: float, count: int) -> Grid:
     return Grid(step=np.float32(step), exponents=np.full(count, EVEN_STEPS), seed=11)
-
-
-def dithered(values: Float32s, step: float) -> Int16s:
-    """The points that weights of rows of 384 are put on, expected around zero."""
-    found = trellis.nearest_points(values, grid_of(step, values.size), None, None, 384)
-    assert found is not None
-    return found[2]
-
-
-def test_values_near_the_farthest_ones_are_reached() -> None:
-    values = np.random.default_rng(4).uniform(9000, 9990, 640).astype(np.float32)
-    values[::2] *= -1
-    points = nearest_points(values, 64)
-    check_paths(points, 64)
-    assert float(np.abs(points / 2 - values).max()) <= 1.01
-
-
-@pytest.mark.parametrize("size", [0.003, 0.1, 1.0, 40.0])
-def test_dithered_errors_do_not_depend_on_the_values(size: float) -> None:
-    """Not on small ones either, which without dither would all be nearest to zero."""
-    count = 300 * 384
-    values = (0.25 * size * np.random.default_rng(5).standard_normal(count)).astype(np.float32)
-    points, grid = dithered(values, 0.25), grid_of(0.25, count)
-    error = grid.values(points).astype(np.float64) - values
-    found = grid.points(grid.values(points))
-    assert found is not None
-    np.testing.assert_array_equal(found, points)
-    assert grid.points(values) is None
-    assert float((error**2).mean()) == pytest.approx(0.25**2 * NOISE, rel=0.02)
-    assert abs(float(np.corrcoef(error, values)[0, 1])) < 4 / count**0.5
-    assert abs(float(np.corrcoef(error**2, values**2)[0, 1])) < 4 / count**0.5
-    assert abs(float(error.mean())) < 4 * 0.25 * NOISE**0.5 / count**0.5
-    # a neighbour's error says nothing either
-    assert abs(float(np.corrcoef(error[1:], error[:-1])[0, 1])) < 0.02
-
-
-def test_zeros_are_expected_where_the_dither_puts_them() -> None:
-    dither = -grid_of(1.0, 5000).values(np.zeros(5000, np.int16))
-    np.testing.assert_array_equal(zero_places(11, 5000), np.floor(256 * dither))
-    assert float(np.abs(dither).max()) < 1
-    assert abs(float(dither.mean())) < 0.03
 
 
 def test_values_too_many_steps_from_zero_are_refused() -> None:

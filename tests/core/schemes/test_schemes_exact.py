@@ -1,5 +1,4 @@
 from dataclasses import replace
-from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from support.chains import encode
 from support.containers import identical
 from support.states import tensors
-from support.teams import in_team
 
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes import exact
@@ -96,15 +94,6 @@ def test_payloads_of_nan_and_signs_of_zero_survive_a_delta():
     reference, _ = round_trip(before)
     for tensor in (bits.view(torch.float32), before, -before, bits.flip(0).view(torch.float32)):
         reference, _ = round_trip(tensor, reference)
-
-
-@given(st.integers(1, 6), st.integers(0, 9))
-def test_chains(length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    tensor, reference = torch.randn(3, 50, generator=generator), None
-    for _ in range(length):
-        reference, _ = round_trip(tensor, reference)
-        tensor = tensor + 1e-3 * torch.randn(3, 50, generator=generator)
 
 
 def test_noise_is_not_stored_as_a_difference_to_other_noise():
@@ -316,28 +305,3 @@ def test_flushing_subnormals_changes_nothing():
     assert np.array_equal(planes["bits"].view(np.uint8), tensor_to_bytes(after))
     planes = CODEC.decode(there, spec, Context(reference))
     assert np.array_equal(planes["bits"].view(np.uint8), tensor_to_bytes(after))
-
-
-@pytest.mark.parametrize("count", [3000, 5000, 2_500_000])
-def test_the_bytes_do_not_depend_on_threads(count):
-    before, after = decaying(size=count)
-    reference, _ = round_trip(before)
-    for context in (Context(), Context(reference)):
-        one, two = (
-            in_team(n, lambda context=context: encode(CODEC, after, spec_of(after), context)).encoded
-            for n in (1, 2)
-        )
-        assert one == two
-        planes = in_team(2, partial(CODEC.decode, one, spec_of(after), context))
-        assert np.array_equal(planes["bits"].view(np.uint8), tensor_to_bytes(after))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_weights_that_have_moved_a_little_are_differences(dtype):
-    generator = torch.Generator().manual_seed(0)
-    weight = 0.02 * torch.randn(90, 70, generator=generator, dtype=torch.float64)
-    after = weight + 1e-6 * torch.randn(90, 70, generator=generator, dtype=torch.float64)
-    reference, base = round_trip(weight.to(dtype))
-    _, delta = round_trip(after.to(dtype), reference)
-    assert delta.uses_reference
-    assert delta.nbytes < 0.8 * base.nbytes

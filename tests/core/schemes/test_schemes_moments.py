@@ -102,17 +102,6 @@ def test_first_moments_keep_their_guarantees(v, scale):
         assert bool((clipped <= 15.5 * root[~free].double() * (1 + 1e-5)).all())
 
 
-@pytest.mark.parametrize("shape", [(1,), (), (1, 1), (5000,), (2, 3, 4, 5)])
-def test_any_number_of_dimensions(shape):
-    v = torch.rand(shape) + 0.1
-    check_second(v, round_trip(SecondMomentCodec(), v)[1])
-
-
-def test_equal_moments_are_restored_as_they_are():
-    v = torch.full((30, 30), 1e-8)
-    torch.testing.assert_close(round_trip(SecondMomentCodec(), v)[1], v, rtol=1e-6, atol=0)
-
-
 def test_subnormal_moments_are_restored_as_the_least_normal():
     v = torch.full((4, 4), 1e-42)
     assert torch.equal(round_trip(SecondMomentCodec(), v)[1], torch.full((4, 4), TINY))
@@ -194,14 +183,6 @@ def test_negative_and_empty_second_moments_are_refused():
     for v, why in ((torch.tensor([[1.0, -1e-30]]), "negative"), (torch.ones(0, 5), "empty")):
         with pytest.raises(CannotRepresentError, match=why):
             encode(SecondMomentCodec(), v, spec_of(v), Context())
-
-
-def test_moments_that_hardly_changed_cost_little():
-    v = torch.rand(100, 100) + 0.5
-    reference, _ = round_trip(SecondMomentCodec(), v)
-    encoded = encode(SecondMomentCodec(), v * 0.999, spec_of(v), Context(reference)).encoded
-    assert encoded.uses_reference
-    assert len(encoded.sections["levels"]) < 100
 
 
 PARAMS = st.sampled_from(

@@ -9,23 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import format_baselines  # noqa: F401 - which are read too
-from support.baseline_schemes import Uniform, UniformOptions
-from support.chains import decode_chain
 from support.containers import identical
-from support.format_codecs import read_chain
 from support.options import grouped
 from support.training import OPTIMIZERS, TinyGPT, TinyMLP, capture, train
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shrinkpoint.checkpointer import Checkpointer
-from shrinkpoint.coding.encode import encode_state, restored_values
+from shrinkpoint.coding.encode import restored_values
 from shrinkpoint.config import Advanced
-from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.quality.comparison import mirrored_model, perturbed_model, restored_model, true_model
 from shrinkpoint.quality.guards import Guard
-from shrinkpoint.quality.swap import swapped_tensors
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import SaveContext
@@ -224,27 +219,6 @@ def test_a_copy_that_has_not_begun_or_an_average_of_unknown_movement_is_exact():
         assert "model/inner.weight" not in exact
 
 
-def test_a_chain_with_averages_is_read_back_by_code_and_by_specification():
-    (first, second), movement = trained(width=16)
-    containers, held, parent = [], None, None
-    coded = None
-    for step, state in ((20, first), (30, second)):
-        save_context = SaveContext(state=state, step=step, movement=movement, reference=held)
-        coded = encode_state(state, Auto(save_context=save_context), step=step, reference=held, parent=parent)
-        held, parent = coded.reference, coded.checkpoint.state_digest
-        containers.append((coded.checkpoint, write_container(coded.checkpoint)))
-    decoded = decode_chain([checkpoint for checkpoint, _ in containers]).state
-    name = "stateful/ema/module.inner.weight"
-    assert decoded.specs[name].tag == second.specs[name].tag
-    *_, by_specification = read_chain([data for _, data in containers])
-    assert {key: value.numpy().tobytes() for key, value in decoded.tensors.items()} == {
-        key: bytes(value) for key, value in by_specification.items()
-    }
-    entries = {entry.spec.name: entry for entry in containers[1][0].entries}
-    assert entries[name].encoded.uses_reference
-    assert entries[name].encoded.nbytes * 8 < 8 * second.tensors[name].numel()
-
-
 def test_an_average_inside_the_model_is_a_weight_with_a_movement_of_its_own():
     torch.manual_seed(3)
     model = nn.ModuleDict({"net": TinyMLP()})
@@ -263,14 +237,6 @@ def test_an_average_inside_the_model_is_a_weight_with_a_movement_of_its_own():
     assert state.specs[name].tag.role is Role.WEIGHT
     noise = rows_rms(restored[name] - state.tensors[name]).numpy()
     assert 0 < np.median(noise / movement.rows[name]) < 0.26
-
-
-def test_published_schemes_store_averages_exactly():
-    (_, state), _ = trained()
-    restored = restored_values(state, Uniform(options=UniformOptions()), None)
-    for name, spec in state.specs.items():
-        if spec.tag.role is Role.AVERAGE:
-            assert restored[name] is state.tensors[name]
 
 
 def test_the_guard_refuses_an_average_that_is_noisier_than_it_moves():
@@ -307,22 +273,6 @@ def test_averages_are_among_what_is_tried_mirrored_and_perturbed():
     network = perturbed_model(state, averages=False)
     assert network[key] is true[key]
     assert not torch.equal(network["inner.weight"], true["inner.weight"])
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_tensors_are_swapped_and_as_before_afterwards(fails):
-    live = {"a": torch.ones(3), "b": torch.ones(2, 2)}
-    values = {"a": torch.zeros(3), "b": torch.zeros(5 if fails else (2, 2)), "c": torch.zeros(1)}
-    before = {name: (value.clone(), value.data_ptr()) for name, value in live.items()}
-    try:
-        with swapped_tensors(live, values):
-            assert not live["a"].any()
-            assert not live["b"].any()
-    except RuntimeError:
-        assert fails
-    for name, (value, place) in before.items():
-        assert torch.equal(live[name], value)
-        assert live[name].data_ptr() == place
 
 
 def test_only_what_an_object_gives_away_itself_can_be_swapped():

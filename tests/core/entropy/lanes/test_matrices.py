@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from support.teams import in_team
 
 from shrinkpoint.arrays import Int16s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
-from shrinkpoint.entropy.lanes.trellis import MAX_WIDTH, NOISE, row_width
+from shrinkpoint.entropy.lanes.trellis import MAX_WIDTH
 from shrinkpoint.errors import CorruptionError, FormatError
 
 UNIT = 256  # parts of a step in which places are expressed
@@ -60,39 +59,6 @@ def entropy(levels: Ints) -> float:
     """Bytes under the levels' own frequencies."""
     counts = np.unique(levels, return_counts=True)[1]
     return float(-(counts * np.log2(counts / levels.size)).sum() / 8)
-
-
-def rounded_bytes(spread: float) -> float:
-    """Entropy of a Gaussian number of this standard deviation that is rounded."""
-    ends = [math.erf((k - 0.5) / spread / math.sqrt(2)) / 2 for k in range(-60, 62)]
-    shares = [after - before for before, after in pairwise(ends)]
-    return -sum(share * math.log2(share) for share in shares if share > 0) / 8
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "width"),
-    [
-        (1, 0, 64),
-        (1, 1, 64),
-        (1, 1024, 64),
-        (1, 5000, 313),
-        (1, 1 << 20, 4096),
-        (15, 100, 94),
-        (16, 100, 100),
-        (4096, 7, 1792),
-        (64, 8, 64),
-        (100, 8, 64),
-        (128, 8, 64),
-        (128, 9, 72),
-        (32, 63, 126),
-        (31, 63, 123),
-        (512, 384, 384),
-        (16, MAX_WIDTH, MAX_WIDTH),
-        (16, MAX_WIDTH + 1, 4096),
-    ],
-)
-def test_rows_fill_the_lanes(rows: int, columns: int, width: int) -> None:
-    assert row_width(rows, columns) == width
 
 
 Case = tuple[Int16s, Int16s | None, int]
@@ -148,51 +114,6 @@ def test_rows_are_predicted_from_those_before(rank: int, on_trellis: bool) -> No
     payload = check_round_trip(points, places, 256)
     alone = check_round_trip(points, places, 256, predictable=False)
     assert len(payload) < 0.62 * len(alone)
-
-
-def test_noise_takes_no_more_than_its_entropy() -> None:
-    """Directions that predict nothing cost nearly nothing."""
-    levels = np.rint(1.5 * np.random.default_rng(0).standard_normal((1024, 256))).astype(np.int16).reshape(-1)
-    assert len(check_round_trip(levels, None, 256)) < 1.015 * entropy(levels)
-    assert len(check_round_trip(levels, None, 256, predictable=False)) < 1.01 * entropy(levels)
-
-
-def test_rows_and_columns_that_are_busier_are_told_apart() -> None:
-    rng = np.random.default_rng(0)
-    spread = 2.0 ** rng.uniform(-1, 1, (512, 1)) * 2.0 ** rng.uniform(-1, 1, (1, 256))
-    levels = np.rint(spread * rng.standard_normal((512, 256))).astype(np.int16).reshape(-1)
-    least = (
-        sum(rounded_bytes(each) for each in spread.reshape(-1)[::7])
-        / spread.reshape(-1)[::7].size
-        * levels.size
-    )
-    assert least < len(check_round_trip(levels, None, 256)) < 1.04 * least < 0.94 * entropy(levels)
-
-
-def test_fine_steps_take_what_their_noise_takes() -> None:
-    """Large distances have a symbol for each quarter of an octave, and further bits."""
-    levels = np.rint(3000 * np.random.default_rng(0).standard_normal(1 << 17)).astype(np.int16)
-    exact = levels.size / 8 * math.log2(3000 * math.sqrt(2 * math.pi * math.e))
-    assert len(check_round_trip(levels, None, 4096)) < 1.01 * exact
-
-
-def test_what_is_where_it_was_expected_takes_nothing() -> None:
-    for size in (1000, 1 << 20):
-        assert len(check_round_trip(np.zeros(size, np.int16), None, row_width(1, size))) <= 12
-
-
-def test_the_coder_finds_what_the_trellis_saves() -> None:
-    """At equal noise a path takes a tenth of a bit more than the limit of rate and distortion, and rounding a quarter."""
-    from support.trellis import nearest_points  # numba
-
-    rng, spread = np.random.default_rng(0), 1.0
-    places = rng.integers(-UNIT, UNIT, 1 << 20).astype(np.int16)
-    values = spread * rng.standard_normal(places.size) + places / UNIT
-    payload = check_round_trip(
-        nearest_points(values.astype(np.float32), 1024), places, 1024, predictable=False
-    )
-    limit = 0.5 * math.log2(1 + spread**2 / NOISE)
-    assert limit + 0.05 < 8 * len(payload) / places.size < limit + 0.13
 
 
 def test_chunks_do_not_depend_on_threads_nor_on_each_other() -> None:

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from shrinkpoint.entropy.static.huffman import (
     MAX_RANKS,
     decode_ranks,
-    encode_huffman,
     encode_ranks,
     rank_lengths,
 )
@@ -33,12 +32,6 @@ def test_arrays_round_trip_under_a_table_of_other_arrays(seed, kinds):
     ranks = np.concatenate([np.arange(kinds), generator.integers(0, kinds, 500)]).astype(np.int64)
     stream = encode_ranks(ranks, table)
     assert np.array_equal(decode_ranks(stream, ranks.size, table), ranks)
-
-
-def test_with_its_own_table_an_array_takes_what_plain_huffman_takes():
-    ranks = np.minimum(np.random.default_rng(0).geometric(0.4, 20_000) - 1, 9).astype(np.int64)
-    lengths = rank_lengths(np.bincount(ranks))
-    assert len(encode_ranks(ranks, lengths)) == len(encode_huffman(ranks)) - (3 + 1 + 10 + 10)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from support.teams import in_team
 from xxhash import xxh3_64_hexdigest
 
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
-from shrinkpoint.entropy.static.tables import SCALE_BITS, TableSet, count_symbols, plan_tables
+from shrinkpoint.entropy.static.tables import count_symbols
 from shrinkpoint.errors import CorruptionError, FormatError
 
 SIZES = [0, 1, 2, 3, 4, 5, 7, 255, 2000, 9001]
@@ -60,41 +60,6 @@ def test_reaches_the_conditional_entropy(count: int, move: float) -> None:
     np.testing.assert_array_equal(decode_symbols(payload, contexts, count, 10, 10), symbols)
 
 
-def test_skewed_plane_costs_what_its_entropy_says() -> None:
-    rng = np.random.default_rng(1)
-    symbols = (rng.random(3_000_000) < 0.0001).astype(np.uint8) * rng.integers(1, 10, 3_000_000).astype(
-        np.uint8
-    )
-    payload = encode_symbols(symbols, None, 10, 1)
-    assert len(payload) <= 1.01 * conditional_entropy_bits(symbols, None, 10, 1) / 8 + 30
-
-
-def test_what_the_context_determines_costs_nothing() -> None:
-    contexts = np.random.default_rng(0).integers(0, 10, 1 << 20).astype(np.uint8)
-    payload = encode_symbols((contexts * 7 % 10).astype(np.uint8), contexts, 10, 10)
-    assert len(payload) < 60
-
-
-@pytest.mark.parametrize(("symbols", "size"), [([], 0), ([3], 2), ([3] * 10**6, 2)])
-def test_trivial_arrays(symbols: list[int], size: int) -> None:
-    assert len(encode_symbols(np.array(symbols, dtype=np.uint8), None, 10, 1)) == size
-
-
-@pytest.mark.parametrize("alphabet", [2, 4, 16, 256])
-def test_noise_is_packed(alphabet: int) -> None:
-    symbols = np.random.default_rng(0).integers(0, alphabet, 4001).astype(np.uint8)
-    assert len(encode_symbols(symbols, None, alphabet, 1)) <= 1 + np.ceil(4001 * np.log2(alphabet) / 8)
-
-
-def test_similar_contexts_share_a_table() -> None:
-    rng = np.random.default_rng(0)
-    contexts = rng.integers(0, 20, 3000).astype(np.uint8)
-    symbols = np.where(contexts < 10, rng.random(3000) < 0.02, rng.random(3000) < 0.5).astype(np.uint8)
-    tables = plan_tables(count_symbols(symbols, contexts, 34, 34))
-    assert tables.codes.shape[0] < 6
-    assert not set(tables.rows[:10]) & set(tables.rows[10:20])
-
-
 @untimed
 @given(cases())
 def test_prediction(case: tuple[np.ndarray, np.ndarray | None, int, int]) -> None:
@@ -102,16 +67,6 @@ def test_prediction(case: tuple[np.ndarray, np.ndarray | None, int, int]) -> Non
     size = len(encode_symbols(symbols, contexts, alphabet, n_contexts))
     predicted = predict_bytes(count_symbols(symbols, contexts, alphabet, n_contexts))
     assert abs(size - predicted) <= 0.01 * size + 30
-
-
-@untimed
-@given(st.lists(st.integers(0, 255), min_size=1, max_size=256).filter(any))
-def test_tables_cover_all_slots(codes: list[int]) -> None:
-    entries = TableSet(rows=np.zeros(1, dtype=np.int64), codes=np.array([codes], dtype=np.uint8)).entries()[0]
-    frequencies = entries >> 32
-    assert frequencies.sum() == 1 << SCALE_BITS
-    assert np.array_equal(frequencies > 0, np.array(codes) > 0)
-    assert np.array_equal(entries & 0xFFFFFFFF, np.cumsum(frequencies) - frequencies)
 
 
 @pytest.mark.parametrize("move", [0.9, 0.001])
@@ -136,13 +91,6 @@ def test_written_bytes_do_not_change() -> None:
     assert xxh3_64_hexdigest(four_states) == "0615949877267ac0"
     assert encode_symbols(np.arange(8, dtype=np.uint8), None, 16, 1).hex() == "0110325476"
     assert encode_symbols(np.full(9, 5, dtype=np.uint8), None, 16, 1).hex() == "0005"
-
-
-def test_read_only_and_strided_input() -> None:
-    symbols = np.frombuffer(bytes(range(10)) * 600, dtype=np.uint8)
-    payload = encode_symbols(symbols[::2], symbols[::3][:3000].repeat(2)[:3000], 10, 10)
-    decoded = decode_symbols(memoryview(payload), symbols[::3][:3000].repeat(2)[:3000], 3000, 10, 10)
-    np.testing.assert_array_equal(decoded, symbols[::2])
 
 
 @untimed
@@ -220,14 +168,6 @@ def test_malformed(payload: bytes, message: str) -> None:
 def test_arguments(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         encode_symbols(*arguments)
-
-
-def test_entropy_of_known_arrays() -> None:
-    symbols = np.array([0, 1, 0, 1, 2, 2, 2, 2], dtype=np.uint8)
-    contexts = np.array([0, 0, 0, 0, 1, 1, 1, 1], dtype=np.uint8)
-    assert conditional_entropy_bits(symbols, contexts, 3, 2) == 4.0
-    assert conditional_entropy_bits(symbols, None, 3, 1) == 12.0
-    assert conditional_entropy_bits(symbols[:0], None) == 0.0
 
 
 def test_numba_is_imported_on_first_use_only() -> None:

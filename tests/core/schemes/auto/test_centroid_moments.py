@@ -2,7 +2,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -10,17 +9,13 @@ from hypothesis import strategies as st
 from support.baseline_schemes import BASELINES
 from support.chains import Coded, check_malformed, decode_chain, encode, save_chain, spec_of, state_of
 from support.moments import KINDS, SCALES, SHAPES, given_second, moments
-from support.teams import in_team
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
-from shrinkpoint.schemes.auto import moment_kernels
 from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
-from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.base import Context, EncodedTensor, SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
 from shrinkpoint.schemes.codec_io import matrix_shape
-from shrinkpoint.schemes.moments import FirstMomentCodec
 from shrinkpoint.state.training import Role
 
 CODECS = [CentroidFirstMomentCodec, CentroidMomentumCodec, partial(CentroidMomentumCodec, linear=True)]
@@ -122,33 +117,6 @@ def test_the_update_is_what_it_would_have_been_however_far_the_second_moment_is_
     assert bool(((found - wanted).abs() <= 0.05 + 0.02 * wanted.abs()).all())
 
 
-def test_where_the_root_is_less_than_epsilon_first_moments_stay():
-    first, second = moments(60, 90, scale=1e-12)
-    restored = 4 * second
-    codec = CentroidFirstMomentCodec(step=0.02, second_moment=second, epsilon=1e-3)
-    kept = code(codec, first, given_second(restored))[1]
-    assert torch.allclose(kept, code(CentroidFirstMomentCodec(step=0.02), first, given_second(restored))[1])
-    moved = code(replace(codec, epsilon=0.0), first, given_second(restored))[1]
-    assert float((moved / first).median()) == pytest.approx(2, rel=0.02)
-
-
-def test_first_moments_whose_second_one_is_zero_or_of_another_shape_stay():
-    first, second = moments(60, 90)
-    plain = code(CentroidFirstMomentCodec(step=0.1), first, given_second(second))[1]
-    for unknown in (second * 0, second[:5], second.reshape(90, 60)):
-        codec = CentroidFirstMomentCodec(step=0.1, second_moment=unknown)
-        assert torch.equal(code(codec, first, given_second(second))[1], plain)
-
-
-def test_no_first_moment_is_made_larger_than_any_of_its_gradient_is():
-    """A second moment that is next to none, as of another gradient, makes no first one that is next to infinite."""
-    first, second = moments(60, 90)
-    codec = CentroidFirstMomentCodec(step=1.0, second_moment=second * 1e-20, epsilon=0.0)
-    value = code(codec, first, given_second(second))[1]
-    assert float((value.abs() / second.sqrt()).max()) <= 31 * 1.01
-    assert bool(torch.isfinite(value).all())
-
-
 @settings(max_examples=100)
 @given(
     st.integers(0, 999),
@@ -181,29 +149,6 @@ def test_no_more_is_lost_than_may_be_of_large_tensors_either(columns):
     assert lost(first.double(), restored.double()) <= 0.11
 
 
-def test_the_step_is_the_widest_that_loses_no_more():
-    first, second = moments(60, 90)
-    context = given_second(second)
-    steps = {}
-    for loss in (0.005, 0.05, 0.2, 0.45):
-        codec = CentroidFirstMomentCodec(loss=loss)
-        chosen = [2.0 ** (k / 4) for k in range(-24, 13)]
-        fits = [
-            step
-            for step in chosen
-            if lost(
-                *in_units(codec, first, code(CentroidFirstMomentCodec(step=step), first, context)[1], context)
-            )
-            <= loss
-        ]
-        coded = encode(codec, first, spec_of(first), context)
-        assert coded.value.equal(
-            encode(CentroidFirstMomentCodec(step=max(fits)), first, spec_of(first), context).value
-        )
-        steps[loss] = coded.encoded.nbytes
-    assert list(steps.values()) == sorted(steps.values(), reverse=True)
-
-
 @pytest.mark.parametrize("kind_of_codec", CODECS)
 @pytest.mark.parametrize("step", [0.1, 0.5, 1.0, 2.0])
 def test_a_moment_is_restored_as_long_as_it_was(kind_of_codec, step):
@@ -231,23 +176,6 @@ def test_a_level_stands_for_the_mean_of_its_elements():
     assert coded.encoded.params["radius"] == 3
     assert coded.encoded.params["centroids"] == [round(-0.08 * 256), round(-0.3 * 256), 0]
     assert restored.numpy() / longer == pytest.approx(means.reshape(1, -1).numpy(), abs=0.5 / 256)
-
-
-def test_a_first_level_is_never_beyond_its_multiple():
-    """An element that just rounds to it would else be restored farther from the truth than zero is."""
-    first = torch.full((20, 20), 1.4)
-    first[0] = 0.55
-    coded, _ = code(CentroidFirstMomentCodec(step=1.0), first, given_second(torch.ones(20, 20)))
-    assert coded.encoded.params["centroids"] == [0]
-
-
-def test_levels_from_the_seventeenth_on_are_multiples():
-    first = torch.arange(0, 40, 0.1).reshape(1, -1)
-    coded, restored = code(CentroidFirstMomentCodec(step=1.0), first, given_second(4 * torch.ones(1, 400)))
-    assert coded.encoded.params["radius"] == 20
-    assert len(coded.encoded.params["centroids"]) == 16
-    multiples = restored[0, 350:] / (2 * float(coded.encoded.params["step"]))
-    assert multiples.numpy() == pytest.approx(np.rint(multiples.numpy()), abs=1e-5)
 
 
 def test_what_is_too_large_is_clipped_at_126_steps():
@@ -410,95 +338,6 @@ def test_levels_may_be_as_large_as_numbers_are():
     assert value.shape == first.shape
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_bytes_do_not_depend_on_threads(codec):
-    first, second = moments(600, 700)
-    made = codec(step=1.0)
-    siblings = {Role.EXP_AVG_SQ.value: second}
-    context = Context(siblings=siblings)
-    one, two = (in_team(n, lambda: encode(made, first, spec_of(first), context)) for n in (1, 2))
-    assert one.encoded == two.encoded
-    assert torch.equal(one.value, two.value)
-
-
-@pytest.mark.parametrize("kind", ["subnormal", "far row", "plain"])
-@pytest.mark.parametrize("scale", [1e-37, 1e-33, 1e-20])
-def test_a_process_without_subnormals_restores_the_same_bits(kind, scale):
-    first, second = moments(40, 30, scale=scale, kind=kind)
-    spec = spec_of(first)
-    context = given_second(encode(FactoredSecondMomentCodec(), second, spec, Context()).value)
-    made = [CentroidMomentumCodec(step=0.5), CentroidMomentumCodec(), CentroidFirstMomentCodec(step=30.0)]
-    coded = [(codec, encode(codec, first, spec, context)) for codec in made]
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor always has subnormals")
-    try:
-        again = [read(type(codec)(), one.encoded, spec, context) for codec, one in coded]
-    finally:
-        torch.set_flush_denormal(False)
-    for (_, one), value in zip(coded, again, strict=True):
-        assert torch.equal(value.view(torch.int32), one.value.view(torch.int32))
-
-
-@pytest.mark.parametrize("codec", [FirstMomentCodec(), CentroidFirstMomentCodec(step=3.0)], ids=type)
-def test_a_root_of_a_second_moment_below_the_normal_numbers_is_zero_in_every_process(codec):
-    """Second moments that are stored exactly may be subnormal; the root of one is not."""
-    first, second = 1e-20 * torch.randn(16, 16), torch.full((16, 16), 1e-40)
-    spec, context = spec_of(first), given_second(second)
-    second[0] = 1e-38
-    coded = encode(codec, first, spec, context)
-    assert not coded.value[1:].any()
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor always has subnormals")
-    try:
-        planes = type(codec)().decode(coded.encoded, spec, Context())
-        again = type(codec)().reconstruct(coded.encoded, planes, spec, context)
-    finally:
-        torch.set_flush_denormal(False)
-    assert torch.equal(again.view(torch.int32), coded.value.view(torch.int32))
-
-
-@settings(max_examples=60)
-@given(
-    st.integers(0, 2**32 - 1),
-    st.sampled_from([0.001, 0.3, 3.0, 64.0]),
-    st.integers(1, 5000),
-    st.sampled_from([3, 126]),
-    st.booleans(),
-)
-def test_levels_and_what_they_stand_for_by_numpy(seed, step, size, reach, weighted):
-    generator, step, least = np.random.default_rng(seed), np.float32(step), np.float32(2.0**-125)
-    units = (generator.random(size) * 10.0 ** generator.integers(-44, 10, size)).astype(np.float32)
-    units[generator.random(size) < 0.1] = 0
-    with np.errstate(all="ignore"):
-        values = (units * generator.standard_normal(size) ** 3 * 10 * step).astype(np.float32)
-        unit = step * units
-        sizes = np.where(unit >= least, np.abs(values) / np.maximum(unit, least), np.float32(0))
-    wanted = np.rint(np.minimum(sizes, np.float32(reach))).astype(np.int64)
-    out, sums, counts = np.empty(size, np.uint8), np.zeros(128), np.zeros(128)
-    assert moment_kernels.levels(values, units, step, reach, weighted, out, sums, counts) == wanted.max()
-    weights = np.square(units.astype(np.float64)) if weighted else np.ones(size)
-    assert np.array_equal(out.astype(int) - reach, np.where(values < 0, -wanted, wanted))
-    assert counts == pytest.approx(np.bincount(wanted, weights=weights, minlength=128), rel=1e-9, abs=0)
-    assert sums == pytest.approx(
-        np.bincount(wanted, weights=weights * sizes.astype(np.float64), minlength=128), rel=1e-9, abs=0
-    )
-
-    stands = (step * np.arange(reach + 1)).astype(np.float32)
-    restored = np.empty(size, np.float32)
-    moment_kernels.unlevel(out, units, stands, reach, restored)
-    with np.errstate(all="ignore"):
-        found = stands[wanted] * units
-    found = np.where(found >= least, found, np.float32(0))
-    assert np.array_equal(restored, np.where(values < 0, -found, found))
-    with np.errstate(all="ignore"):
-        beyond = (np.abs(values) > np.float32(5) * units) & (units > 0)
-    assert moment_kernels.count_beyond(values, units, np.float32(5)) == np.count_nonzero(beyond)
-    used = units >= least
-    divisors = np.ones(size) if weighted else units.astype(np.float64)
-    squares = np.square(values[used].astype(np.float64) / divisors[used]).sum()
-    assert moment_kernels.square_sum(values, units, weighted) == pytest.approx(float(squares), rel=1e-9)
-
-
 @pytest.mark.parametrize("name", sorted({*SCHEMES, *BASELINES} - {"auto"}))
 def test_published_schemes_leave_a_momentum_without_a_second_moment_exact(name):
     generator = torch.Generator().manual_seed(0)
@@ -516,18 +355,3 @@ def test_published_schemes_leave_a_momentum_without_a_second_moment_exact(name):
         assert "a/exp_avg" not in one.kept_exactly
         restored = decode_chain(checkpoints[:length]).state
         assert torch.equal(restored.tensors["a/exp_avg"], state.tensors["a/exp_avg"])
-
-
-@pytest.mark.parametrize("largest", [5.0, 20.0, 100.0, 1000.0])
-@pytest.mark.parametrize("loss", [0.05, 0.002, 0.0002, 1e-7])
-def test_a_few_large_elements_do_not_make_a_finer_moment_coarser(largest, loss):
-    """Before, a step size that clipped more than `loss` was made narrower, down to one that clipped nearly all."""
-    moment = torch.randn(96, 64, generator=torch.Generator().manual_seed(2))
-    moment[::7, ::5] *= torch.linspace(1, largest, 14)[:, None]
-
-    def share_lost(codec: CentroidMomentumCodec) -> float:
-        return lost(*in_units(codec, moment, code(codec, moment, Context())[1], Context()))
-
-    least = min(share_lost(CentroidMomentumCodec(step=2.0 ** (size / 4))) for size in range(-24, 25))
-    # centroids are rounded to 1/256 of a step
-    assert share_lost(CentroidMomentumCodec(loss=loss)) <= max(1.01 * loss, 1.3 * least)

@@ -52,6 +52,8 @@ def test_a_large_tensor_takes_little_more_than_itself(
     taken, coded = peak(lambda: encode(codec, second, spec, context))
     assert taken <= encoding, taken
     assert coded.encoded.uses_reference == delta
+    held = ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes)
+    assert held.nbytes <= (2 if role is Role.STATE else 4) * first.numel() + 2 * (ROWS + COLUMNS)
     taken, planes = peak(lambda: codec.decode(coded.encoded, spec, context))
     assert taken <= decoding, taken
     taken, _ = peak(lambda: codec.reconstruct(coded.encoded, planes, spec, context))

@@ -8,9 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chains import Coded, check_malformed, encode, spec_of, walks
-from support.teams import in_team
 
-from shrinkpoint.arrays import Float64s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import NOISE, row_width
 from shrinkpoint.entropy.numbers import encode_numbers
@@ -18,7 +16,7 @@ from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, S
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.random_walk import LAST_WALK
 from shrinkpoint.schemes.auto.row_and_column_steps import curvature_exponents
-from shrinkpoint.schemes.auto.trellis import WIDER, zero_places
+from shrinkpoint.schemes.auto.trellis import zero_places
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Context, EncodedTensor, Rebasable, ReferenceState
 from shrinkpoint.state.training import TensorSpec
@@ -121,26 +119,6 @@ def test_every_shape_and_dtype_goes_through_a_chain_and_stands_alone_after_it(sh
         weight = weight + 0.05 * torch.randn(shape, generator=generator)
 
 
-def test_a_chain_goes_on_after_what_was_rebased():
-    weight = normal(60, 70)
-    spec = spec_of(weight)
-    coded = chain(TrellisWeightCodec(step=0.1), 0.1, 4, weight)[-1][1]
-    base = TrellisWeightCodec().rebase(coded.encoded, reference(coded).reference, spec)
-    planes = TrellisWeightCodec().decode(base, spec, Context())
-    context = Context(ReferenceState(base.codec, base.params, planes))
-    again = TrellisWeightCodec().rebase(base, context.reference, spec)
-    assert again == base
-    then = encode(TrellisWeightCodec(step=0.1, seed=9), weight, spec, context)
-    reread(then, spec, context)
-
-
-def test_what_holds_nothing_of_the_tensor_cannot_be_rebased():
-    weight = normal(6, 8)
-    coded = encode(TrellisWeightCodec(step=0.1), weight, spec_of(weight), Context())
-    without = ReferenceState(coded.encoded.codec, coded.encoded.params, {})
-    assert TrellisWeightCodec().rebase(coded.encoded, without, spec_of(weight)) is None
-
-
 def test_a_reader_can_go_on_writing():
     """And writes the same bytes as the encoder that made what it has read."""
     (weight, before), (moved, after) = chain(TrellisWeightCodec(step=0.1), 0.02, 2, normal(60, 70))
@@ -175,67 +153,6 @@ def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack([one.reshape(-1).double(), other.reshape(-1).double()]))[0, 1])
 
 
-def sizes_of_walks(walk: float, saves: int) -> tuple[list[int], list[float]]:
-    """Bytes of each save, and of the best code of rounded weights with the same noise, of weights that walk by so many of its
-    steps."""
-    chained = chain(TrellisWeightCodec(step=0.1 * WIDER), walk / WIDER, saves, normal(256, 256))
-    squares = [float((coded.value - weight).square().mean()) for weight, coded in chained]
-    assert np.mean(squares) == pytest.approx(0.1**2 / 12, rel=0.03)
-    weights = [weight.double().reshape(-1).numpy() / 0.1 for weight, _ in chained]
-    return [coded.encoded.nbytes for _, coded in chained], sizes_of_rounding(weights, walk)
-
-
-def sizes_of_rounding(weights: list[Float64s], walk: float) -> list[float]:
-    """Bytes of weights in steps, rounded with a dither, if a filter that knows the walk gives each its probability."""
-    rng, sizes = np.random.default_rng(0), []
-    mean, variance = np.zeros(weights[0].size), float(np.square(weights[0]).mean())
-    for weight in weights:
-        dither = rng.uniform(-0.5, 0.5, weight.size)
-        point = np.rint(weight + dither)
-        ends = [
-            torch.special.ndtr(torch.from_numpy((point + end - dither - mean) / variance**0.5))
-            for end in (-0.5, 0.5)
-        ]
-        sizes.append(-float((ends[1] - ends[0]).clamp(1e-12).log2().sum()) / 8)
-        gain = variance / (variance + 1 / 12)
-        mean = mean + gain * (point - dither - mean)
-        variance = variance * (1 - gain) + walk**2
-    return sizes
-
-
-@pytest.mark.parametrize("walk", [0.05, 0.1, 0.3, 1.0])
-def test_a_walk_takes_fewer_bits_than_rounded_with_the_same_noise(walk):
-    sizes, others = sizes_of_walks(walk, saves=8)
-    assert sizes[0] < 0.98 * others[0]
-    assert sum(sizes[1:]) < 0.95 * sum(others[1:])
-
-
-def test_weights_that_hardly_walk_take_little():
-    """Less and less, as far as a filter knows better and better where they are."""
-    sizes, others = sizes_of_walks(0.003, saves=12)
-    assert sum(sizes[6:]) < 0.95 * sum(others[6:])
-    assert sizes[1:] == sorted(sizes[1:], reverse=True)
-    assert sizes[-1] < 0.05 * sizes[0]
-
-
-def test_weights_that_stay_cost_little_and_their_errors_never_add_up():
-    weight = normal(200, 200)
-    chained = chain(TrellisWeightCodec(step=0.5), 0.0, 6, weight)
-    sizes = [coded.encoded.nbytes for _, coded in chained]
-    assert max(sizes[4:]) < 0.5 * sizes[0]
-    assert sizes[2:] == sorted(sizes[2:], reverse=True)
-
-
-def test_the_first_error_does_not_depend_on_the_weight():
-    for weight in (torch.zeros(300, 300), torch.full((300, 300), 0.4), normal(300, 300)):
-        error = (
-            encode(TrellisWeightCodec(step=1.0, seed=3), weight, spec_of(weight), Context()).value - weight
-        )
-        assert abs(float(error.mean())) < 0.005
-        assert float(error.double().square().mean()) == pytest.approx(NOISE, rel=0.03)
-        assert float(error.abs().max()) <= 1.0001
-
-
 def test_after_a_restore_weights_are_where_the_file_said():
     """What was restored is taken for the weights themselves, and small moves are kept on average."""
     chained = chain(TrellisWeightCodec(step=1.0), 0.01, 4, normal(300, 300, scale=5.0))
@@ -262,12 +179,6 @@ def test_after_a_restore_weights_are_where_the_file_said():
         fresh.encoded.nbytes < alone.encoded.nbytes / 3
     )  # the decoder knows how far the dither moved the points
     assert fresh.encoded.nbytes < plain.encoded.nbytes
-
-
-def test_only_a_delta_can_have_gone_on():
-    weight = normal(6, 8)
-    coded = encode(TrellisWeightCodec(step=0.1, after_restore=True), weight, spec_of(weight), Context())
-    assert "after_restore" not in coded.encoded.params
 
 
 def test_steps_near_the_wanted_ones_are_kept_and_others_taken():
@@ -345,15 +256,6 @@ def test_a_jump_that_is_too_far_for_a_point_is_refused():
         encode(TrellisWeightCodec(step=1.0, seed=1), weight, spec, reference(first))
 
 
-def test_weights_that_all_jump_are_read_as_written():
-    weight = 100 * normal(60, 50)
-    first = encode(TrellisWeightCodec(step=0.1), weight, spec_of(weight), Context())
-    second = encode(TrellisWeightCodec(step=0.1, seed=1), -weight, spec_of(weight), reference(first))
-    reread(first, spec_of(weight), Context())
-    reread(second, spec_of(weight), reference(first))
-    assert float((second.value + weight).abs().max()) < 0.2
-
-
 @pytest.mark.parametrize("value", [3e38, -3e38, 1e30])
 def test_weights_that_have_exploded_are_refused(value):
     """As they are without a predecessor: they are then stored exactly."""
@@ -363,16 +265,6 @@ def test_weights_that_have_exploded_are_refused(value):
     for context in (Context(), reference(first)):
         with pytest.raises(CannotRepresentError):
             encode(TrellisWeightCodec(step=0.5, seed=1), weight, spec_of(weight), context)
-
-
-@pytest.mark.parametrize("far", [4000.0, 6000.0, 9000.0, 13_000.0])
-def test_weights_many_steps_from_zero_stay_on_the_trellis(far):
-    """What a base can hold its deltas can hold too."""
-    weight = normal(40, 64)
-    weight[3, 5] = far
-    chained = chain(TrellisWeightCodec(step=1.0), 0.003, 4, weight)
-    for moved, coded in chained:
-        assert float((coded.value - moved).abs().max()) <= 1.01
 
 
 def test_a_tensor_of_another_size_begins_anew():
@@ -597,58 +489,6 @@ def test_deltas_need_what_they_refer_to():
             TrellisWeightCodec().decode(encoded, strange, context)
 
 
-def test_bytes_do_not_depend_on_threads():
-    weight = normal(700, 900)
-    spec = spec_of(weight)
-    first = encode(TrellisWeightCodec(step=0.1), weight, spec, Context()).encoded
-    coded = in_team(2, lambda: encode(TrellisWeightCodec(step=0.1), weight, spec, Context()))
-    assert coded.encoded == first
-
-
-@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e28])
-def test_a_process_without_subnormals_restores_the_same_bits(scale):
-    weight = normal(40, 30, scale=scale)
-    exponents = curvature_exponents(
-        torch.rand(40, 30, generator=torch.Generator().manual_seed(1)) ** 40, (40, 30)
-    )
-    spec, context, chained = spec_of(weight), Context(), []
-    for save, (step, after_restore) in enumerate([(0.2, False), (0.2, False), (0.9, True), (0.9, False)]):
-        codec = TrellisWeightCodec(
-            step=step * scale, exponents=exponents, seed=save, after_restore=after_restore
-        )
-        coded = encode(codec, weight, spec, context)
-        chained.append((coded, context))
-        context, weight = reference(coded), weight + normal(40, 30, seed=save + 1, scale=0.02 * scale)
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor always has subnormals")
-    try:
-        again = [reread(coded, spec, before)[0] for coded, before in chained]
-    finally:
-        torch.set_flush_denormal(False)
-    for (coded, _), value in zip(chained, again, strict=True):
-        assert torch.equal(value.view(torch.int32), coded.value.view(torch.int32))
-
-
-def test_the_finest_steps_of_all_restore_the_same_bits_without_subnormals():
-    """The least step size that there may be, as narrow as exponents make it."""
-    least = (np.full(20, -32, np.int8), np.full(64, -32, np.int8))
-    size, chained, context = 1.1e-27 * 2.0**-16, [], Context()
-    weight = normal(20, 64, scale=size)
-    spec = spec_of(weight)
-    for save in range(4):
-        coded = encode(TrellisWeightCodec(step=1.1e-27, exponents=least, seed=save), weight, spec, context)
-        chained.append((coded, context))
-        context = reference(coded)
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor always has subnormals")
-    try:
-        again = [reread(coded, spec, before)[0] for coded, before in chained]
-    finally:
-        torch.set_flush_denormal(False)
-    for (coded, _), value in zip(chained, again, strict=True):
-        assert torch.equal(value.view(torch.int32), coded.value.view(torch.int32))
-
-
 def save(tensor: torch.Tensor, context: Context, **options: Any) -> tuple[Coded, torch.Tensor, Context]:
     """One more checkpoint of a chain, read as it was written."""
     spec = spec_of(tensor)
@@ -703,20 +543,6 @@ def test_nothing_is_written_of_rows_that_are_kept():
     some = save(weight, context, seed=1, kept=kept)[0].encoded
     alone = save(weight[:16], save(weight[:16], Context())[2], seed=1)[0].encoded
     assert some.nbytes < alone.nbytes + 150
-
-
-def test_noise_of_the_other_rows_is_what_it_would_be_without_rows_that_are_kept():
-    """The walk is that of the rows that are coded; those that are kept say nothing of it."""
-    weight, kept = normal(300, 128), np.arange(300) >= 30
-    context, errors = save(weight, Context())[2], []
-    for number in range(1, 7):
-        weight = weight.clone()
-        weight[:30] += normal(30, 128, seed=number, scale=0.05)
-        coded, value, context = save(weight, context, seed=number, kept=kept)
-        errors.append(float((value - weight)[:30].square().mean()))
-    alone = chain(TrellisWeightCodec(step=0.1), 0.5, 7, normal(30, 128))[-1][1].encoded.params
-    assert np.mean(errors) == pytest.approx(0.01 * NOISE, rel=0.05)
-    assert abs(coded.encoded.params["walk"] - alone["walk"]) <= 3
 
 
 @pytest.mark.parametrize("after_restore", [False, True])
@@ -793,11 +619,3 @@ def test_a_mask_of_other_rows_is_malformed_or_another_tensor():
         except ShrinkpointError:
             continue
         assert TrellisWeightCodec().reconstruct(damaged, planes, spec, context).shape == weight.shape
-
-
-def test_rows_that_are_kept_are_the_same_for_any_number_of_threads():
-    weight = normal(700, 900)
-    context = save(weight, Context())[2]
-    codec = TrellisWeightCodec(step=0.1, seed=1, kept=np.arange(700) % 3 == 0)
-    one, two = (in_team(n, lambda: encode(codec, weight, spec_of(weight), context)).encoded for n in (1, 2))
-    assert one == two

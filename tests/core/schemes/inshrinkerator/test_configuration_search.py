@@ -13,7 +13,6 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.inshrinkerator.search import ConfigurationChoice, ConfigurationSearch, Search
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 
-SPACE = ConfigurationSpace()
 SIZE = steep_size(SMALL)
 COST = 2.0
 TARGET = SMALL.at("sensitivity", (1, 1, 0, 0))
@@ -172,20 +171,6 @@ def test_falls_to_verified_then_mildest_then_exact() -> None:
     assert training.save().configuration == TARGET
 
 
-def test_neighbourhood_then_exhaustive_when_the_incumbent_fails() -> None:
-    training = Training(holds_from(TARGET), overhead=math.inf)
-    training.save()
-    training.degradation = holds_from(SMALL.at("sensitivity", (2, 1, 0, 0)))
-    choice = training.save()
-    assert choice.finished == "neighbourhood"
-    assert choice.configuration == SMALL.at("sensitivity", (2, 1, 0, 0))
-    training.degradation = holds_from(SMALL.at("sensitivity", (0, 0, 0, 1)))
-    choice = training.save()
-    assert choice.configuration == SMALL.at("sensitivity", (2, 1, 0, 1)) or choice.finished is not None
-    if choice.finished is not None and choice.finished == "exhaustive":
-        assert choice.configuration == SMALL.at("sensitivity", (0, 0, 0, 1))
-
-
 def test_nothing_feasible_is_exact_until_the_reprobe() -> None:
     training = Training(lambda _: 0.5, overhead=math.inf, reprobe_every=3)
     first = training.save()
@@ -196,19 +181,6 @@ def test_nothing_feasible_is_exact_until_the_reprobe() -> None:
         assert not training.measured
     training.degradation = holds_from(TARGET)
     assert training.save().configuration == TARGET
-
-
-def test_reprobe_becomes_harsher_again() -> None:
-    training = Training(holds_from(SMALL.at("sensitivity", (2, 1, 0, 0))), overhead=math.inf, reprobe_every=4)
-    start = training.save().configuration
-    training.degradation = holds_from(TARGET)
-    kinds = []
-    for _ in range(4):
-        choice = training.save()
-        kinds.append(choice.finished)
-    assert kinds == ["neighbourhood"] * 3 + ["reprobe"]
-    assert start == SMALL.at("sensitivity", (2, 1, 0, 0))
-    assert choice.configuration == TARGET
 
 
 @pytest.mark.parametrize("rise", NOT_FINITE)
@@ -235,16 +207,6 @@ def test_restart_keeps_the_answers_of_a_search_under_way() -> None:
         assert known <= {Configuration.from_json(c) for c, _ in training.search.state_dict()["answers"]}  # type: ignore[attr-defined]
         assert choice.configuration in known | {SMALL.mildest} | set(training.measured)
     assert choice.configuration == TARGET
-
-
-def test_restart_keeps_incumbent_budget_and_counts() -> None:
-    training = Training(holds_from(TARGET), overhead=0.5)
-    while training.save().finished is None:
-        pass
-    before = training.search.state_dict()
-    training.restart()
-    assert training.search.state_dict() == before
-    assert training.save().configuration == TARGET
 
 
 def test_restart_with_another_space_starts_over() -> None:
@@ -291,27 +253,3 @@ def test_error_of_an_evaluation_passes_and_the_next_save_goes_on() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         training.search.choose(SIZE, breaks, 0.01)
     assert training.save().configuration == TARGET
-
-
-def test_noise_does_not_unsettle_the_steady_state() -> None:
-    """Noise below the declared one causes neither switches of the metric nor exhaustive searches."""
-    training = Training(holds_from(TARGET), overhead=math.inf)
-    training.save()
-    for save in range(20):
-        training.degradation = lambda c, s=save: holds_from(TARGET)(c) + 0.0004 * math.sin(7 * s + c.bins)
-        choice = training.save()
-        assert choice.configuration == TARGET
-        assert len(training.measured) == 2
-
-
-def test_full_space_within_the_published_number_of_evaluations() -> None:
-    asked = []
-
-    def evaluate(c: Configuration) -> float:
-        asked.append(c)
-        return 0.005 if SPACE.at_least_as_mild(c, target) else 0.2
-
-    target = SPACE.at("magnitude", (2, 2, 1, 0))
-    choice = ConfigurationSearch(math.inf, lambda: 0.0).choose(steep_size(SPACE), evaluate, 0.01)
-    assert choice.configuration == target
-    assert len(asked) <= 45

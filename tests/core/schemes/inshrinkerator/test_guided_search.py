@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.search_instances import NOT_FINITE, SMALL, harshness, random_problem, run, steep_size
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.schemes.inshrinkerator.search import Search, significantly_lower
+from shrinkpoint.schemes.inshrinkerator.search import Search
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 
 SPACE = ConfigurationSpace()
@@ -41,19 +41,6 @@ def test_default_limit_suffices_in_the_full_space(seed: int) -> None:
     assert "limit" in outcome.reason or found == problem.smallest
 
 
-def test_size_is_asked_once_per_configuration() -> None:
-    asked: list[Configuration] = []
-
-    def predict(c: Configuration) -> float:
-        asked.append(c)
-        return 1.0
-
-    outcome = run(Search("exhaustive", SPACE, predict, 0.01), lambda _: 0.0)
-    assert sorted(map(str, asked)) == sorted(map(str, SPACE.configurations))
-    # All are equally large, so that only the mildest can be worth a measurement.
-    assert outcome.measured == [SPACE.mildest]
-
-
 @pytest.mark.parametrize("answer", [*NOT_FINITE, 0.02])
 def test_nothing_feasible(answer: float) -> None:
     outcome = run(Search("exhaustive", SPACE, steep_size(SPACE), 0.01), lambda _: answer)
@@ -78,14 +65,6 @@ def test_limit_holds_and_is_told(limit: int) -> None:
     assert outcome.degradation <= 0.01
 
 
-def test_last_evaluation_goes_to_the_mildest() -> None:
-    outcome = run(
-        Search("exhaustive", SPACE, steep_size(SPACE), 0.01, limit=3),
-        lambda c: 0.0 if c == SPACE.mildest else 1.0,
-    )
-    assert outcome.chosen == SPACE.mildest
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**63), st.floats(0.0, 0.5))
 def test_noisy_measurements_never_yield_what_measured_infeasible(seed: int, noise: float) -> None:
@@ -108,32 +87,9 @@ def test_a_size_that_is_no_number_is_refused() -> None:
         Search("exhaustive", SPACE, lambda _: math.nan, 0.01)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0.005, 0.01, True),
-        (0.0095, 0.01, False),  # within 10 %
-        (0.0, 0.001, False),  # within twice the noise
-        (-0.02, -0.01, True),
-        (0.01, math.inf, True),
-        (math.inf, math.inf, False),
-        (math.inf, 0.01, False),
-    ],
-)
-def test_significance(low: float, high: float, expected: bool) -> None:
-    assert significantly_lower(low, high) is expected
-
-
 INCUMBENT = SPACE.at("sensitivity", (2, 2, 1, 0))
 TWIN = SPACE.at("magnitude", (2, 2, 1, 0))
 SIZE = steep_size(SPACE)
-
-
-def test_feasible_incumbent_stays_after_two_evaluations() -> None:
-    outcome = run(Search("neighbourhood", SPACE, SIZE, 0.01, INCUMBENT), lambda _: 0.005)
-    assert outcome.measured == [INCUMBENT, TWIN]
-    assert outcome.chosen == INCUMBENT
-    assert outcome.degradation == 0.005
 
 
 @pytest.mark.parametrize(
@@ -152,27 +108,6 @@ def test_switches_the_metric_only_when_clearly_better(incumbent: float, twin: fl
     outcome = run(Search("neighbourhood", SPACE, SIZE, 0.01, INCUMBENT), answers.__getitem__)
     assert outcome.chosen == (TWIN if switches else INCUMBENT)
     assert ("by magnitude was better" in outcome.reason) is switches
-
-
-def test_moves_to_the_smallest_milder_neighbour_that_holds() -> None:
-    target = SPACE.at("sensitivity", (3, 2, 2, 0))
-
-    def degradation(c: Configuration) -> float:
-        return 0.001 if SPACE.at_least_as_mild(c, target) else 0.02
-
-    outcome = run(Search("neighbourhood", SPACE, SIZE, 0.01, INCUMBENT), degradation)
-    assert outcome.chosen == target
-    sizes = [SIZE(c) for c in outcome.measured[2:]]
-    assert sizes == sorted(sizes)
-
-
-def test_milder_and_smaller_neighbour_is_preferred_to_the_incumbent() -> None:
-    smaller = SPACE.at("sensitivity", (2, 3, 1, 0))
-    outcome = run(
-        Search("neighbourhood", SPACE, lambda c: 1.0 if c == smaller else SIZE(c), 0.01, INCUMBENT),
-        lambda _: 0.0,
-    )
-    assert outcome.chosen == smaller
 
 
 @pytest.mark.parametrize("answer", [*NOT_FINITE, 0.02])
@@ -199,28 +134,6 @@ def test_never_becomes_harsher_and_never_exceeds_the_bound(seed: int, incumbent:
     if outcome.chosen is not None:
         assert problem.degradation[outcome.chosen] <= problem.bound
         assert harshness(SMALL, outcome.chosen) <= harshness(SMALL, incumbent)
-
-
-def test_reprobe_becomes_harsher_by_one_step() -> None:
-    target = SPACE.at("sensitivity", (1, 2, 0, 0))
-
-    def degradation(c: Configuration) -> float:
-        return 0.001 if SPACE.at_least_as_mild(c, target) else 0.02
-
-    outcome = run(Search("reprobe", SPACE, SIZE, 0.01, INCUMBENT, limit=20), degradation)
-    assert outcome.chosen == target
-
-
-def test_reprobe_keeps_the_incumbent_when_nothing_smaller_holds() -> None:
-    outcome = run(Search("reprobe", SPACE, SIZE, 0.01, INCUMBENT), lambda c: 0.0 if c == INCUMBENT else 1.0)
-    assert outcome.chosen == INCUMBENT
-    assert len(outcome.measured) <= 8
-
-
-def test_reprobe_stops_at_an_infeasible_incumbent() -> None:
-    outcome = run(Search("reprobe", SPACE, SIZE, 0.01, INCUMBENT), lambda _: math.nan)
-    assert outcome.chosen is None
-    assert len(outcome.measured) == 1
 
 
 @settings(max_examples=300, deadline=None)

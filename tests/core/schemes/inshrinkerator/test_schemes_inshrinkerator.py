@@ -1,7 +1,7 @@
 import pytest
 import torch
 from support.chains import encode
-from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, capture, train
+from support.training import OPTIMIZERS, TinyGPT, capture, train
 from torch import nn
 
 from shrinkpoint.errors import CannotRepresentError
@@ -45,12 +45,6 @@ def test_who_is_coded_by_what():
         else:
             assert not large or spec.tag.role is Role.OTHER
     assert {"model/wte.weight", "model/attn.in_proj_weight", "model/up.weight"} <= set(makers)
-
-
-def test_convolutions_are_weights_and_norms_are_not():
-    state = state_of(TinyConvNet(), "SGD")
-    weights = Weights(state, InshrinkeratorOptions())
-    assert [spec.name for spec in weights.specs] == ["model/body.3.weight", "model/head.weight"]
 
 
 @pytest.mark.parametrize(
@@ -111,16 +105,6 @@ def test_what_is_stored_exactly_is_evaluated_as_of_the_snapshot_too():
         assert all(given[name] is state.tensors[f"model/{name}"] for name in given if name != "0.weight")
 
 
-def test_restored_does_not_fail_on_the_ends_of_a_dtype():
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        ends = (torch.randn(60, 60).sign() * torch.finfo(dtype).max).to(dtype)
-        state = TrainingState.capture(
-            {"w": ends}, lambda p, t: Tag(role=Role.WEIGHT, layer_type=LayerType.LINEAR, parameter="w")
-        )
-        weights = Weights(state, InshrinkeratorOptions())
-        assert bool(torch.isfinite(weights.restored(CONFIGURATION)["w"]).all())
-
-
 def test_a_weight_with_nan_refuses_with_the_reason_and_leaves_the_others_thresholds_alone():
     state = state_of(TinyGPT())
     state.tensors["model/up.weight"][0, 0] = float("nan")
@@ -130,9 +114,3 @@ def test_a_weight_with_nan_refuses_with_the_reason_and_leaves_the_others_thresho
         makers["model/up.weight"]()
     assert "model/up.weight" not in weights.tensors
     assert makers["model/down.weight"]().thresholds.protect_magnitude < float("inf")
-
-
-def test_the_description_is_for_people_and_json():
-    state = state_of(TinyGPT())
-    scheme = Inshrinkerator(InshrinkeratorOptions(), Weights(state, InshrinkeratorOptions()), CONFIGURATION)
-    assert scheme.describe() == {"name": "inshrinkerator", "configuration": CONFIGURATION.to_json()}

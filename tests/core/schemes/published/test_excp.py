@@ -176,18 +176,6 @@ def test_without_a_second_moment_the_weight_is_kept_exactly_and_the_reason_told(
     check_chain(states, lambda reference: ExCP(reference=reference))
 
 
-def test_the_bytes_do_not_depend_on_threads():
-    states = adam(3)
-    chosen = ExcpOptions(coder="rans")
-    chains = [
-        save_chain(states, lambda reference: ExCP(options=chosen, reference=reference), threads)[1]
-        for threads in (1, 2)
-    ]
-    for one, two in zip(*chains, strict=True):
-        for a, b in zip(one.checkpoint.entries, two.checkpoint.entries, strict=True):
-            assert a.encoded == b.encoded
-
-
 def test_a_changed_shape_and_a_new_parameter_start_again():
     def state(shape, **more):
         generator = torch.Generator().manual_seed(shape[0])

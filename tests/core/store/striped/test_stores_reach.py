@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.cli_runs import STEPS, make_run
+from support.cli_runs import STEPS, make_run, run, run_json
 from support.options import grouped
 from torch import nn
-from typer.testing import CliRunner
 
 from shrinkpoint import Checkpointer, StepLog
-from shrinkpoint.cli.app import app
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError, RunMismatchError, ShrinkpointWarning
 from shrinkpoint.io.loading import load, load_weights
@@ -24,24 +22,12 @@ from shrinkpoint.store.connect import open_objects, shared_fate
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import Stores, parse_url, split_urls, url_text
 
-runner = CliRunner()
-
 
 @pytest.fixture(autouse=True)
 def _one_device() -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*lost together", ShrinkpointWarning)
         yield
-
-
-def run(*arguments: str, code: int = 0) -> Any:
-    result = runner.invoke(app, list(arguments))
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result
-
-
-def run_json(*arguments: str, code: int = 0) -> Any:
-    return json.loads(run(*arguments, "--json", code=code).stdout)
 
 
 @pytest.mark.parametrize(
