@@ -89,6 +89,7 @@ class StateSaver(ABC):
         """Seconds that training has waited for snapshots and unfinished saves so far."""
         self._under_way = SaveUnderWay()
         self._waits = WaitingShare()
+        self._deadline = Deadline(self.config.deadline_s)
         self._worker = Worker("shrinkpoint-save", before_exit=end_evaluations)
         self._warmup = Warmup(self.config.scheme)
         self._frozen: FrozenTensors | None = None
@@ -210,7 +211,6 @@ class Saver(StateSaver):
         self._evaluate: Evaluate | None = None
         self._resumed: ResumedSteps | None = None
         self._newest: tuple[Manifest, Decoded] | None = None
-        self._deadline = Deadline(self.config.deadline_s)
         _savers.add(self)
 
     @property

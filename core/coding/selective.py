@@ -255,10 +255,15 @@ def _side_by_side(function: Callable[[Item], T], items: Iterable[Item]) -> list[
 
 
 def _header_alone(store: RunStore, ref: BlobRef) -> Header:
-    def read(offset: int, length: int) -> bytes:
-        return store.fetch_range(ref, offset, offset + length, near=False)
+    def read(offset: int, length: int, *, near: bool = store.copies_near) -> bytes:
+        return store.fetch_range(ref, offset, offset + length, near=near)
 
-    return ContainerReader(read, ref.size).header
+    try:
+        return ContainerReader(read, ref.size).header
+    except FormatError:
+        if not store.copies_near:
+            raise
+        return ContainerReader(partial(read, near=False), ref.size).header  # this node's copy is damaged
 
 
 def decode_checkpoint(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Decoded:

@@ -40,6 +40,7 @@ from shrinkpoint.version import __version__
 from shrinkpoint.warn import warn
 
 __all__ = [
+    "CARRIED",
     "UNPLANNED",
     "Adopting",
     "PlannedChain",
@@ -369,7 +370,8 @@ def still_there(store: RunStore, planned: Manifest) -> Manifest | None:
     return next(found, None)
 
 
-_PREFIX = "adopted before/"
+CARRIED = "adopted before/"
+"""What the names of weights begin with that an exact save carries for the next planned one."""
 
 
 def carrying(state: TrainingState, noted: Mapping[str, torch.Tensor]) -> TrainingState:
@@ -381,20 +383,20 @@ def carrying(state: TrainingState, noted: Mapping[str, torch.Tensor]) -> Trainin
     """
     tag = Tag(role=Role.OTHER)
     specs = {
-        _PREFIX + name: TensorSpec(
-            name=_PREFIX + name, dtype=tensor.dtype, shape=tuple(tensor.shape), tag=tag
+        CARRIED + name: TensorSpec(
+            name=CARRIED + name, dtype=tensor.dtype, shape=tuple(tensor.shape), tag=tag
         )
         for name, tensor in noted.items()
     }
-    tensors = {_PREFIX + name: tensor for name, tensor in noted.items()}
+    tensors = {CARRIED + name: tensor for name, tensor in noted.items()}
     return TrainingState(state.tree, {**state.tensors, **tensors}, {**state.specs, **specs})
 
 
 def carried_in(state: TrainingState) -> TrainingState | None:
     """The weights that `carrying` has added, by their own names; None where there are none."""
     tensors = {
-        name.removeprefix(_PREFIX): tensor
+        name.removeprefix(CARRIED): tensor
         for name, tensor in state.tensors.items()
-        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) in state.specs
+        if name.startswith(CARRIED) and name.removeprefix(CARRIED) in state.specs
     }
     return TrainingState(None, tensors, {name: state.specs[name] for name in tensors}) if tensors else None

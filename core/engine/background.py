@@ -89,9 +89,6 @@ class Background:
         clock: seconds since any fixed moment, by which the search decides.
     """
 
-    carries = True
-    """Whether an exact save without a planned one before it carries the weights that the next one is quantized by."""
-
     def __init__(
         self,
         store: RunStore,
@@ -132,9 +129,15 @@ class Background:
 
     # ---- where a training begins, or continues
 
-    def begin(self, state: TrainingState, step: int) -> None:
-        """Count the weights' movement from here: where a training starts that restored nothing."""
-        self._note(state, step)
+    def begin(self, state: TrainingState, step: int, *, lasting: bool = False) -> None:
+        """Count the weights' movement from here: where a training starts that restored nothing.
+
+        Args:
+            state: its weights, or those that this rank owns.
+            step: training steps done so far.
+            lasting: as of `MovementTracker.note`.
+        """
+        self._note(state, step, lasting=lasting)
 
     def adopt(
         self,
@@ -206,7 +209,7 @@ class Background:
             go_on({}, (carried, last.since))
         else:
             go_on({}, (state, manifest.step))
-            if self._chain is not None:
+            if self._chain is not None and any(map(is_followed, state.specs.values())):
                 warn(
                     f"the last planned save before step {manifest.step} could not be stored, and with it where the weights were: the next"
                     " save's bits differ from those of an undisturbed run. This run stays reproducible from there on"
@@ -439,7 +442,7 @@ class Background:
         """
         if link is not None:
             link = replace(link, reference=dict(adopting.chain.known))
-        elif self.carries and self.movement.step not in (None, job.step):
+        elif self.movement.step not in (None, job.step):
             state = carrying(state, self.movement.noted)
         last = adopting.branch(self.movement.step, is_delta=link is not None)
         return Choice(exactly(UNPLANNED, is_explained=True), state, link, last=last)

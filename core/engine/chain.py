@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from shrinkpoint.coding.encode import EncodedState
@@ -78,6 +78,8 @@ class Chain:
         )
         self.parent: Manifest | None = None
         """The checkpoint that a delta builds on."""
+        self.committed: Manifest | None = None
+        """The last one that this process has committed."""
         self.lineage: str | None = None
         """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
 
@@ -237,7 +239,8 @@ class Chain:
         )
         if isinstance(stored, bytes):
             report = replace(report, write_s=time.perf_counter() - started)
-            self._store.copy_near(manifest, stored)
+            self._store.copy_near(manifest, {manifest.chain[-1].key: stored})
+        self.committed = manifest
         if advances:
             self.parent, self._restored = manifest, self._restored and link is not None and anchor is None
         if not explained:
@@ -315,6 +318,8 @@ class StoredPart:
     """Why it is not known what a restore does to the next updates of this rank's parameters."""
     stand_ins: Sequence[str] = ()
     """Tensors that no container has as they were quantized, where the training adopts."""
+    copied: Mapping[str, bytes] = field(default_factory=dict)
+    """Its container, by the key, where it is copied to this node once it is committed."""
 
     def message(self) -> dict[str, Any]:
         """Give the message to the first rank, in JSON primitives."""
@@ -366,7 +371,8 @@ def store_part(
         write_s=time.perf_counter() - encoded_at,
     )
     made = Part(ref=ref, state_digest=checkpoint.state_digest)
-    return StoredPart(made, encoded.reference, report, untried, stand_ins)
+    copied = {ref.key: container} if store.copies_near else {}
+    return StoredPart(made, encoded.reference, report, untried, stand_ins, copied)
 
 
 def commit_parts(

@@ -329,7 +329,7 @@ def make_weights(
         threads: threads that decode.
 
     Returns:
-        What to commit; None where it holds no optimizer state.
+        What to commit, in one container; None where it holds no optimizer state.
 
     Raises:
         CorruptionError: the new checkpoint would restore to other weights.
@@ -337,12 +337,12 @@ def make_weights(
     """
     source = sources_of_run(store, manifest)[-1]()
     header = source.header
-    tensor_names(header.tree)  # refuses a tree that is nested too deeply
+    every = tensor_names(header.tree)  # refuses a tree that is nested too deeply
     tree = _cleared(header.tree)
     kept = tensor_names(tree)
-    if kept >= header.tensors.keys():
+    if kept == every:
         return None
-    if manifest.kind == "base" or parent is not None:
+    if not manifest.has_parts and (manifest.kind == "base" or parent is not None):
         alone = required(kept, header.tensors.values()) == kept
         entries = tuple(source.entries(kept))
         parent = None if header.kind == "base" else parent
@@ -369,7 +369,11 @@ def _as_base(
     """A base of all tensors, or of those that a tree has once it is `cleared`."""
 
     def choose(header: Header) -> Collection[str]:
-        return header.tensors.keys() if cleared is None else tensor_names(cleared(header.tree))
+        if cleared is None:
+            return header.tensors.keys()
+        wanted = tensor_names(cleared(header.tree))
+        blocks = {name: record.spec.block for name, record in header.tensors.items()}
+        return {name for name, block in blocks.items() if (name if block is None else block.of) in wanted}
 
     header, _, batches = decode_batches(sources_of_run(store, manifest), choose, threads=threads)
     kept = choose(header)
@@ -468,12 +472,6 @@ class Slimmer:
         made: list[Manifest] = []
         for manifest in reversed(own):
             if stays(manifest) or is_weights_only(manifest.meta) or manifest.digest in self._without:
-                continue
-            if manifest.has_parts:
-                self._without.add(manifest.digest)
-                warn(
-                    f"checkpoint {manifest.seq} (step {manifest.step}), which several ranks wrote, keeps its optimizer state"
-                )
                 continue
             if manifest.position in weights:  # a collection was interrupted here
                 writer.collect((), seen=[manifest], grace_s=self._grace_s)

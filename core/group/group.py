@@ -4,6 +4,7 @@ Methods that communicate are collectives of the training thread: every rank call
 that two threads use at once aborts the process, so background threads have a `shrinkpoint.group.mailbox.Mailbox`.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 import shrinkpoint.errors as errors
 
-__all__ = ["Alone", "Distributed", "Group", "await_all", "world"]
+__all__ = ["Alone", "Distributed", "Group", "await_all", "is_first_of_node", "world"]
 
 T = TypeVar("T")
 
@@ -186,6 +187,15 @@ def world(process_group: "dist.ProcessGroup | None" = None) -> Group:
     """
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
     return Distributed(process_group) if together else Alone()
+
+
+def is_first_of_node(rank: int) -> bool:
+    """Say whether this process is the first of its node, as torchrun and trainers number them; else the first one of all.
+
+    Args:
+        rank: of this process.
+    """
+    return os.environ.get("LOCAL_RANK", str(rank)) == "0"
 
 
 def _named(error: Exception | None) -> tuple[str, str] | None:

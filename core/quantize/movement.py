@@ -43,7 +43,7 @@ class MovementTracker:
 
     def __init__(self) -> None:
         self._before: dict[str, torch.Tensor] = {}
-        self._step = 0
+        self._step: int | None = None
         self._own_memory = False
 
     def since(self, state: TrainingState, step: int) -> Movement | None:
@@ -53,7 +53,7 @@ class MovementTracker:
             state: a snapshot; tensors on the host.
             step: the training step that it belongs to.
         """
-        if not self._before:
+        if not self._before or self._step is None:
             return None
         rows = {
             name: _row_changes(state.tensors[name], before)
@@ -72,12 +72,12 @@ class MovementTracker:
     @property
     def knows(self) -> bool:
         """Whether a snapshot was noted."""
-        return bool(self._before)
+        return self._step is not None
 
     @property
     def step(self) -> int | None:
         """The training step of that snapshot; None where none was noted."""
-        return self._step if self._before else None
+        return self._step
 
     @property
     def noted(self) -> Mapping[str, torch.Tensor]:
@@ -109,7 +109,7 @@ class MovementTracker:
 
     def forget(self) -> None:
         """Drop the copy: the next movement is unknown."""
-        self._before = {}
+        self._before, self._step = {}, None
 
 
 def is_followed(spec: TensorSpec) -> bool:

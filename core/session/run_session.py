@@ -80,7 +80,7 @@ class RunSession:
                 "step_log= is not supported for sharded models: leave it out, and save more often instead"
             )
         if self.together:
-            refuse_options(settings.stores, settings.saver)
+            refuse_options(settings.saver)
         self._targets, self._own = targets, own
         self.best = BestCheckpoints(
             url=settings.url,

@@ -90,6 +90,11 @@ class ShardedObjects(LoopObjects):
         reshard(self.model)
         return super().state(step)
 
+    def weights(self) -> dict[str, Any]:
+        """See `LoopObjects.weights`; its DTensors are this rank's."""
+        reshard(self.model)
+        return super().weights()
+
     def rehearse(self) -> None:
         """Nothing: shards are compared with the checkpoint's tensors at a resume."""
 

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointError
 from shrinkpoint.group.group import Distributed
-from shrinkpoint.store.urls import RunUrl, Stores
 
 __all__ = ["Agreed", "Status", "agree", "refuse_options", "require_same"]
 
@@ -122,27 +121,16 @@ def agree(group: Distributed, status: Status) -> Agreed:
     )
 
 
-def refuse_options(url: RunUrl, config: SaverConfig, *, copied: bool = False) -> None:
+def refuse_options(config: SaverConfig, *, copied: bool = False) -> None:
     """Refuse the options that are not for sharded models.
 
     Args:
-        url: as of a saver.
         config: how to save.
         copied: whether every rank has the whole model, to whose frozen tensors checkpoints may refer.
 
     Raises:
         ConfigError: one of them is given.
     """
-    given = {
-        "near": Stores.of(url).near,
-        "keep_optimizer": config.keep_optimizer,
-        "scratch_folder": config.scratch_folder,
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name}={value!r} is not supported for sharded models yet, nor for DDP wrappers: leave it out"
-            )
     if config.frozen == "reference" and not copied:
         raise ConfigError(
             "frozen='reference' is not supported for sharded models yet: give Advanced(frozen='store')"

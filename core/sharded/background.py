@@ -17,6 +17,7 @@ from shrinkpoint.engine.request import Job
 from shrinkpoint.engine.retention import ADOPTION
 from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import StoreError
+from shrinkpoint.group.group import is_first_of_node
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.measurement import Losses
@@ -32,6 +33,8 @@ from shrinkpoint.sharded.probing import Probe, owned_weights
 from shrinkpoint.sharded.trees import with_blocks, without_tensors
 from shrinkpoint.state.own import OwnState
 from shrinkpoint.state.training import TrainingState
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.near import Share
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.warn import warn
 
@@ -67,8 +70,6 @@ class RankBackground(Background):
         warmup: compiles the coders.
         url: of the run, for messages.
     """
-
-    carries = False
 
     def __init__(
         self,
@@ -129,6 +130,11 @@ class RankBackground(Background):
             outcome = self._mailbox.wait(f"{job.number}/outcome", patience_s)
         if made is None or "error" in outcome:
             raise _FailedElsewhereError(str(outcome.get("error")))
+        if "manifest" in outcome:
+            share = Share(self._mailbox.rank, self._mailbox.size, is_first_of_node(self._mailbox.rank))
+            self._store.copy_near(
+                Manifest.from_bytes(outcome["manifest"].encode()), made.stored.copied, share
+            )
         report = SaveReport.of_message(outcome["report"])
         self._learn(job, made.choice, made.encoded, outcome["digest"], report)
         return report
@@ -236,7 +242,9 @@ class RankBackground(Background):
             self._mailbox.post(f"{job.number}/outcome", {"error": str(error)})
             raise
         digest = "" if chain.parent is None else chain.parent.state_digest
-        outcome = {"digest": digest, "report": asdict(report)}
+        outcome: dict[str, Any] = {"digest": digest, "report": asdict(report)}
+        if self._store.copies_near and chain.committed is not None:
+            outcome["manifest"] = chain.committed.to_bytes().decode()
         self._mailbox.post(f"{job.number}/outcome", outcome)
         return outcome
 

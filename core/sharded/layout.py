@@ -17,6 +17,7 @@ __all__ = [
     "block_box",
     "layout_of",
     "owned_boxes",
+    "owned_gradients",
     "owners_of",
     "tensors_of_rank",
 ]
@@ -278,6 +279,26 @@ def owned_boxes(
     for spec, owner in owners.values():
         of, box = block_box(spec)
         found.setdefault(of, {})[box] = (owner,)
+    return found
+
+
+def owned_gradients(
+    owners: Mapping[str, tuple[TensorSpec, int]], rank: int, gradients: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copy the gradients of the parameters that a rank owns, or of their blocks, to the host.
+
+    Args:
+        owners: as `owners_of` gives them.
+        rank: this one.
+        gradients: of the whole parameters, by name.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for spec, owner in owners.values():
+        whole = gradients.get(str(spec.tag.parameter if spec.block is None else spec.block.parameter))
+        if owner == rank and whole is not None and spec.tag.role is Role.WEIGHT:
+            box = Box((0,) * whole.dim(), tuple(whole.shape))
+            own = box.cut(whole, block_box(spec)[1])
+            found[spec.tag.parameter or spec.name] = own.detach().to("cpu", copy=True)
     return found
 
 

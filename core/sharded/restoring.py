@@ -10,6 +10,7 @@ import torch
 from shrinkpoint.coding.parts import PartsHeader
 from shrinkpoint.coding.selective import Row, decode_batches, header_of, sources_of_run
 from shrinkpoint.container.reader import Header
+from shrinkpoint.engine.adopt import CARRIED
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.runtime.memory import Returns
@@ -55,8 +56,9 @@ class Decoded:
 
     @property
     def own_state(self) -> TrainingState:
-        """The tensors that this rank owns."""
+        """The tensors that this rank owns, and what an exact save carries of these."""
         specs = {name: spec for name, (spec, _) in self.owners.items() if name in self.values}
+        specs |= {name: self.plan.specs[name] for name in self.values if name.startswith(CARRIED)}
         return TrainingState(None, {name: self.values[name] for name in specs}, specs)
 
 
@@ -186,10 +188,12 @@ def rows_of(store: RunStore, plan: ReadPlan, wanted: AbstractSet[str], threads: 
 
 
 def _decode(store: RunStore, group: Distributed, plan: ReadPlan, threads: int, limit: int) -> Decoded:
-    # of a checkpoint in parts alone: a single container's state may have an entry of that name
-    common = {n: spec for n, spec in plan.specs.items() if not (plan.own and n.startswith("ranks/"))}
+    # ranks/ of a checkpoint in parts alone: a single container's state may have an entry of that name
+    apart = (CARRIED, "ranks/") if plan.own else CARRIED
+    common = {name: spec for name, spec in plan.specs.items() if not name.startswith(apart)}
     owners = _owners(common, group.size, limit)
     wanted = {name for name, (_, owner) in owners.items() if owner == group.rank}
+    wanted |= plan.specs.keys() & {CARRIED + name for name in wanted}
     if len(plan.own) > group.rank:
         below = own_name(group.rank) + "/"
         wanted |= {name for name in plan.specs if name.startswith(below)}

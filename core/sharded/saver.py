@@ -1,22 +1,22 @@
 """Saves a sharded training from all its ranks in the background, and restores it on any number of them."""
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.chain import Chain
-from shrinkpoint.engine.request import Job, SaveRequest
+from shrinkpoint.engine.compaction import without_optimizer
+from shrinkpoint.engine.request import Job, SaveRequest, plain_step
 from shrinkpoint.engine.retention import is_weights_only, lineage_of, not_finite_text
 from shrinkpoint.engine.takeover import Takeover
 from shrinkpoint.errors import ConfigError, NoCheckpointError, SaveFailedError, StateMismatchError, StoreError
 from shrinkpoint.group.ending import Ending
-from shrinkpoint.group.group import Distributed
+from shrinkpoint.group.group import Distributed, is_first_of_node
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quantize.movement import is_followed
@@ -29,10 +29,17 @@ from shrinkpoint.sharded.agreement import Agreed, Status, agree, refuse_options,
 from shrinkpoint.sharded.background import RankBackground
 from shrinkpoint.sharded.boxes import Pieces
 from shrinkpoint.sharded.gathering import Gathering, NoMemoryError
-from shrinkpoint.sharded.layout import Layout, RankTensors, layout_of, owners_of, tensors_of_rank
+from shrinkpoint.sharded.layout import (
+    Layout,
+    RankTensors,
+    layout_of,
+    owned_gradients,
+    owners_of,
+    tensors_of_rank,
+)
 from shrinkpoint.sharded.probing import Probe, ProbedSave
 from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
-from shrinkpoint.sharded.spreading import Shards
+from shrinkpoint.sharded.spreading import Shards, moved_to
 from shrinkpoint.sharded.trees import own_of
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS
 from shrinkpoint.state.frozen import named_digests, references
@@ -40,13 +47,14 @@ from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.urls import RunUrl, Stores
+from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.warn import warn
 
 __all__ = ["ShardedSaver"]
 
 _APPEARS_S = 10.0  # a network's file system may remember for a while that a file was not there
 
+T = TypeVar("T")
 Targets = Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]]
 
 
@@ -80,7 +88,6 @@ class ShardedSaver(StateSaver):
         block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
         super().__init__(url, config, storage_options, self._end_probe)
-        self._stores = Stores.of(url)
         self.moved = 0
         """Bytes that this rank has sent to others for the last save."""
         self.failed = False
@@ -94,6 +101,7 @@ class ShardedSaver(StateSaver):
         self._owners: Mapping[str, tuple[TensorSpec, int]] = {}
         self._gathering: Gathering | None = None
         self._newest: Decoded | None = None
+        self._begun: tuple[Mapping[str, tuple[TensorSpec, int]], int] | None = None
         self._chain: Chain | None = None
         self._background: RankBackground | None = None
         self._mailbox: Mailbox | None = None
@@ -112,7 +120,7 @@ class ShardedSaver(StateSaver):
             StoreError: the store cannot be reached or written.
         """
         group = self._group
-        group.on_every(lambda: refuse_options(self._stores, self.config, copied=self._frozen is not None))
+        group.on_every(lambda: refuse_options(self.config, copied=self._frozen is not None))
         require_same(group, self.url, self.config)
         if group.rank == 0 and self._chain is None:
             self._chain = Chain(self.store, self.config)
@@ -121,6 +129,8 @@ class ShardedSaver(StateSaver):
         self._session = group.on_first(lambda: chain.open().session if chain is not None else "")
         run = group.on_first(self.store.run_id)
         group.on_every(lambda: self._require_same_run(run))
+        for leads in (True, False):  # a folder on this node, by its first process
+            group.on_every(lambda leads=leads: self._open_near(leads=leads))  # type: ignore[misc]
         if self._background is None:
             self._mailbox = mailbox = Mailbox(group)
             probe = self._probe = Probe(
@@ -129,9 +139,11 @@ class ShardedSaver(StateSaver):
             self._background = RankBackground(
                 self.store, self.config, mailbox, probe, self._chain, self._warmup, self.url
             )
+            if is_first_of_node(group.rank):
+                self._background.look()
         if self._probe is not None:
             self._probe.reopen()
-        if os.environ.get("LOCAL_RANK", str(group.rank)) == "0":
+        if is_first_of_node(group.rank):
             self._warmup.start()
 
     def _require_same_run(self, run: str) -> None:
@@ -151,6 +163,10 @@ class ShardedSaver(StateSaver):
                 )
             time.sleep(0.2)
 
+    def _open_near(self, *, leads: bool) -> None:
+        if self._chain is None and leads == is_first_of_node(self._group.rank):  # a writer has opened it
+            self.store.open_near()
+
     def _open(self) -> None:
         if self._chain is not None:
             self._chain.open()
@@ -158,9 +174,33 @@ class ShardedSaver(StateSaver):
             self.store.try_to_write()
 
     def begin(self, state: object, *, step: int = 0, describe: Describe = plain) -> None:
-        """Note frozen tensors as they are now; how far the weights have moved is known from the second checkpoint on."""
+        """See `Saver.begin`; each rank gets the weights that it would own if there were nothing else."""
+        step, background = plain_step(step), self._background
         if self._frozen is not None:
             self._frozen.note()
+        if background is None:
+            raise ConfigError("call check() first, on every rank")
+        self._join()
+        if self.config.scheme == "lossless" or self._group.any_of(background.movement.knows)[0]:
+            return
+
+        def own() -> tuple[TrainingState, RankTensors, Pieces]:
+            live = self._captured(state, describe, shards=True)
+            specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
+            weights = TrainingState(None, {name: live.tensors[name] for name in specs}, specs)
+            return weights, *tensors_of_rank(weights.tensors, specs, self._copied)
+
+        snapshot, shards = self._gathered(*self._group.on_every(own), new=True)
+        background.begin(snapshot.wait(), step, lasting=snapshot.lasting)
+        self._begun = shards.owners, step
+
+    def _move_begun(self, layout: Layout) -> None:
+        """Bring the weights of the beginning to those that own them now that the whole state is known; a collective."""
+        if self._begun is not None and self._background is not None:
+            (before, step), self._begun = self._begun, None
+            noted = self._background.movement.noted
+            state = moved_to(self._group, layout, before, self._owners, noted)
+            self._background.begin(state, step, lasting=True)
 
     def ending(self) -> Ending:
         """By which the ranks agree where to end when one of them is asked to; a collective, once, after `check`.
@@ -198,7 +238,7 @@ class ShardedSaver(StateSaver):
         """See `StateSaver.accept`; returns when each rank has a copy of the tensors that it codes.
 
         Metrics are the first rank's. The losses of `evaluate` and `resumed` are each rank's own; ranks with the same ones count
-        once. `gradients` are not used.
+        once. `gradients` are whole, and the same on every rank.
         """
         evaluate, resumed, adoption = request.evaluate, request.resumed, request.adoption
         started = time.perf_counter()
@@ -206,22 +246,28 @@ class ShardedSaver(StateSaver):
         if request.wait or self.config.busy == "wait" or self.config.adopt:
             self._join()
         waited_s = time.perf_counter() - started
-        found, error = self._own_tensors(request.state, request.describe)
-        try:
-            request = request.checked()
-        except ConfigError as refused:  # all ranks raise it together
-            error = error or refused
+        live, error = self._attempt(lambda: self._captured(request.state, request.describe, shards=True))
+        exact, alone = self._way(live, exact=request.exact)
+        weights_only = alone or self.config.weights_only
+        found, second = self._attempt(lambda: self._own_tensors(live, weights_only=weights_only))
+        asked, third = self._attempt(request.checked)
+        error = error or second or third
         agreed = self._agree(
             request.step,
             error,
             new_layout=found is not None and found[1] != self._rank_tensors,
-            exact=request.exact or bool(self.config.adopt and adoption is None),
+            exact=exact or bool(self.config.adopt and adoption is None),
             measures=evaluate is not None
             and self.config.scheme != "lossless"
             and not (self._probe is not None and self._probe.leaves_trace),
-            steps=resumed is not None and self._probe is not None and self._probe.takes_steps,
+            steps=resumed is not None
+            and not weights_only
+            and self._probe is not None
+            and self._probe.takes_steps,
         )
         assert found is not None
+        assert asked is not None
+        request = asked
         if agreed.busy:
             self.skip(warns=self._group.is_first)
             return None
@@ -236,7 +282,7 @@ class ShardedSaver(StateSaver):
         background, probe = self._background, self._probe
         assert background is not None
         assert probe is not None
-        if agreed.base:
+        if agreed.base or alone:
             background.forget()
         self._number += 1
         job = Job(
@@ -245,8 +291,12 @@ class ShardedSaver(StateSaver):
             metrics=request.metrics or {},
             measure=probe.measure if agreed.measures else None,
             resume=probe.resume if agreed.steps else None,
-            optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in request.optimizers),
+            gradients=owned_gradients(shards.owners, self._group.rank, request.gradients or {}),
+            optimizers=()
+            if weights_only
+            else tuple(OptimizerKind.of(optimizer) for optimizer in request.optimizers),
             exact=agreed.exact,
+            weights_only=weights_only,
             blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
             takeover=takeover,
             number=self._number,
@@ -276,15 +326,28 @@ class ShardedSaver(StateSaver):
         self._waits.add(started, time.perf_counter())
 
     def _own_tensors(
-        self, state: object, describe: Describe
-    ) -> tuple[tuple[TrainingState, RankTensors, Pieces] | None, Exception | None]:
+        self, live: TrainingState | None, *, weights_only: bool
+    ) -> tuple[TrainingState, RankTensors, Pieces]:
+        assert live is not None  # else there is an error already
+        live = without_optimizer(live) if weights_only else live
+        own, pieces = tensors_of_rank(live.tensors, live.specs, self._copied)
+        frozen = {} if self._frozen is None else named_digests(live.tree)
+        return live, replace(own, frozen=frozen), pieces
+
+    @staticmethod
+    def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         try:
-            live = self._captured(state, describe, shards=True)
-            own, pieces = tensors_of_rank(live.tensors, live.specs, self._copied)
-            frozen = {} if self._frozen is None else named_digests(live.tree)
-            return (live, replace(own, frozen=frozen), pieces), None
+            return action(), None
         except Exception as error:  # noqa: BLE001 - all ranks raise it together
             return None, error
+
+    def _way(self, live: TrainingState | None, *, exact: bool) -> tuple[bool, bool]:
+        if self.config.deadline_s is None:
+            return exact, False
+        own = exact, False
+        if live is not None and self._group.is_first:
+            own = self._deadline.choose(live, self.reports(), exact=exact)
+        return self._group.broadcast(own)
 
     def _agree(
         self,
@@ -333,6 +396,7 @@ class ShardedSaver(StateSaver):
             owners = owners_of(layout.specs, group.size, self._limit)
             self._gathering = group.on_every(lambda: Gathering(group.rank, group.size, layout, owners))
             self._rank_tensors, self._layout, self._owners = own, layout, owners
+            self._move_begun(layout)
         assert self._gathering is not None
         state, copy, self.moved = self._gathering.gathered(group, live.tree, pieces)
         snapshot = Snapshot(state, time.perf_counter() - started, copy, lasting=copy is None)
@@ -477,7 +541,7 @@ class ShardedSaver(StateSaver):
         Args:
             follows: as of `Saver.forget`.
         """
-        self._newest = None
+        self._newest = self._begun = None
         self._join()
         if self._background is not None:
             self._background.start_over()
@@ -495,6 +559,7 @@ class ShardedSaver(StateSaver):
         if background is None:
             raise StoreError("call check() first, on every rank")
         self._join()
+        self._begun = None
         background.adopt(
             manifest,
             decoded.reference,

@@ -1,7 +1,7 @@
 """From owners of whole tensors, or from the first of copies, to all that hold something of them: what a training takes over, and evaluates."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,7 +13,9 @@ from shrinkpoint.sharded.layout import Layout, block_box, layout_of, owned_boxes
 from shrinkpoint.state.digest import state_digest, tensor_digest
 from shrinkpoint.state.training import TensorSpec, TrainingState, plain
 
-__all__ = ["Shards", "share_adopted", "spread"]
+__all__ = ["Shards", "moved_to", "share_adopted", "spread"]
+
+Owners = Mapping[str, tuple[TensorSpec, int]]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Shards:
     layout: Layout
     pieces: Pieces
     """What this rank holds of each tensor: the training's own memory, or other memory of the same layout."""
-    owners: Mapping[str, tuple[TensorSpec, int]]
+    owners: Owners
     """Of each stored tensor, its spec and its owner."""
 
 
@@ -74,6 +76,43 @@ def spread(
     plan.run(group, buffers, given, shards.pieces, all_moved)
     if proved:
         compare_moved(shards, plan, given)
+
+
+def moved_to(
+    group: Distributed,
+    layout: Layout,
+    before: Owners,
+    after: Owners,
+    values: Mapping[str, torch.Tensor],
+) -> TrainingState:
+    """What was stored by other owners, at those of now: the tensors that are cut as before; a collective.
+
+    Args:
+        group: all ranks.
+        layout: of the state.
+        before: the owners that have the values.
+        after: the owners that get them.
+        values: those that this rank has.
+
+    Raises:
+        StoreError: a rank has too little memory for it; on every rank.
+    """
+    same = {
+        name: own
+        for name, own in after.items()
+        if name in before and (before[name][0].shape, before[name][0].dtype) == (own[0].shape, own[0].dtype)
+    }
+    specs = {name: spec for name, (spec, owner) in same.items() if owner == group.rank}
+    tensors = group.on_every(
+        lambda: {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
+    )
+    pieces: dict[str, dict[Box, torch.Tensor]] = {}
+    for name, spec in specs.items():
+        of, box = block_box(spec)
+        pieces.setdefault(of, {})[box] = tensors[name]
+    there = replace(layout, holders=owned_boxes(same))
+    spread(Shards(group, there, pieces, before), same, values)
+    return TrainingState(None, tensors, specs)
 
 
 def compare_moved(shards: Shards, plan: ExchangePlan, owned: Pieces) -> None:

@@ -1,6 +1,7 @@
 """Copies of the newest checkpoints in a folder on this node, for fast restarts: read where their digests are right, never needed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shrinkpoint.errors import ConfigError, CorruptionError, RunMismatchError, ShrinkpointError
@@ -8,13 +9,13 @@ from shrinkpoint.store.catalog import Catalog, exists
 from shrinkpoint.store.connect import check_outside
 from shrinkpoint.store.keys import FORMAT_KEY, commit_key, is_own_key
 from shrinkpoint.store.local import LocalObjects
-from shrinkpoint.store.manifest import FORMAT, MAX_MANIFEST_BYTES, BlobRef, Manifest, seal
+from shrinkpoint.store.manifest import FORMAT, MAX_MANIFEST_BYTES, BlobRef, Head, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.retry import without_retries
 from shrinkpoint.store.urls import RunUrl, Stores, parse_url
 from shrinkpoint.warn import warn
 
-__all__ = ["NEAR_KEY", "NearCopies", "is_near"]
+__all__ = ["NEAR_KEY", "NearCopies", "Share", "is_near"]
 
 NEAR_KEY = "near.json"
 """Marks a folder as one of copies, which their writer may delete at any time, and names their run."""
@@ -22,6 +23,17 @@ NEAR_KEY = "near.json"
 _MAGIC = "shrinkpoint-near"
 _LOOK_AT = 1000
 _OLD_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several processes copies of a checkpoint that all have written."""
+
+    rank: int = 0
+    size: int = 1
+    """Processes that write."""
+    leads: bool = True
+    """Whether it is its node's first one, which lists the checkpoint, and removes what is too old."""
 
 
 class NearCopies:
@@ -98,13 +110,22 @@ class NearCopies:
         except ShrinkpointError as error:
             self._trouble(f"near={self.display} cannot be used: {error}")
 
-    def keep(self, manifest: Manifest, container: bytes, fetch: Callable[[BlobRef], bytes]) -> None:
+    def keep(
+        self,
+        manifest: Manifest,
+        own: Mapping[str, bytes],
+        fetch: Callable[[BlobRef], bytes],
+        head: Callable[[BlobRef], Head],
+        share: Share,
+    ) -> None:
         """Copy a committed checkpoint, in the place of the oldest of `keep`; nothing is raised.
 
         Args:
             manifest: It.
-            container: Its own container.
+            own: Its own container, or this process's part, by its key.
             fetch: Gives those of its chain that the folder does not have.
+            head: Gives the parts that several ranks wrote.
+            share: What this process does of it.
         """
         if self._mark is None or self._off:
             return
@@ -117,26 +138,44 @@ class NearCopies:
                     " the next start"
                 )
                 return
-            self._thin(manifest)
+            parts = [[part.ref for part in head(ref).parts] for ref in manifest.chain if ref.parts]
+            wanted = [ref for refs in parts for ref in refs[share.rank :: share.size]]
+            if share.leads:
+                wanted += manifest.chain
+                self._thin(manifest, {ref.key for refs in (manifest.chain, *parts) for ref in refs})
             sizes = self._catalog.sizes()
-            for ref in manifest.chain:
+            for ref in wanted:
                 if sizes.get(ref.key) != ref.size:
-                    self._objects.put(ref.key, container if ref == manifest.chain[-1] else fetch(ref))
-            self._objects.put(commit_key(manifest.seq, manifest.chain[-1].key), manifest.to_bytes())
+                    self._objects.put(ref.key, own[ref.key] if ref.key in own else fetch(ref))
+            if share.leads:
+                self._objects.put(commit_key(manifest.seq, manifest.chain[-1].key), manifest.to_bytes())
             self._warned.clear()
         except ShrinkpointError as error:
             self._trouble(f"no copy could be made in near={self.display}: {error} (step {manifest.step})")
 
-    def _thin(self, coming: Manifest) -> None:
-        """Delete what will not be among the newest, before anything is written: the folder may be small."""
+    def _thin(self, coming: Manifest, needed: set[str]) -> None:
+        """Delete what will not be among the newest, before anything is written: the folder may be small.
+
+        Args:
+            coming: What will be the newest.
+            needed: The keys of all its containers.
+        """
         listing = self._catalog.scan()
-        kept = [*[manifest for manifest in listing.manifests if manifest != coming][: self._keep - 1], coming]
+        older = [manifest for manifest in listing.manifests if manifest != coming][: self._keep - 1]
+        kept = [*older, coming]
         gone = [self._catalog.key_of(manifest) for manifest in listing.manifests if manifest not in kept]
         keys = [*(key for key in gone if key is not None), *(damaged.key for damaged in listing.damaged)]
         self._objects.delete(keys)
         self._catalog.forget(keys)
-        needed = {ref.key for manifest in kept for ref in manifest.chain}
+        for manifest in older:
+            needed |= {ref.key for ref in self._refs(manifest)}
         self._objects.delete([key for key in self._catalog.sizes() if key not in needed and is_own_key(key)])
+
+    def _refs(self, manifest: Manifest) -> Sequence[BlobRef]:
+        try:
+            return self._catalog.refs(manifest)
+        except ShrinkpointError:  # a head is not there, or damaged: what it names is of no use
+            return manifest.chain
 
     def manifests(self, run_id: str) -> list[Manifest]:
         """What there are copies of, newest first; none where the folder is another run's, or cannot be read."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
@@ -27,7 +27,7 @@ from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
 from shrinkpoint.store.gc import removed
 from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY, MEMBER_KEY, probe_key
 from shrinkpoint.store.manifest import BlobRef, Head, Manifest
-from shrinkpoint.store.near import NEAR_KEY, NearCopies, is_near
+from shrinkpoint.store.near import NEAR_KEY, NearCopies, Share, is_near
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore, honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy, without_retries
 from shrinkpoint.store.urls import COMMAS, RunUrl
@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 _READERS = 8
 _RESTARTS = 3
+_WHOLE = Share()
 
 
 class _ListingOutdatedError(Exception):
@@ -213,6 +214,8 @@ class RunStore:
         Raises:
             ChainError, CorruptionError, StoreError: As `refs`.
         """
+        if self._near is not None and (copy := self._near.read(ref)) is not None:
+            return Head.from_bytes(copy, ref.key)
         return self._catalog.head(ref)
 
     def put_part(self, key: str, container: bytes) -> BlobRef:
@@ -363,8 +366,7 @@ class RunStore:
             record = self._catalog.create_record()
             self._say_parity()
         self._is_begun = not is_begun_here(record)
-        if self._near is not None:
-            self._near.open(self._catalog.record() or {})
+        self.open_near()
         if self._opened is not None and (fate := shared_fate(*self._opened)) is not None:
             self._warn(
                 "shared",
@@ -425,20 +427,30 @@ class RunStore:
                 f" {NEAR_KEY} there, and this is a run of its own"
             )
 
-    def copy_near(self, manifest: Manifest, container: bytes) -> None:
+    @property
+    def copies_near(self) -> bool:
+        """Whether copies on this node were asked for."""
+        return self._near is not None
+
+    def open_near(self) -> None:
+        """Begin to copy to this node, if such copies were asked for; the run is there.
+
+        Raises:
+            RunMismatchError: The folder holds something else, which must not be deleted.
+        """
+        if self._near is not None:
+            self._near.open(self._catalog.record() or {})
+
+    def copy_near(self, manifest: Manifest, own: Mapping[str, bytes], share: Share = _WHOLE) -> None:
         """Copy a checkpoint that was committed to this node, if such copies were asked for; nothing is raised.
 
         Args:
             manifest: What was committed.
-            container: Its own container.
+            own: Its own container, or this process's part, by its key.
+            share: What this process copies.
         """
-        if self._near is not None and manifest.has_parts:
-            self._warn(
-                "near parts",
-                f"near= copies no checkpoint whose chain several ranks wrote, as step {manifest.step} of {self.display}",
-            )
-        elif self._near is not None:
-            self._near.keep(manifest, container, lambda ref: self.fetch_blob(ref, manifest))
+        if self._near is not None:
+            self._near.keep(manifest, own, lambda ref: self.fetch_blob(ref, manifest), self.head, share)
 
     def _nearer(self, listing: Listing, read: Callable[[Manifest], T]) -> tuple[Manifest, T] | None:
         """A checkpoint of which only this node's copy is left, newer than all that the run lists, and not removed on purpose."""

@@ -163,8 +163,6 @@ def test_fits_evaluations_and_refusals(tmp_path: Path) -> None:
         assert told["never"] == [(2, "base")]
         assert told["of another model"].startswith("StateMismatchError")
         assert told["step_log"].startswith("ConfigError: step_log= is not supported for sharded models")
-        assert told["near"].startswith("ConfigError: near='/tmp/near' is not supported for sharded models")
-        assert told["keep_optimizer"].startswith("ConfigError: keep_optimizer=0 is not supported")
         assert told["model"].startswith("StateMismatchError")
         assert "net.head.weight is (5, 16) here and (7, 16) there" in told["model"]
 

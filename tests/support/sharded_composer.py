@@ -229,14 +229,8 @@ def uses(rank: int, world: int, url: str) -> dict[str, Any]:
     anew = saving(url, resume="never")
     fit(anew, Keep(seen, anew, "never"), setup=replace(PLAIN, duration="2ba"), **SHARDED)
 
-    for name, options in {
-        "step_log": {"step_log": "exact", "log_url": "/dev/shm/none"},
-        "near": {},
-        "keep_optimizer": {"keep_optimizer": 2},
-    }.items():
-        there = Stores(f"{url}-{name}", near="/tmp/near" if name == "near" else None)
-        other = saving(there, **options)
-        seen[name] = told(lambda other=other: fit(other, setup=PLAIN, **SHARDED))
+    logs = saving(f"{url}-step_log", step_log="exact", log_url="/dev/shm/none")
+    seen["step_log"] = told(lambda: fit(logs, setup=PLAIN, **SHARDED))
     seen["model"] = told(lambda: fit(saving(url), setup=replace(PLAIN, width=20), **SHARDED))
     seen["optimizer"] = told(lambda: fit(saving(url), setup=replace(PLAIN, optimizer="SGD"), **SHARDED))
     own = replace(PLAIN, duration="9ba")

@@ -328,14 +328,8 @@ def uses(rank: int, world: int, url: str) -> dict[str, Any]:
     trained(world, Sharded(by_step=True), anew, max_steps=2)
     seen["never"] = reports_of(anew)
 
-    for name, options in {
-        "step_log": {"step_log": "exact", "log_url": "/dev/shm/none"},
-        "near": {},
-        "keep_optimizer": {"keep_optimizer": 0},
-    }.items():
-        there = Stores(f"{url}-{name}", near="/tmp/near" if name == "near" else None)
-        other = saving(there, **options)
-        seen[name] = told(lambda other=other: trained(world, Sharded(by_step=True), other, max_steps=1))
+    logs = saving(f"{url}-step_log", step_log="exact", log_url="/dev/shm/none")
+    seen["step_log"] = told(lambda: trained(world, Sharded(by_step=True), logs, max_steps=1))
     stranger = Sharded(by_step=True)
     stranger.net = Toy(rows=5)
     seen["model"] = told(lambda: trained(world, stranger, saving(url), max_steps=9))

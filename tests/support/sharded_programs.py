@@ -291,7 +291,6 @@ def refusals(rank: int, world: int, url: str) -> dict[str, str]:
     seen: dict[str, str] = {}
     seen["url"] = told(lambda: filled.checkpointer(url + str(rank)))
     seen["scheme"] = told(lambda: filled.checkpointer(url, key_every=3 + rank))
-    seen["near"] = told(lambda: filled.checkpointer(Stores(url, near="/tmp/near")))
     seen["step_log"] = told(lambda: filled.checkpointer(url, step_log="small"))
     write = RunStore.try_to_write
     RunStore.try_to_write = lambda self: fails(StoreError("read-only"))  # type: ignore[method-assign]

@@ -21,11 +21,9 @@ from support.options import grouped
 from support.training import OPTIMIZERS, TinyGPT, train
 
 from shrinkpoint.checkpointer import Checkpointer
-from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, SaveFailedError
+from shrinkpoint.errors import SaveFailedError
 from shrinkpoint.saver import Saver
 from shrinkpoint.schemes.catalogue import SCHEMES
-from shrinkpoint.sharded.agreement import refuse_options
 from shrinkpoint.state import scratch
 from shrinkpoint.state.scratch import DiskArrays, DiskTensor, Scratch
 from shrinkpoint.state.snapshot import Snapshot, Snapshotter
@@ -198,11 +196,6 @@ def test_a_training_with_a_step_log_too(tmp_path: Path, disk: Path, kind: str, s
     without, found = run("without"), run("with", scratch_folder=disk)
     assert len(without) == len(found)
     assert restores(tmp_path / "with") == 6
-
-
-def test_sharded_models_refuse_it(disk: Path) -> None:
-    with pytest.raises(ConfigError, match=r"scratch_folder=.*not supported for sharded models"):
-        refuse_options("runs/7", SaverConfig(scratch_folder=str(disk)))
 
 
 @pytest.mark.parametrize("scheme", ["auto", "lossless", "inshrinkerator"])
