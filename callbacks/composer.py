@@ -147,7 +147,7 @@ class CompressedCheckpoint(Callback):
     def init(self, state: State, logger: Logger) -> None:
         """Checks the store."""
         self._session = session_for(self._settings, state)  # a callback may serve one trainer after another
-        self._session.init(state)
+        self._session.init(state, logger)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Continues the run."""
@@ -191,19 +191,19 @@ class CompressedCheckpoint(Callback):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Saves if a checkpoint is due."""
-        self._session.checkpoint(state, logger, Event.BATCH_CHECKPOINT)
+        self._session.checkpoint(state, Event.BATCH_CHECKPOINT)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         """Saves if a checkpoint is due."""
-        self._session.checkpoint(state, logger, Event.EPOCH_CHECKPOINT)
+        self._session.checkpoint(state, Event.EPOCH_CHECKPOINT)
 
     def iteration_checkpoint(self, state: State, logger: Logger) -> None:
         """Saves if a checkpoint is due."""
-        self._session.checkpoint(state, logger, Event.ITERATION_CHECKPOINT)
+        self._session.checkpoint(state, Event.ITERATION_CHECKPOINT)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Saves the last batches, and waits for the save that is under way."""
-        self._session.fit_ends(state, logger)
+        self._session.fit_ends(state)
 
     def close(self, state: State, logger: Logger) -> None:
         """Finishes the save that is under way, after an error too, and lets go of the store."""

@@ -24,7 +24,7 @@ from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.sharded import session_for
 from shrinkpoint.integrations.lightning.words import answer_words, take_addresses
-from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import given, reduced, refusing_unknown
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import Stores, url_text
@@ -201,31 +201,31 @@ class CompressedCheckpoint(Checkpoint):
         dataloader_idx: int = 0,
     ) -> None:
         """A held-out batch goes past."""
-        self._session.probe.see_validation(batch, dataloader_idx, batch_idx)
+        self._session.validates(batch, batch_idx, dataloader_idx)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """The gradients are complete."""
-        self._session.before_step(trainer, pl_module)
+        self._session.before_step(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves, unless this is a moment from which a run cannot be continued exactly."""
-        self._session.batch_ends(trainer, pl_module, batch_idx)
+        self._session.batch_ends(trainer, batch_idx)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves what was due at the batch before this validation."""
-        self._session.validation_ends(trainer, pl_module)
+        self._session.validation_ends(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves what was due at the epoch's last batch, where no validation followed."""
-        self._session.epoch_ends(trainer, pl_module)
+        self._session.epoch_ends(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last steps, and waits for the save that is under way."""
-        self._session.train_ends(trainer, pl_module)
+        self._session.train_ends(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Says so where there was nothing left to train."""
@@ -233,7 +233,7 @@ class CompressedCheckpoint(Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves when the process was asked to end; finishes the save that is under way in any case."""
-        self._session.fails(trainer, pl_module, terminated=isinstance(exception, SIGTERMException))
+        self._session.fails(trainer, terminated=isinstance(exception, SIGTERMException))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Lets go of the store."""
@@ -300,5 +300,5 @@ def load_from_checkpoint(
     return module.load_from_checkpoint(file, map_location=map_location, **kwargs)
 
 
-def _runs_of(trainer: Trainer) -> list[RunSession]:
+def _runs_of(trainer: Trainer) -> list[TrainingSession]:
     return [c._session.run for c in trainer.callbacks if isinstance(c, CompressedCheckpoint)]

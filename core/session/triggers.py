@@ -44,6 +44,25 @@ class Schedule:
         """
         return cls(**{item.name: options.pop(item.name) for item in fields(cls)})
 
+    def saves(self, *, steps: int, epochs: int) -> int | None:
+        """The number of saves that this plans; None where it does not follow from a trainer's limits.
+
+        Args:
+            steps: of the whole training; 0 or less for no limit.
+            epochs: the same.
+
+        Raises:
+            ConfigError: a clock decides.
+        """
+        if self.train_time_interval is not None:
+            raise ConfigError(
+                "adopt=True with train_time_interval: a clock would decide which states are adopted; give every_n_train_steps or"
+                " every_n_epochs"
+            )
+        if self.every_n_train_steps is not None:
+            return None if steps <= 0 else max(1, steps // self.every_n_train_steps)
+        return None if epochs <= 0 else max(1, epochs // (self.every_n_epochs or 1))
+
 
 class Trigger:
     """Follows a run's counters and determines when a checkpoint is due.

@@ -25,7 +25,7 @@ from shrinkpoint.integrations.composer.state import (
     trained_module,
 )
 from shrinkpoint.session.gradient_buckets import Buckets
-from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.step_log import SessionLog
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.warn import warn
@@ -58,7 +58,7 @@ def require_supported(state: State) -> None:
 
 
 def continue_run(
-    run: RunSession,
+    run: TrainingSession,
     data: DataPlace,
     state: State,
     logger: Logger,
@@ -132,7 +132,7 @@ def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:
         warn(overridden)
 
 
-def _require_own_run(run: RunSession, state: State) -> None:
+def _require_own_run(run: TrainingSession, state: State) -> None:
     """Refuse to save among another model's checkpoints, which retention would remove."""
     found: list[Any] = []
 
@@ -162,7 +162,7 @@ def _take_place(stored: Mapping[str, Any], data: DataPlace) -> bool:
     return place is not None
 
 
-def _warn_resumed(run: RunSession, state: State) -> None:
+def _warn_resumed(run: TrainingSession, state: State) -> None:
     run.announce(int(state.timestamp.batch))
     if not world().is_first:
         return
@@ -174,7 +174,7 @@ def _warn_resumed(run: RunSession, state: State) -> None:
         )
 
 
-def _warn_newer(run: RunSession, state: State, loaded: str) -> None:
+def _warn_newer(run: TrainingSession, state: State, loaded: str) -> None:
     newest = world().on_first(lambda: next(iter(run.saver.store.manifests()), None))
     batch = int(state.timestamp.batch)
     if newest is not None and newest.step > batch and world().is_first:
@@ -187,7 +187,7 @@ def _warn_newer(run: RunSession, state: State, loaded: str) -> None:
 _NOT_IN_THE_REST = ("model", "optimizers")
 
 
-def start_log(run: RunSession, state: State) -> None:
+def start_log(run: TrainingSession, state: State) -> None:
     """Make the log, if one is wanted.
 
     Raises:

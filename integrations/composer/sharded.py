@@ -1,25 +1,21 @@
 """One Composer run whose model FSDP2 shards: every rank saves and restores its part."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import torch
 from composer.core import State
 from composer.loggers import Logger
 
-from shrinkpoint.engine.takeover import Adoption
-from shrinkpoint.group.group import world
+from shrinkpoint.integrations.composer.adapter import ComposerAdapter, ShardsAdapter
 from shrinkpoint.integrations.composer.schedule import Settings
 from shrinkpoint.integrations.composer.session import Session
 from shrinkpoint.integrations.composer.state import (
     model_state,
     parameter_names,
-    sharded_state,
     shards_model,
     trained_module,
 )
-from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags
@@ -54,13 +50,18 @@ class ShardedSession(Session):
         ConfigError: an option is not for sharded models.
     """
 
+    adapter: ShardsAdapter
+
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._own: Mapping[str, Mapping[str, Any]] = {}
         self._state: State | None = None
 
-    def _new_run(self) -> RunSession:
-        return RunSession(self.settings.run, targets=self._targets, own=lambda: self._own)
+    def _new_adapter(self) -> ComposerAdapter:
+        return ShardsAdapter(self.settings)
+
+    def _new_run(self) -> TrainingSession:
+        adapter = self.adapter
+        return TrainingSession(self.settings.run, adapter, targets=self._targets, own=lambda: adapter.own)
 
     def _require_adoptable(self, state: State) -> None:
         """Nothing: the owners' restored values travel back to the shards."""
@@ -100,20 +101,6 @@ class ShardedSession(Session):
             name: target_for(spec, live.get(name), parameters, averages, names)
             for name, spec in specs.items()
         }
-
-    # ---- during training
-
-    def _begin_saving(self, state: State) -> None:
-        """Nothing: movement is counted from the first save on."""
-
-    def _stored(self, state: State) -> dict[str, Any]:
-        reshard(trained_module(state))
-        place = self._data.state(state)
-        self._own = {_PLACE: place}
-        return world().on_every(lambda: {**sharded_state(state, place), "trained": self._trained_part(state)})
-
-    def _adoption(self, state: State) -> Adoption:
-        return replace(super()._adoption(state), live=lambda: {"state": sharded_state(state, {})["state"]})
 
     # ---- ending
 

@@ -53,6 +53,11 @@ class Captured:
     def __init__(self) -> None:
         self._checkpoint: dict[str, Any] | None = None
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether this rank has it."""
+        return self._checkpoint is not None
+
     def keep(self, checkpoint: dict[str, Any]) -> None:
         """Store the checkpoint that Lightning collected."""
         self._checkpoint = checkpoint

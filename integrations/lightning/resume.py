@@ -16,7 +16,7 @@ from shrinkpoint.engine.resume import require_same_ties
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.group.group import world
 from shrinkpoint.runtime.termination import TerminationRequest
-from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
 
@@ -31,7 +31,7 @@ def is_tuning(trainer: Trainer) -> bool:
     return any(getattr(callback, "_early_exit", False) is True for callback in trainer.callbacks)
 
 
-def continue_run(trainer: Trainer, run: RunSession) -> None:
+def continue_run(trainer: Trainer, run: TrainingSession) -> None:
     """Make the fit that is being set up load the run's newest sound checkpoint.
 
     Lightning has fixed the path before any hook of a callback runs, so the one method that takes the path in is
@@ -56,14 +56,14 @@ def continue_run(trainer: Trainer, run: RunSession) -> None:
             "this version of Lightning cannot be made to resume by itself: give fit(ckpt_path=...)"
         )
         return
-    waiting: dict[str, RunSession] | None = getattr(getattr(connector, _HOOK), "runs", None)
+    waiting: dict[str, TrainingSession] | None = getattr(getattr(connector, _HOOK), "runs", None)
     if waiting is None:
         waiting = {}
         setattr(connector, _HOOK, _wrapped(trainer, connector, waiting))
     waiting[run.settings.url] = run
 
 
-def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, RunSession]) -> Callable[..., None]:
+def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, TrainingSession]) -> Callable[..., None]:
     original = getattr(connector, _HOOK)
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, RunSession]) -
     return resume_start
 
 
-def _choose(runs: Mapping[str, RunSession], written: str | None) -> str | None:
+def _choose(runs: Mapping[str, TrainingSession], written: str | None) -> str | None:
     """The address of the newest sound checkpoint; with several callbacks, of the run with the highest step.
 
     Args:
@@ -112,7 +112,7 @@ def _choose(runs: Mapping[str, RunSession], written: str | None) -> str | None:
     return taken
 
 
-def _require_own_runs(runs: Iterable[RunSession], module: LightningModule) -> None:
+def _require_own_runs(runs: Iterable[TrainingSession], module: LightningModule) -> None:
     """Refuse to save among another model's checkpoints, which retention would remove."""
     for run in runs:
         stored = run.outline(("state_dict", _VERSION))

@@ -1,7 +1,6 @@
 """One Lightning run that is being saved: the handlers of the callback's hooks."""
 
 import signal
-from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -9,36 +8,26 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.fitting import quantized_as
-from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.engine.resume import overridden_options, require_optimizers
-from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
+from shrinkpoint.integrations.lightning.adapter import LightningAdapter
 from shrinkpoint.integrations.lightning.io import (
-    NAMES_KEY,
-    Captured,
     RunCheckpointIO,
     require_supported,
-    storable,
 )
 from shrinkpoint.integrations.lightning.moments import ends_epoch, ends_training, validation_follows
 from shrinkpoint.integrations.lightning.position import POSITION_KEY, Position
-from shrinkpoint.integrations.lightning.probe import LossProbe, StepProbe
-from shrinkpoint.integrations.lightning.reports import Measured, log_reports
 from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, requeueing, require_module
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.state import (
-    describe_checkpoint,
-    followed_state,
-    plainly_named,
     trained_key,
 )
-from shrinkpoint.integrations.lightning.step_log import capture_rest, replay, rest_of
+from shrinkpoint.integrations.lightning.step_log import replay
 from shrinkpoint.optimizers.objects import put_back_objects
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
-from shrinkpoint.session.adopting import PathBatches, saves_of, with_adoptions
-from shrinkpoint.session.gradients import GradientCollector, require_fresh_gradients
+from shrinkpoint.session.gradients import require_fresh_gradients
 from shrinkpoint.session.identity import (
     add_late_parameters,
     identities,
@@ -47,13 +36,11 @@ from shrinkpoint.session.identity import (
     rounded_weights,
     scheduler_classes,
 )
-from shrinkpoint.session.probe import KeptBatches
-from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.trained import load_trained
 from shrinkpoint.session.triggers import Trigger
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.state.stateful import put_back_dtypes
-from shrinkpoint.state.wrappers import own_names
 from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
@@ -65,7 +52,7 @@ _STOPPED = "stopped"  # whether early stopping has ended training here
 
 
 class Session:
-    """Drives a `RunSession` from a trainer's hooks; every method is called on every rank.
+    """Drives a `TrainingSession` from a trainer's hooks; every method is called on every rank.
 
     Args:
         settings: the callback's options.
@@ -73,19 +60,9 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.adapter = LightningAdapter(settings)
         self.run = self._new_run()
-        saver = settings.run.saver
-        metric = saver.monitor if saver.mode == "min" else None
-        self.probe = LossProbe(metric=metric, together=self.run.together)
-        self._path: PathBatches | None = None
-        if settings.run.saver.adopt:
-            self._path = self.probe.kept = PathBatches()
-        if not self.run.measures:
-            self.probe.kept = KeptBatches(0)
-        self._planned = False
-        self._steps = StepProbe(self.probe, steps=self.run.probe_steps)
-        self._trigger = Trigger(settings.schedule)
-        self._gradients = GradientCollector()
+        self.run.trigger = Trigger(settings.schedule)
         more = signals_of(settings.run.saver.signals)
         self._interruption = TerminationRequest(  # Lightning handles SIGTERM itself
             [signal.SIGINT], more=more, answered=lambda: self._training
@@ -103,11 +80,10 @@ class Session:
         self._stored_schedulers: dict[str, str] = {}
         self._stored_trained: dict[str, Any] | None = None
         self._validation_pending = False
-        self._measured = Measured()
         self._continues = self._began = self._stopped = False
 
-    def _new_run(self) -> RunSession:
-        return RunSession(self.settings.run)
+    def _new_run(self) -> TrainingSession:
+        return TrainingSession(self.settings.run, self.adapter)
 
     # ---- before training
 
@@ -118,14 +94,14 @@ class Session:
             ConfigError: the strategy is not supported, or two callbacks save to one run.
             StoreError: the store cannot be read or written.
         """
+        self.adapter.trainer = trainer
         require_supported(trainer.strategy)
         self._require_torch_distributed(trainer)
         self.run.require_own_url(trainer.checkpoint_callbacks)
         self._active = stage == "fit" and not trainer.fast_dev_run and not is_tuning(trainer)
-        if self._active and self._path is not None:
+        if self._active and self.run.path is not None:
             epochs = trainer.max_epochs or 0
-            planned = saves_of(self.settings.schedule, steps=trainer.max_steps, epochs=epochs)
-            self.run.use(with_adoptions(self.settings.run, planned))
+            self.run.plan(self.settings.schedule.saves(steps=trainer.max_steps, epochs=epochs))
         self._read_runs(trainer)
         if self._active:
             self.run.open()
@@ -158,8 +134,8 @@ class Session:
             self._stored_identities = own.get(_IDENTITIES, [])
             self._stored_schedulers = own.get(_SCHEDULERS, {})
             self._stored_trained = own.get(_TRAINED)
-            if self._path is not None:
-                self._path.take_from(own)
+            if self.run.path is not None:
+                self.run.path.take_from(checkpoint)
             Position.of(trainer).load(trainer, checkpoint)
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
@@ -209,7 +185,7 @@ class Session:
         loaded = Address.parse(str(trainer.ckpt_path))
         continues = loaded is not None and loaded.url == self.settings.run.url
         if continues and world().broadcast(self.run.continued is not None):
-            step = replay(self.run.log, trainer, module)
+            step = replay(self.run.log, self.adapter)
         elif trainer._checkpoint_connector._loaded_checkpoint:
             step = int(trainer._checkpoint_connector._loaded_checkpoint["global_step"])
         self.run.log.restart(step)
@@ -227,15 +203,14 @@ class Session:
             self._stored_trained = None
         self.run.trained.begin(module, trainer.optimizers)
         Position.of(trainer).apply(trainer, module)
-        self._trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
+        self.run.trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
         self._seen_step = trainer.global_step
-        self._steps.starts(trainer, module)
         self._training, self._began = self._active, True
-        self._measured.note(trainer, at=-1)  # what was measured before
+        self.adapter.measured.note(trainer, at=-1)  # what was measured before
         if self._continues:
             self.run.saved_step = trainer.global_step
         if self._active:
-            self._begin_saving(trainer, module)
+            self._begin_saving()
             self._stay_stopped(trainer)
 
     def _stay_stopped(self, trainer: Trainer) -> None:
@@ -272,15 +247,8 @@ class Session:
 
         vars(trainer.strategy)["on_train_start"] = on_train_start
 
-    def _begin_saving(self, trainer: Trainer, module: LightningModule) -> None:
-        self.run.check_hooks(trainer.strategy.model)
-        if not world().is_first:  # only the first process saves deltas to the checkpoint that it has read
-            self.run.saver.forget()
-            return
-        weights = followed_state(trainer, module)
-        self.run.saver.begin(
-            weights, step=trainer.global_step, describe=describe_checkpoint(trainer, module, weights)
-        )
+    def _begin_saving(self) -> None:
+        self.run.begin()
 
     def _require_model(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         stored = checkpoint.get("state_dict", {})
@@ -309,67 +277,53 @@ class Session:
 
     def batch_starts(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """A batch is about to be trained on."""
-        self.probe.kept.see_training(batch)
+        self.run.probe.kept.see_training(batch)
         if self._active:
-            self._steps.see(trainer, batch, batch_idx)
+            self.run.steps.recent.see(batch, first=batch_idx % trainer.accumulate_grad_batches == 0)
 
-    def before_step(self, trainer: Trainer, module: LightningModule) -> None:
+    def validates(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """The module is about to get a batch of validation."""
+        if dataloader_idx == 0:
+            self.run.probe.kept.see_validation(batch, batch_idx)
+
+    def before_step(self, trainer: Trainer) -> None:
         """The gradients of an optimizer step are complete."""
-        saver = self.settings.run.saver
-        if not self._active or self.run.together or not world().is_first:
-            return
-        if saver.scheme != "lossless" and not saver.adopt:
-            remaining = self._trigger.steps_until_due(trainer.global_step)
-            after = None if remaining is None else remaining - 1
-            self._gradients.update(module, trainer.optimizers, after)
+        if self._active:
+            remaining = self.run.trigger.steps_until_due(trainer.global_step)
+            self.run.gradients_complete(None if remaining is None else remaining - 1)
 
-    def batch_ends(self, trainer: Trainer, module: LightningModule, batch_idx: int) -> None:
+    def batch_ends(self, trainer: Trainer, batch_idx: int) -> None:
         """Save if a checkpoint is due and this moment allows it."""
         if not self._active:
             return
-        self._attend(trainer)
+        self.run.serve()
         step = trainer.global_step
         self._stepped, self._seen_step = step != self._seen_step, step
-        self._measured.note(trainer)
+        self.adapter.measured.note(trainer)
         self._last_batch = ends_epoch(trainer, batch_idx)
         self._validation_pending = validation_follows(trainer, batch_idx)
         position = Position.of(trainer)
         position.batch_ends(trainer, validation_follows=self._validation_pending)
         if self._stepped:
-            self._rehearse(trainer, module)
-            self._trigger.after_step(step, agree=world().broadcast)
+            self.run.rehearse()
+            self.run.trigger.after_step(step, agree=world().broadcast)
         if self._last_batch:
-            self._trigger.after_epoch(trainer.current_epoch + 1)
+            self.run.trigger.after_epoch(trainer.current_epoch + 1)
         self._request_last(trainer)
         terminated, interrupted = self._is_asked_to_end(trainer)
         if terminated:
-            self._trigger.request()
+            self.run.trigger.request()
         # A validation interrupted by the signal would leave the ranks at different positions.
         wait = (self._validation_pending and not terminated) or (
             self._last_batch and not self._validation_pending
         )
         known = not wait and (terminated or position.is_known(trainer))
         if self._stepped:
-            self.run.log.end_step(step, lambda: capture_rest(trainer), allowed=known)
+            self.run.log.end_step(step, lambda: self.adapter.rest(self.adapter.state()), allowed=known)
         if known:
-            self._save_if_due(trainer, module, terminated=terminated)
+            self._save_if_due(terminated=terminated)
             if interrupted:
                 self._end(trainer)
-
-    def _rehearse(self, trainer: Trainer, module: LightningModule) -> None:
-        """See `RunSession.rehearse`; hooks see a checkpoint that is not written."""
-
-        def state() -> dict[str, Any]:
-            with plainly_named(trainer, module):
-                return storable(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
-
-        self.run.rehearse(
-            state,
-            lambda checkpoint: describe_checkpoint(trainer, module, checkpoint),
-            lambda checkpoint: (checkpoint[trained_key(checkpoint)], checkpoint["optimizer_states"]),
-            module,
-            trainer.optimizers,
-        )
 
     def _is_asked_to_end(self, trainer: Trainer) -> tuple[bool, bool]:
         """Whether by any signal, and whether by a Ctrl-C, which Lightning does not handle.
@@ -384,43 +338,43 @@ class Session:
         asked = self._interruption.received or self._requeue.received
         return trainer.strategy.reduce_boolean_decision(asked, all=False)
 
-    def validation_ends(self, trainer: Trainer, module: LightningModule) -> None:
+    def validation_ends(self, trainer: Trainer) -> None:
         """Save what was due at the batch before this validation."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING or not self._active:
             return
-        self._attend(trainer)
+        self.run.serve()
         self._validation_pending = False
         self._request_last(trainer)
-        self._measured.note(trainer)
+        self.adapter.measured.note(trainer)
         if self._last_batch:
             return  # after the hooks at the epoch's end, which may log and change more
-        if self._path is None:
-            self._trigger.after_validation(trainer.current_epoch + 1)
+        if self.run.path is None:
+            self.run.trigger.after_validation(trainer.current_epoch + 1)
         self._request_owed(trainer)
         # Gradients may be half accumulated: waiting for the step, no save would ever have the metric.
-        self._save_or_end(trainer, module, anyway=self._is_ranked(trainer))
+        self._save_or_end(trainer, anyway=self._is_ranked(trainer))
 
-    def epoch_ends(self, trainer: Trainer, module: LightningModule) -> None:
+    def epoch_ends(self, trainer: Trainer) -> None:
         """Save what was due at the epoch's last batch."""
         if self._active:
-            self._measured.note(trainer)
+            self.adapter.measured.note(trainer)
             if (
                 self._last_batch
             ):  # otherwise training has ended within the epoch, and cannot be continued from here
                 self._request_last(trainer)
                 self._request_owed(trainer)
-            self._save_or_end(trainer, module)
+            self._save_or_end(trainer)
 
     def _is_ranked(self, trainer: Trainer) -> bool:
-        monitor, plain = self.settings.run.saver.monitor, self._path is None and not self.run.log.is_wanted
-        known = monitor in self._measured.of_these_weights(trainer)
+        monitor, plain = self.settings.run.saver.monitor, self.run.path is None and not self.run.log.is_wanted
+        known = monitor in self.adapter.measured.of_these_weights(trainer)
         return plain and monitor is not None and world().broadcast(known)
 
-    def _save_or_end(self, trainer: Trainer, module: LightningModule, *, anyway: bool = False) -> None:
+    def _save_or_end(self, trainer: Trainer, *, anyway: bool = False) -> None:
         terminated, interrupted = self._is_asked_to_end(trainer)
         if terminated and trainer.global_step != self.run.saved_step:
-            self._trigger.request()
-        self._save_if_due(trainer, module, terminated=terminated, anyway=anyway)
+            self.run.trigger.request()
+        self._save_if_due(terminated=terminated, anyway=anyway)
         if interrupted:
             self._end(trainer)
 
@@ -464,124 +418,35 @@ class Session:
             stopping = trainer.early_stopping_callbacks
             if trainer.should_stop and any(c.stopped_epoch == trainer.current_epoch for c in stopping):
                 checkpoint[POSITION_KEY][_STOPPED] = True
-            if self._path is not None and not self._planned:
-                self._path.add_to(checkpoint[POSITION_KEY])
-
-    def _attend(self, trainer: Trainer) -> None:
-        """Serve the background worker, and log finished saves."""
-        reports = self.run.attend()
-        for report in reports:
-            self.probe.kept.adapt(report, self.settings.run.saver.search_overhead)
-        if world().is_first:
-            log_reports(trainer, reports)
 
     def _request_last(self, trainer: Trainer) -> None:
         """Save at the next moment that allows it if training ends here."""
         self._ending = ends_training(trainer, last_batch=self._last_batch)
         if self._ending and trainer.global_step != self.run.saved_step:
-            self._trigger.request()
+            self.run.trigger.request()
 
     def _request_owed(self, trainer: Trainer) -> None:
-        owed = self.run.owes(self._measured.of_these_weights(trainer))
+        owed = self.run.owes(self.adapter.measured.of_these_weights(trainer))
         if self.settings.run.saver.monitor is not None and world().broadcast(owed):
-            self._trigger.request()
+            self.run.trigger.request()
 
-    def _save_if_due(
-        self, trainer: Trainer, module: LightningModule, *, terminated: bool = False, anyway: bool = False
-    ) -> None:
-        if self._trigger.due and (self._stepped or self._ending or terminated or anyway):
-            planned = self._path is not None and self._trigger.planned and self._stepped
-            self._save(
-                trainer,
-                module,
-                last=terminated or self._ending,
-                exact=terminated and not planned,
-                planned=planned,
-            )
-
-    def _save(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        *,
-        last: bool = False,
-        exact: bool = False,
-        planned: bool = False,
-    ) -> None:
-        """Let Lightning collect its whole state on every rank, and save it.
-
-        Args:
-            trainer: between two batches.
-            module: the model.
-            last: it is the last save: wait for a running one instead of skipping this one.
-            exact: store bit-exactly, without a search.
-            planned: with ``adopt=True``: training goes on from what is stored.
-        """
-        self._trigger.saved()
-        self._planned = planned
-        if not self.run.wants(last=last):
-            return
-        captured = self._collected(trainer, module)
-        if world().is_first and (names := own_names(module)):
-            captured.checkpoint()[NAMES_KEY] = names
-
-        step = trainer.global_step
-        rest = rest_of(storable(captured.checkpoint())) if world().is_first and self.run.log.is_wanted else {}
-        self.run.log.boundary(step, rest)
-
-        def request() -> SaveRequest:
-            checkpoint, run = captured.checkpoint(), (trainer, module)
-            return SaveRequest(
-                state=storable(checkpoint),
-                step=step,
-                describe=describe_checkpoint(*run, checkpoint),
-                metrics=self._measured.of_these_weights(trainer),
-                evaluate=self.probe.evaluation(*run) if self.run.measures else None,
-                resumed=self._steps.resumed(*run) if self.run.measures and not planned else None,
-                gradients=None if planned else self._gradients.take(trainer.optimizers),
-                optimizers=trainer.optimizers,
-                exact=exact,
-                wait=last,
-            )
-
-        if self.run.save(request, self._adoption(trainer, module) if planned else None):
-            self.run.saved_step = step
-        if planned and self._path is not None:
-            self._path.start_over()
-
-    def _collected(self, trainer: Trainer, module: LightningModule) -> Captured:
-        with self._capturing(trainer) as captured, plainly_named(trainer, module):
-            trainer.save_checkpoint(captured.path, weights_only=False)
-        return captured
-
-    def _capturing(self, trainer: Trainer) -> AbstractContextManager[Captured]:
-        return RunCheckpointIO.install(trainer.strategy).capturing()
-
-    def _adoption(self, trainer: Trainer, module: LightningModule) -> Adoption:
-        def live() -> dict[str, Any]:
-            states = [optimizer.state_dict() for optimizer in trainer.optimizers]
-            return {**followed_state(trainer, module), "optimizer_states": states}
-
-        schedule = self.settings.schedule
-        settings = {
-            "every_n_train_steps": schedule.every_n_train_steps,
-            "every_n_epochs": schedule.every_n_epochs,
-            "gradient_clip_val": trainer.gradient_clip_val,
-        }
-        return Adoption(live=live, settings=settings)
+    def _save_if_due(self, *, terminated: bool = False, anyway: bool = False) -> None:
+        trigger, adopts = self.run.trigger, self.run.path is not None
+        if trigger.due and (self._stepped or self._ending or terminated or anyway):
+            planned = adopts and trigger.planned and self._stepped
+            last = terminated or self._ending
+            self.run.save(last=last, exact=terminated and not planned, again=True, planned=planned)
 
     # ---- after training
 
-    def train_ends(self, trainer: Trainer, module: LightningModule) -> None:
+    def train_ends(self, trainer: Trainer) -> None:
         """Save the last steps, and wait until everything is committed."""
         if not self._active:
             return
-        unsaved = trainer.global_step != self.run.saved_step
-        if unsaved:
-            self._stepped = True
-            self._save(trainer, module, last=True)
-        self.run.finish(lambda: self._save(trainer, module, last=True))
-        self._attend(trainer)
+        self._stepped |= trainer.global_step != self.run.saved_step
+        self.run.save(last=True)
+        self.run.finish()
+        self.run.serve()
         if self._is_interrupted(trainer):
             self._end(trainer)
         self._unwatch()
@@ -592,14 +457,14 @@ class Session:
             self.run.best = world().broadcast(self.run.best)
             self._say_complete(trainer, "Raise max_epochs or max_steps to continue")
 
-    def fails(self, trainer: Trainer, module: LightningModule, *, terminated: bool) -> None:
+    def fails(self, trainer: Trainer, *, terminated: bool) -> None:
         """Finish a running save; if the process is asked to end between two batches, save there first."""
 
         def save() -> None:
             # With several processes the checkpoint was taken at the end of the batch, where all of them agree.
             alone = self._active and trainer.world_size == 1
-            if terminated and alone and trainer.global_step != self.run.saved_step:
-                self._save(trainer, module, last=True, exact=True)
+            if terminated and alone:
+                self.run.save(last=True, exact=True)
 
         self._unwatch()
         if terminated:

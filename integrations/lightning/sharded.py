@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -14,12 +14,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import NoCheckpointError
 from shrinkpoint.group.group import world
+from shrinkpoint.integrations.lightning.adapter import LightningAdapter
 from shrinkpoint.integrations.lightning.io import Captured, RunCheckpointIO
 from shrinkpoint.integrations.lightning.position import OWN_KEYS, OWN_MARK, POSITION_KEY
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.runtime.termination import TerminationRequest
-from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets, reshard
@@ -59,15 +60,15 @@ class ShardedSession(Session):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._own: Mapping[str, Mapping[str, Any]] = {}
         self._found: Targets | None = None
         # Lightning's own handler broadcasts, which is another collective than the other ranks are at.
         self._preemption = TerminationRequest(
             [signal.SIGTERM], answered=lambda: self._training, replaces=True
         )
 
-    def _new_run(self) -> RunSession:
-        return RunSession(self.settings.run, targets=self._targets, own=lambda: self._own)
+    def _new_run(self) -> TrainingSession:
+        self.adapter = adapter = ShardsAdapter(self.settings)
+        return TrainingSession(self.settings.run, adapter, targets=self._targets, own=lambda: adapter.own)
 
     # ---- restoring
 
@@ -130,20 +131,9 @@ class ShardedSession(Session):
 
     # ---- during training
 
-    def _begin_saving(self, trainer: Trainer, module: LightningModule) -> None:
+    def _begin_saving(self) -> None:
+        super()._begin_saving()
         self._preemption.watch()
-
-    def _rehearse(self, trainer: Trainer, module: LightningModule) -> None:
-        """Nothing: shards are compared with the checkpoint's tensors at a resume."""
-
-    def _collected(self, trainer: Trainer, module: LightningModule) -> Captured:
-        captured = super()._collected(trainer, module)
-        position = captured.checkpoint()[POSITION_KEY]
-        self._own = {POSITION_KEY: {key: position[key] for key in OWN_KEYS}}
-        return captured
-
-    def _capturing(self, trainer: Trainer) -> AbstractContextManager[Captured]:
-        return capturing_shards(trainer)
 
     # ---- ending
 
@@ -161,7 +151,7 @@ class ShardedSession(Session):
     def _end(self, trainer: Trainer) -> None:
         preempted = trainer.strategy.reduce_boolean_decision(self._preempted(trainer), all=False)
         requeued = trainer.strategy.reduce_boolean_decision(self._requeue.received, all=False)
-        self._attend(trainer)
+        self.run.serve()
         self.run.warn_unsaved(trainer.global_step)
         if preempted:
             raise SIGTERMException
@@ -170,6 +160,29 @@ class ShardedSession(Session):
     def _unwatch(self) -> None:
         super()._unwatch()
         self._preemption.unwatch()
+
+
+class ShardsAdapter(LightningAdapter):
+    """As `LightningAdapter`, with this rank's shards and position.
+
+    Args:
+        settings: the callback's options.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.own: Mapping[str, Mapping[str, Any]] = {}
+        """Of the last `state`, what this rank has for itself."""
+
+    def state(self) -> dict[str, Any]:
+        """See the base class."""
+        found = super().state()
+        position = found[POSITION_KEY]
+        self.own = {POSITION_KEY: {key: position[key] for key in OWN_KEYS}}
+        return found
+
+    def _capturing(self) -> AbstractContextManager[Captured]:
+        return capturing_shards(self.trainer)
 
 
 Read = Callable[[Address], dict[str, Any]]

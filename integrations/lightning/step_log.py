@@ -4,38 +4,25 @@ Lightning loads a checkpoint in two parts: model and callbacks before the optimi
 ``on_fit_start``. A replay takes place there, and changes what the second part is restored from.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer import call
 
-from shrinkpoint.integrations.lightning.io import RunCheckpointIO, storable
+from shrinkpoint.integrations.lightning.adapter import LightningAdapter
 from shrinkpoint.session.step_log import SessionLog
 
-__all__ = ["capture_rest", "replay", "rest_of"]
-
-_NOT_IN_THE_REST = ("state_dict", "optimizer_states")
+__all__ = ["replay"]
 
 
-def rest_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint without what the log restores by itself."""
-    return {key: value for key, value in checkpoint.items() if key not in _NOT_IN_THE_REST}
-
-
-def capture_rest(trainer: Trainer) -> dict[str, Any]:
-    """Lightning's present state without weights and optimizers; called on every rank, which alone the first gets."""
-    with RunCheckpointIO.install(trainer.strategy).capturing() as captured:
-        trainer.save_checkpoint(captured.path, weights_only=False)
-    return rest_of(storable(captured.checkpoint())) if trainer.is_global_zero else {}
-
-
-def replay(log: SessionLog, trainer: Trainer, module: LightningModule) -> int:
+def replay(log: SessionLog, adapter: LightningAdapter) -> int:
     """Replay the logged steps after the checkpoint that Lightning is loading; in ``on_fit_start``, on every rank.
 
     Returns:
         The step that the training continues from.
     """
+    trainer, module = adapter.trainer, adapter.module
     connector: Any = trainer._checkpoint_connector
     loaded: dict[str, Any] = connector._loaded_checkpoint
     base = int(loaded["global_step"])

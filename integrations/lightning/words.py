@@ -14,7 +14,7 @@ from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
 from shrinkpoint.session.reports import metrics_of
-from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.session import TrainingSession
 
 __all__ = ["answer_words", "take_addresses"]
 
@@ -22,7 +22,7 @@ _HOOK = "_parse_ckpt_path"
 _NAMED = 8
 
 
-def answer_words(runs_of: Callable[[Trainer], list[RunSession]]) -> None:
+def answer_words(runs_of: Callable[[Trainer], list[TrainingSession]]) -> None:
     """Make trainers resolve ``"last"`` and ``"best"`` through shrinkpoint's callbacks.
 
     Lightning turns the words into a path before any hook of a callback, asks ``ModelCheckpoint`` alone for the last
@@ -53,7 +53,7 @@ def answer_words(runs_of: Callable[[Trainer], list[RunSession]]) -> None:
     setattr(_CheckpointConnector, _HOOK, parse)
 
 
-def _last_to_train(runs: list[RunSession]) -> str | None:
+def _last_to_train(runs: list[TrainingSession]) -> str | None:
     """None where the run continues by itself, or is empty: the same command starts it and continues it."""
     if any(run.settings.resume != "never" for run in runs):
         return None
@@ -61,7 +61,7 @@ def _last_to_train(runs: list[RunSession]) -> str | None:
     return str(Address(url=run.settings.url)) if run.saver.store.manifests() else None
 
 
-def _best(run: RunSession) -> str:
+def _best(run: TrainingSession) -> str:
     url, saver = run.settings.url, run.settings.saver
     if saver.monitor is None:
         raise ConfigError(

@@ -17,7 +17,7 @@ from shrinkpoint.integrations.transformers.state import (
     require_own_run,
     trainer_state,
 )
-from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
 
@@ -86,7 +86,7 @@ def require_supported(trainer: Any) -> None:
         )
 
 
-def choose(run: RunSession, trainer: Any, given: Any) -> Mapping[str, Any] | None:
+def choose(run: TrainingSession, trainer: Any, given: Any) -> Mapping[str, Any] | None:
     """The state that a training continues from, read and compared with its model; the same on all ranks.
 
     Args:
@@ -128,14 +128,12 @@ def choose(run: RunSession, trainer: Any, given: Any) -> Mapping[str, Any] | Non
     world().on_first(lambda: require_own_run(stored, trainer.model, url))
     run.saved_step = manifest.step
     run.remember()
-    if not world().is_first:  # only the first process saves deltas to the checkpoint that it has read
-        run.saver.forget()
     _warn_resumed(run, stored, trainer.args)
     found: Mapping[str, Any] = stored
     return found
 
 
-def _at(run: RunSession, address: Address) -> Manifest:
+def _at(run: TrainingSession, address: Address) -> Manifest:
     if not address.is_newest:
         return address.find(run.saver.store.manifests())
     newest = run.saver.newest()
@@ -144,13 +142,13 @@ def _at(run: RunSession, address: Address) -> Manifest:
     return newest
 
 
-def _read(run: RunSession, manifest: Manifest) -> Any:
+def _read(run: TrainingSession, manifest: Manifest) -> Any:
     restored = run.saver.restore(manifest)
     assert restored is not None
     return restored.state.to_object()
 
 
-def _require_own_run(run: RunSession, trainer: Any) -> None:
+def _require_own_run(run: TrainingSession, trainer: Any) -> None:
     """Refuse to save among another model's checkpoints, which retention would remove."""
 
     def look() -> None:
@@ -194,7 +192,7 @@ def write_thin(stored: Mapping[str, Any], folder: Path, *, complete: bool) -> st
     return str(folder)
 
 
-def _warn_resumed(run: RunSession, stored: Mapping[str, Any], args: Any) -> None:
+def _warn_resumed(run: TrainingSession, stored: Mapping[str, Any], args: Any) -> None:
     step = stored["trainer"]["global_step"]
     run.announce(step)
     if not world().is_first:
@@ -211,7 +209,7 @@ def _warn_resumed(run: RunSession, stored: Mapping[str, Any], args: Any) -> None
         )
 
 
-def _warn_newer(run: RunSession, given: Any) -> None:
+def _warn_newer(run: TrainingSession, given: Any) -> None:
     newest = world().on_first(lambda: next(iter(run.saver.store.manifests()), None))
     if newest is not None and world().is_first:
         warn(

@@ -4,7 +4,6 @@ methods."""
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,15 +11,12 @@ from typing import Any
 import torch
 
 from shrinkpoint.engine.address import Address
-from shrinkpoint.engine.request import SaveRequest
-from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
+from shrinkpoint.integrations.transformers.adapter import TransformersAdapter
 from shrinkpoint.integrations.transformers.data import DataPlace
-from shrinkpoint.integrations.transformers.generated import generated_state, load_generated, load_reference
+from shrinkpoint.integrations.transformers.generated import load_generated, load_reference
 from shrinkpoint.integrations.transformers.hooks import Override, overridden
-from shrinkpoint.integrations.transformers.probe import LossProbe, StepProbe
-from shrinkpoint.integrations.transformers.reports import current_metrics, log_reports
 from shrinkpoint.integrations.transformers.resume import (
     choose,
     is_complete,
@@ -30,29 +26,22 @@ from shrinkpoint.integrations.transformers.resume import (
 )
 from shrinkpoint.integrations.transformers.settings import Settings
 from shrinkpoint.integrations.transformers.state import (
-    Progress,
-    describe_state,
-    followed_state,
     inside_epoch,
     load_callbacks,
     load_model,
     load_optimizer,
     load_scaler,
     optimizers_of,
-    stored_state,
 )
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
-from shrinkpoint.session.adopting import PathBatches, with_adoptions
 from shrinkpoint.session.gradient_buckets import (
     Buckets,
-    bucket_order,
     restore_buckets,
 )
-from shrinkpoint.session.gradients import GradientCollector
 from shrinkpoint.session.hook_states import restore_hook_states
-from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.trained import load_trained
-from shrinkpoint.session.triggers import Schedule, Trigger
+from shrinkpoint.session.triggers import Trigger
 from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
@@ -61,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class Session:
-    """Drives a `RunSession` from a trainer's events; every method is called on every rank.
+    """Drives a `TrainingSession` from a trainer's events; every method is called on every rank.
 
     Args:
         settings: the callback's options.
@@ -69,24 +58,15 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self._given = self.settings = settings
-        self.run = RunSession(settings.run)
         self._set_up()
 
     def _set_up(self) -> None:
-        self._probe = LossProbe()
-        self._path: PathBatches | None = None
-        if self.settings.run.saver.adopt:
-            self._path = self._probe.kept = PathBatches()
-        self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
-        self._data = DataPlace(self._sees)
-        self._trigger = Trigger(Schedule())
-        self._gradients = GradientCollector()
+        self.adapter = TransformersAdapter(self.settings, DataPlace(self._sees))
+        self.run = self.adapter.session = TrainingSession(self.settings.run, self.adapter)
         self._termination = TerminationRequest(more=signals_of(self.settings.run.saver.signals))
-        self._progress = Progress()
-        self._warned: set[str] = set()
         self._trainer: Any = None
         self._stored: Mapping[str, Any] | None = None
-        self._seen_step = 0
+        self._seen_step = self._evaluated_batches = 0
         self._requested = self._epoch_over = self._best_loaded = self._evaluated = False
         self._best_metric: float | None = None
         self._best_step: int | None = None
@@ -123,13 +103,11 @@ class Session:
         """
         require_supported(trainer)
         self.settings = self._given.for_trainer(trainer.args)
-        if self.settings.run.saver.adopt:
-            run = with_adoptions(self.settings.run, self.settings.planned_for(trainer.args))
-            self.settings = replace(self.settings, run=run)
-        self.run = RunSession(self.settings.run)
-        self.run.is_monitor_asked_for = self._given.run.saver.monitor is not None
         self._set_up()
-        self._trainer = trainer
+        if self.run.path is not None:
+            self.run.plan(self.settings.planned_for(trainer.args))
+        self.run.is_monitor_asked_for = self._given.run.saver.monitor is not None
+        self._trainer = self.adapter.trainer = trainer
         try:
             self.run.open()
             self.run.refer_to(trainer.model)
@@ -145,14 +123,14 @@ class Session:
 
     def _prepare(self, stored: Mapping[str, Any], folder: Path) -> str:
         if len(stored["ranks"]) == world().size:
-            self._data.load(stored["ranks"][world().rank]["place"])
-        if self._path is not None:
-            self._path.take_from(stored)
+            self.adapter.data.load(stored["ranks"][world().rank]["place"])
+        if self.run.path is not None:
+            self.run.path.take_from(stored)
         return write_thin(stored, folder, complete=is_complete(stored, self._trainer.args))
 
     def _required(self) -> dict[str, Override]:
         return {
-            "get_train_dataloader": lambda original: lambda: self._data.follow(original()),
+            "get_train_dataloader": lambda original: lambda: self.adapter.data.follow(original()),
             "_load_from_checkpoint": self._instead(
                 lambda stored, *args: load_model(stored, self._trainer.model)
             ),
@@ -193,9 +171,9 @@ class Session:
     def _place_is_found(self) -> None:
         assert self._stored is not None
         if inside_epoch(self._trainer.state) and not self._trainer.args.ignore_data_skip:
-            self._data.in_epoch()
+            self.adapter.data.in_epoch()
         else:
-            self._data.between_epochs()
+            self.adapter.data.between_epochs()
 
     def train_begins(self, state: Any) -> None:
         """Everything is built and loaded.
@@ -217,23 +195,18 @@ class Session:
             if len(self._stored["ranks"]) == world().size:
                 buckets, hooks = self._stored["buckets"], self._stored.get("hooks", [])
                 load_generated(self._stored["ranks"][world().rank]["generated"], trainer)
-            self._progress.restore(trainer, self._stored)
+            self.adapter.progress.restore(trainer, self._stored)
             if self._ranks:
                 state.best_model_checkpoint = world().broadcast(self.run.best.best_path) or None
         self._best_metric = state.best_metric
         self._seen_step = state.global_step
-        self._trigger = Trigger(self.settings.schedule_for(trainer.args, state.save_steps))
-        self._trigger.start(step=state.global_step, epochs=int(state.epoch or 0))
+        self.run.trigger = Trigger(self.settings.schedule_for(trainer.args, state.save_steps))
+        self.run.trigger.start(step=state.global_step, epochs=int(state.epoch or 0))
         self._termination.watch()
         restore_buckets(trainer.model_wrapped, buckets)
         restore_hook_states(trainer.model_wrapped, hooks)
-        self._steps.starts(trainer)
         self.run.trained.begin(trainer.model, optimizers_of(trainer))
-        self.run.check_hooks(trainer.model_wrapped)
-        if world().is_first:
-            self.run.saver.begin(
-                followed_state(trainer), step=state.global_step, describe=describe_state(trainer)
-            )
+        self.run.begin()
         if self._stored is not None and not trainer.args.auto_find_batch_size:  # which loads once more
             self._stored = {"format": self._stored["format"]}  # the rest has been loaded, and takes memory
 
@@ -257,30 +230,29 @@ class Session:
     def _sees(self, batch: Any, number: int) -> None:
         """A batch is about to be trained on."""
         if world().is_first and self._trainer is not None:
-            self._probe.kept.see_training(batch)
+            self.run.probe.kept.see_training(batch)
             accumulated = self._trainer.args.gradient_accumulation_steps
-            self._steps.see(batch, number, accumulated=accumulated)
+            self.run.steps.recent.see(batch, first=number % accumulated == 0)
 
     def _before_evaluating(self, original: Any) -> Any:
         def prediction_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if world().is_first and self._trainer.is_in_train:
-                self._probe.evaluates(inputs)
+                self.run.probe.kept.see_validation(inputs, self._evaluated_batches)
+                self._evaluated_batches += 1
             return original(model, inputs, *args, **kwargs)
 
         return prediction_step
 
     def evaluation_ends(self) -> None:
         """An evaluation is over."""
-        self._probe.evaluation_ends()
+        self._evaluated_batches = 0
         self._evaluated = True
 
     def before_step(self, state: Any) -> None:
         """The gradients of an optimizer step are complete."""
-        saver = self.settings.run.saver
-        if self._trainer is not None and world().is_first and saver.scheme != "lossless" and not saver.adopt:
-            remaining = self._trigger.steps_until_due(state.global_step)
-            after = None if remaining is None else remaining - 1
-            self._gradients.update(self._trainer.model, optimizers_of(self._trainer), after)
+        if self._trainer is not None:
+            remaining = self.run.trigger.steps_until_due(state.global_step)
+            self.run.gradients_complete(None if remaining is None else remaining - 1)
 
     def step_ends(self, control: Any) -> None:
         """The trainer has decided whether it saves after this step: the save is made by shrinkpoint."""
@@ -305,7 +277,7 @@ class Session:
 
     def _around_moments(self, original: Any) -> Any:
         def log_save_evaluate(tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            self._progress.add_pending(tr_loss)
+            self.adapter.progress.add_pending(tr_loss)
             original(tr_loss, *args, **kwargs)
             self._moment(tr_loss)
 
@@ -320,131 +292,44 @@ class Session:
             SystemExit, KeyboardInterrupt: the process was asked to end, and has been saved.
         """
         state, control = self._trainer.state, self._trainer.control
+        self.adapter.tr_loss = tr_loss
         epoch_over, self._epoch_over = self._epoch_over, False
         if state.global_step != self._seen_step:
-            self._trigger.after_step(state.global_step, agree=world().broadcast)
+            self.run.trigger.after_step(state.global_step, agree=world().broadcast)
             self._seen_step = state.global_step
-            self.run.rehearse(
-                lambda: stored_state(self._trainer, [], [], trained=self.run.trained),
-                lambda _: describe_state(self._trainer),
-                lambda stored: (stored["model"], stored["optimizers"]),
-                self._trainer.model,
-                optimizers_of(self._trainer),
-            )
+            self.run.rehearse()
         if epoch_over and not inside_epoch(state):
-            self._trigger.after_epoch(round(state.epoch))
+            self.run.trigger.after_epoch(round(state.epoch))
         if state.best_metric != self._best_metric:
             self._best_metric, self._best_step = state.best_metric, state.global_step
         best = self._new_best and self._trainer.args.load_best_model_at_end
         if self._evaluated:
-            self._requested |= world().broadcast(world().is_first and self.run.owes(current_metrics(state)))
+            self._requested |= world().broadcast(world().is_first and self.run.owes(self.adapter.metrics()))
             self._evaluated = False
-        self._attend()
+        self.run.serve()
         terminated = world().any_of(self._termination.received)[0]
         ending = terminated or bool(control.should_training_stop)
         if not epoch_over and not inside_epoch(state):
             return
         last = ending
-        if self._trigger.due or self._requested or best or last:
+        if self.run.trigger.due or self._requested or best or last:
             # what the trainer itself asks for follows from its arguments and from what it has measured
-            planned = self._path is not None and (self._trigger.planned or self._requested or best)
+            planned = self.run.path is not None and (self.run.trigger.planned or self._requested or best)
             self._save(
-                tr_loss,
                 last=last or best,
                 exact=terminated and not planned,
                 planned=planned,
             )
         if terminated:
-            self._finish(tr_loss, exact=True)
+            self._finish(exact=True)
             self._termination.end()
 
-    def _attend(self) -> None:
-        reports = self.run.attend()
-        for report in reports:
-            self._probe.kept.adapt(report, self.settings.run.saver.search_overhead)
-        log_reports(self._trainer, reports)
-
-    def _save(
-        self,
-        tr_loss: torch.Tensor | None,
-        *,
-        last: bool = False,
-        exact: bool = False,
-        again: bool = False,
-        planned: bool = False,
-    ) -> None:
-        """Take a checkpoint; all ranks take part.
-
-        Args:
-            tr_loss: the sum of the losses since the trainer's last log entry.
-            last: it is the last save of its kind: wait for a running one instead of skipping this one.
-            exact: store bit-exactly, without a search.
-            again: even if this step has been saved.
-            planned: with ``adopt=True``: training goes on from what is stored.
-        """
-        trainer, step = self._trainer, self._trainer.state.global_step
-        self._trigger.saved()
+    def _save(self, **how: bool) -> None:
+        """See `TrainingSession.save`."""
         self._requested = False
-        if step != self.run.saved_step or again:
-            if not self.run.wants(last=last):
-                return
-            stored = self._gathered(tr_loss)
-            if self._path is not None and not planned:
-                self._path.add_to(stored)
-
-            def request() -> SaveRequest:
-                return SaveRequest(
-                    state=stored,
-                    step=step,
-                    describe=describe_state(trainer),
-                    metrics=current_metrics(trainer.state),
-                    evaluate=self._probe.evaluation(trainer),
-                    resumed=None if planned else self._steps.resumed(trainer),
-                    gradients=None if planned else self._gradients.take(optimizers_of(trainer)),
-                    optimizers=optimizers_of(trainer),
-                    exact=exact,
-                    wait=last,
-                )
-
-            accepted = self.run.save(request, self._adoption() if planned else None)
-            if planned and self._path is not None:
-                self._path.start_over()
-            if not accepted:
-                return
-            self.run.saved_step = step
-        if self._new_best:
-            trainer.state.best_model_checkpoint = str(Address(url=self.run.settings.url, step=step))
-
-    def _adoption(self) -> Adoption:
-        trainer = self._trainer
-
-        def live() -> dict[str, Any]:
-            states = [optimizer.state_dict() for optimizer in optimizers_of(trainer)]
-            return {**followed_state(trainer), "optimizers": states}
-
-        schedule = self.settings.schedule_for(trainer.args, trainer.state.save_steps)
-        settings = {
-            "every_n_train_steps": schedule.every_n_train_steps,
-            "every_n_epochs": schedule.every_n_epochs,
-            "max_grad_norm": trainer.args.max_grad_norm,
-        }
-        return Adoption(live=live, settings=settings)
-
-    def _gathered(self, tr_loss: torch.Tensor | None) -> dict[str, Any]:
-        trainer = self._trainer
-        trainer.store_flos()
-        place = world().on_every(lambda: self._data.state(inside_epoch=inside_epoch(trainer.state)))
-        generated = world().on_every(lambda: generated_state(trainer, self._warned))
-        ranks = world().gather(
-            {"place": place, "generated": generated, **self._progress.state(trainer, tr_loss)}
-        )
-        buckets = bucket_order(trainer.model_wrapped)
-        hooks = self.run.hooks.capture(trainer.model_wrapped)
-        stored = world().on_every(
-            lambda: stored_state(trainer, ranks, buckets, hooks, trained=self.run.trained)
-        )
-        self.run.warn_apart()
-        return stored
+        if self.run.save(**how) and self._new_best:
+            address = Address(url=self.run.settings.url, step=self.adapter.step)
+            self._trainer.state.best_model_checkpoint = str(address)
 
     # ---- after training
 
@@ -459,7 +344,8 @@ class Session:
 
     def _load_best(self) -> None:
         trainer = self._trainer
-        self._finish(None, exact=False)
+        self.adapter.tr_loss = None
+        self._finish()
         address = Address.parse(self.run.best.best_path)
         trainer.state.best_model_checkpoint = (
             None  # the trainer would look for a folder; `train_ends` sets it again
@@ -484,26 +370,25 @@ class Session:
         if self._trainer is None:
             return
         unsaved = state.global_step not in (0, self.run.saved_step)
+        self.adapter.tr_loss = None
         if unsaved and not self._best_loaded:
-            self._save(None, last=True)
-        self._finish(None, exact=False)
-        self._attend()
+            self._save(last=True)
+        self._finish()
+        self.run.serve()
         if self._ranks:
             state.best_model_checkpoint = self.run.best.best_path or None
         if world().any_of(self._termination.received)[0]:
             self._termination.end()
         self._termination.unwatch()
 
-    def _finish(self, tr_loss: torch.Tensor | None, *, exact: bool) -> None:
-        def save_again() -> None:
-            if not self._best_loaded:
-                self._save(tr_loss, last=True, exact=exact, again=True)
-
-        self.run.finish(save_again)
+    def _finish(self, *, exact: bool = False) -> None:
+        self.run.finish(exact=exact, again=not self._best_loaded)
 
     def _close(self) -> None:
         """Finish a running save, after an error too; the other processes may have ended."""
         self._termination.unwatch()
         self.run.fail()
         self.run.release()
-        self._set_up()
+        self.run.start_over()
+        self._trainer = self.adapter.trainer = self._stored = None
+        self.adapter.data = DataPlace(self._sees)

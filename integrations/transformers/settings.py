@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.session.adopting import saves_of
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.triggers import Schedule
 
@@ -111,7 +110,7 @@ class Settings:
         if self.schedule is None and (strategy == "best" or 0 < args.save_steps < 1):
             return None
         schedule = self.schedule_for(args, int(args.save_steps))
-        return saves_of(schedule, steps=args.max_steps, epochs=int(args.num_train_epochs))
+        return schedule.saves(steps=args.max_steps, epochs=int(args.num_train_epochs))
 
 
 def evaluation_metric(name: str) -> str:

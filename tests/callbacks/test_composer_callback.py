@@ -59,7 +59,7 @@ def test_keeps_the_newest_and_the_best(saving: Make, monitor: str) -> None:
     callback = saving(save_interval="1ep", monitor=monitor, mode="max", keep_last=1)
     outcome = fit(callback, setup=Setup(eval_interval="1ep"))
     accuracy = dict(outcome.evaluations)
-    best = max(reversed(accuracy), key=accuracy.__getitem__)  # of equals, the newest
+    best = max(accuracy, key=accuracy.__getitem__)  # of equals, the oldest
     assert callback.best_model_path == f"{url_of(callback)}#step={best}"
     assert callback.last_model_path == f"{url_of(callback)}#step={WHOLE}"
     assert set(steps(callback)) == {best, WHOLE}
@@ -124,10 +124,10 @@ def test_it_can_be_copied_before_it_is_used(saving: Make) -> None:
 def test_nothing_of_the_training_is_kept_after_close(saving: Make) -> None:
     callback = saving(scheme="inshrinkerator", save_interval="4ba")
     fit(callback)
-    session = callback._session
-    assert session._probe.kept.batches == []
-    assert session._gradients.take([]) is None
-    assert session.run._saver is None
+    run = callback._session.run
+    assert run.probe.kept.batches == []
+    assert run._gradients.take([]) is None
+    assert run._saver is None
 
 
 def test_two_callbacks_on_two_runs(saving: Make) -> None:

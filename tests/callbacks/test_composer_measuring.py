@@ -203,7 +203,7 @@ def test_gradients_are_averaged_where_the_optimizer_does_not(
     updates: list[int] = []
 
     def start(state: State) -> None:
-        saver, average = saver_of(callback), callback._session._gradients._average
+        saver, average = saver_of(callback), callback._session.run._gradients._average
         accept, update = saver.accept, average.update
 
         def watched(request: SaveRequest) -> Any:

@@ -13,6 +13,9 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from shrinkpoint.integrations.lightning.adapter import LightningAdapter
+from shrinkpoint.integrations.lightning.settings import Settings
+
 QUIET: Mapping[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -215,6 +218,14 @@ def fit(
         if not expected:
             raise
     return Outcome(module=module, trainer=trainer, callbacks=every)
+
+
+def adapter_of(trainer: Any, monitor: str | None = None) -> LightningAdapter:
+    """What a session would ask of a trainer, which may be set later."""
+    schedule = dict.fromkeys(("every_n_train_steps", "every_n_epochs", "train_time_interval"))
+    adapter = LightningAdapter(Settings.build(url="memory://none", monitor=monitor, **schedule))
+    adapter.trainer = trainer
+    return adapter
 
 
 def assert_same(one: Any, other: Any, where: str = "") -> None:

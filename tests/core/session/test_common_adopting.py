@@ -5,7 +5,6 @@ from datetime import timedelta
 import pytest
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.session.adopting import saves_of
 from shrinkpoint.session.triggers import Schedule
 
 
@@ -24,9 +23,9 @@ from shrinkpoint.session.triggers import Schedule
 def test_saves_follow_from_the_trainers_limits(
     schedule: Schedule, steps: int, epochs: int, planned: int | None
 ) -> None:
-    assert saves_of(schedule, steps=steps, epochs=epochs) == planned
+    assert schedule.saves(steps=steps, epochs=epochs) == planned
 
 
 def test_a_clock_is_refused() -> None:
     with pytest.raises(ConfigError, match="a clock would decide"):
-        saves_of(Schedule(train_time_interval=timedelta(minutes=1)), steps=10, epochs=1)
+        Schedule(train_time_interval=timedelta(minutes=1)).saves(steps=10, epochs=1)

@@ -19,13 +19,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.session.hook_states import HookStates, hidden_state, restore_hook_states
-from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.state.training import TrainingState
 
 
-def session(scheme: str, **given: Any) -> RunSession:
-    return RunSession(RunSettings.build(url="memory://hooks/run", scheme=scheme, **grouped(**given)))
+def session(scheme: str, **given: Any) -> TrainingSession:
+    return TrainingSession(RunSettings.build(url="memory://hooks/run", scheme=scheme, **grouped(**given)))
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def model() -> Iterator[nn.Module]:
         dist.destroy_process_group()
 
 
-def told_of(run: RunSession, model: nn.Module) -> list[str]:
+def told_of(run: TrainingSession, model: nn.Module) -> list[str]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run.check_hooks(model)

@@ -14,13 +14,8 @@ from support.reports import REPORT
 from torch.nn.utils.rnn import pack_sequence
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
-from shrinkpoint.session.probe import (
-    KeptBatches,
-    RecentBatches,
-    loss_of,
-    number_of,
-    to_host,
-)
+from shrinkpoint.session.batches import KeptBatches, RecentBatches, to_host
+from shrinkpoint.session.probe import loss_of, number_of
 
 
 class Pair(NamedTuple):

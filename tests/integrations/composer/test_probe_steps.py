@@ -19,9 +19,10 @@ from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.integrations.composer.probe import LossProbe, StepProbe
+from shrinkpoint.integrations.composer.adapter import ComposerAdapter
+from shrinkpoint.integrations.composer.schedule import Settings
 from shrinkpoint.integrations.composer.state import stored_state
-from shrinkpoint.session.probe import scale_of
+from shrinkpoint.session.probe import LossProbe, StepProbe, scale_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -44,20 +45,23 @@ class Stepping(Callback):  # type: ignore[misc]
     """Goes on from a checkpoint of some batches before, again and again."""
 
     def __init__(self, *, steps: int = 4) -> None:
-        self.probe = LossProbe()
+        self.adapter = ComposerAdapter(Settings.build(url="memory://none", save_interval="1ep"))
+        self.probe = LossProbe(self.adapter)
         self.steps = StepProbe(self.probe, steps=steps)
         self.losses: list[list[float]] = []
         self.offered: list[bool] = []
 
     def fit_start(self, state: Any, logger: Any) -> None:
-        self.steps.starts(state)
+        self.adapter.run = state
+        self.steps.starts()
 
     def batch_start(self, state: Any, logger: Any) -> None:
-        self.steps.batch_starts()
+        self.first = True
 
     def before_forward(self, state: Any, logger: Any) -> None:
         self.probe.kept.see_training(state.batch)
-        self.steps.see(state)
+        self.steps.recent.see(state.batch, first=self.first)
+        self.first = False
 
     def eval_before_forward(self, state: Any, logger: Any) -> None:
         self.probe.kept.see_validation(state.batch)
@@ -66,7 +70,7 @@ class Stepping(Callback):  # type: ignore[misc]
         if int(state.timestamp.batch) % 3 and int(state.timestamp.batch_in_epoch):
             return
         checkpoint = copy.deepcopy(stored_state(state, [], []))
-        resumed = self.steps.resumed(state)
+        resumed = self.steps.resumed()
         self.offered.append(resumed is not None)
         if resumed is not None:
             losses = list(resumed(checkpoint, MARKS))
@@ -105,7 +109,7 @@ def test_gradients_are_clipped_as_in_training(monkeypatch: pytest.MonkeyPatch) -
         apply_gradient_clipping(model, kind, threshold, fsdp_enabled)
         norms.append(float(sum(p.grad.square().sum() for p in model.parameters())) ** 0.5)
 
-    monkeypatch.setattr("shrinkpoint.integrations.composer.probe.apply_gradient_clipping", clip)
+    monkeypatch.setattr("shrinkpoint.integrations.composer.adapter.apply_gradient_clipping", clip)
     monkeypatch.setitem(ALGORITHMS, "clipping", lambda: [GradientClipping("norm", 1e-3)])
     setup = Setup(duration="1ep", algorithms="clipping")
     stepping = Stepping()
@@ -149,7 +153,7 @@ def test_a_step_that_fails_is_told_once_and_harms_nothing(monkeypatch: pytest.Mo
     def fail(*_: Any) -> Any:
         raise MemoryError("too little")
 
-    monkeypatch.setattr("shrinkpoint.integrations.composer.probe._total", fail)
+    monkeypatch.setattr("shrinkpoint.integrations.composer.adapter._total", fail)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         same(

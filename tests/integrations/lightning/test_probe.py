@@ -7,10 +7,10 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback
-from support.lightning_models import Tiny, assert_same, fit
+from support.lightning_models import Tiny, adapter_of, assert_same, fit
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.lightning.probe import LossProbe
+from shrinkpoint.session.probe import LossProbe
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -35,8 +35,9 @@ class Metered(Tiny):
 
 
 class Probing(Callback):
-    def __init__(self, probe: LossProbe | None) -> None:
-        self.probe = probe
+    def __init__(self, *, probes: bool = True) -> None:
+        self.adapter = adapter_of(None)
+        self.probe = LossProbe(self.adapter) if probes else None
         self.losses: list[tuple[tuple[float, ...], ...]] = []
         self.metrics: list[Any] = []
 
@@ -48,7 +49,7 @@ class Probing(Callback):
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self.probe is not None:
-            self.probe.see_validation(batch, dataloader_idx, batch_idx)
+            self.probe.kept.see_validation(batch, batch_idx)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         self.metrics.append((pl_module.mean.compute().item(), str(pl_module.kept.compute())))
@@ -56,7 +57,8 @@ class Probing(Callback):
             return
         live = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
         zero = {name: torch.zeros_like(value) for name, value in live.items()}
-        evaluate = self.probe.evaluation(trainer, pl_module)
+        self.adapter.trainer = trainer
+        evaluate = self.probe.evaluation()
         self.losses.append((evaluate({}), evaluate(live), evaluate(zero)))
 
 
@@ -64,7 +66,7 @@ class Probing(Callback):
     "options", [{}, {"num_sanity_val_steps": 0, "limit_val_batches": 0, "monitor": None}]
 )
 def test_leaves_no_trace(options: dict[str, Any]) -> None:
-    without, probed = Probing(None), Probing(LossProbe())
+    without, probed = Probing(probes=False), Probing()
     pl.seed_everything(1, verbose=False)
     plain = fit(without, module=Metered(), max_epochs=2, **options)
     pl.seed_everything(1, verbose=False)
@@ -92,12 +94,12 @@ def test_prefers_the_monitored_metric() -> None:
             self.log("accuracy", torch.tensor(0.5))
 
     batch = (torch.zeros(2), torch.zeros(2, 8), torch.zeros(2, 1))
-    trainer = fit(max_epochs=1).trainer
 
     def measured(module: Tiny, metric: str | None) -> float:
-        probe = LossProbe(metric=metric)
-        probe.see_validation(batch, 0)
-        [loss] = probe.evaluation(trainer, module)({})
+        trainer = fit(module=module, max_epochs=1, limit_val_batches=0, monitor=None).trainer
+        probe = LossProbe(adapter_of(trainer, monitor=metric))
+        probe.kept.see_validation(batch)
+        [loss] = probe.evaluation()({})
         return loss
 
     assert [measured(Two(), metric) for metric in ("perplexity", None, "missing")] == [2.0, 1.0, 1.0]
@@ -115,14 +117,15 @@ def test_a_step_that_gathers_is_refused_where_the_other_processes_do_not_take_pa
             return self.all_gather(torch.tensor(3.0)).mean()
 
     available: list[bool] = []
-    trainer, module = fit(max_epochs=1).trainer, Gathering()
+    module = Gathering()
     module.mean = torchmetrics.MeanMetric()
+    trainer = fit(module=module, max_epochs=1, limit_val_batches=0, monitor=None).trainer
     module.mean.distributed_available_fn = lambda: True
-    probe = LossProbe()
-    probe.see_validation((torch.zeros(2), torch.zeros(2, 8), torch.zeros(2, 1)), 0)
+    probe = LossProbe(adapter_of(trainer))
+    probe.kept.see_validation((torch.zeros(2), torch.zeros(2, 8), torch.zeros(2, 1)))
     monkeypatch.setattr(type(trainer), "world_size", 2)
     with pytest.raises(ConfigError, match="all_gather"):
-        probe.evaluation(trainer, module)({})
+        probe.evaluation()({})
     assert available == [False]
     assert module.mean.distributed_available_fn()
     assert "all_gather" not in vars(module)
@@ -131,4 +134,4 @@ def test_a_step_that_gathers_is_refused_where_the_other_processes_do_not_take_pa
 def test_needs_batches() -> None:
     outcome = fit(max_epochs=1)
     with pytest.raises(ConfigError, match="no batch"):
-        LossProbe().evaluation(outcome.trainer, outcome.module)({})
+        LossProbe(adapter_of(outcome.trainer)).evaluation()({})

@@ -11,15 +11,14 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
-from support.lightning_models import Setup, Tiny, assert_same, fit
+from support.lightning_models import Setup, Tiny, adapter_of, assert_same, fit
 from support.options import grouped
 from support.reports import saver_of
 from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.integrations.lightning.probe import LossProbe, StepProbe
-from shrinkpoint.session.probe import scale_of
+from shrinkpoint.session.probe import LossProbe, StepProbe, scale_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -65,21 +64,23 @@ class Stepping(Callback):
     """Goes on from a checkpoint of some batches before, again and again."""
 
     def __init__(self, *, steps: int = 4, every: int = 3) -> None:
-        self.probe = LossProbe()
+        self.adapter = adapter_of(None)
+        self.probe = LossProbe(self.adapter)
         self.steps = StepProbe(self.probe, steps=steps)
         self.every = every
         self.losses: list[list[float]] = []
         self.offered: list[bool] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.steps.starts(trainer, pl_module)
+        self.adapter.trainer = trainer
+        self.steps.starts()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.probe.kept.see_training(batch)
-        self.steps.see(trainer, batch, batch_idx)
+        self.steps.recent.see(batch, first=batch_idx % trainer.accumulate_grad_batches == 0)
 
     def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, *_: Any) -> None:
-        self.probe.see_validation(batch, 0)
+        self.probe.kept.see_validation(batch)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         self._try(trainer, pl_module)
@@ -93,7 +94,7 @@ class Stepping(Callback):
             return
         optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
         checkpoint = copy.deepcopy({"state_dict": module.state_dict(), "optimizer_states": optimizers})
-        resumed = self.steps.resumed(trainer, module)
+        resumed = self.steps.resumed()
         self.offered.append(resumed is not None)
         if resumed is not None:
             with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""One run that is being saved, on every process: the common part of the frameworks' sessions.
+"""One training that is being saved, on every process: what is the same in all frameworks.
 
 The first rank reads and writes the store, and decides; its decisions are broadcast. Of a sharded model every rank saves and
 restores its part. Every method that is not marked as the first rank's must be called on every rank.
@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch.nn import Module
 
 from shrinkpoint.coding.selective import header_of
@@ -26,38 +25,39 @@ from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.progress import say
 from shrinkpoint.saver import Saver
+from shrinkpoint.session.adapter import TrainingAdapter
+from shrinkpoint.session.batches import PROBE_BATCHES, KeptBatches, PathBatches
+from shrinkpoint.session.gradients import GradientCollector
 from shrinkpoint.session.hook_states import HookStates
-from shrinkpoint.session.probe import PROBE_BATCHES
+from shrinkpoint.session.probe import LossProbe, StepProbe
 from shrinkpoint.session.reports import BestCheckpoints, metrics_of
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.step_log import SessionLog
 from shrinkpoint.session.trained import Trained
+from shrinkpoint.session.triggers import Schedule, Trigger
 from shrinkpoint.sharded.agreement import refuse_options
 from shrinkpoint.sharded.saver import ShardedSaver, Targets
 from shrinkpoint.sharded.spreading import share_adopted
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.frozen import meta_filled
-from shrinkpoint.state.training import Describe, TrainingState
+from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
 
-__all__ = ["RunSession"]
+__all__ = ["TrainingSession"]
 
 T = TypeVar("T")
 
 _FAILED_S = 60.0
 
 
-def _nothing() -> None:
-    """There is nothing to save."""
-
-
-class RunSession:
-    """Drives a `Saver` for a framework's session, or of a sharded model a `ShardedSaver`.
+class TrainingSession:
+    """Saves a training through a `Saver`, or of a sharded model a `ShardedSaver`, and continues it.
 
     Args:
         settings: the callback's options.
+        adapter: of the training.
         targets: of a sharded model, as of `ShardedSaver`; `restore` fills these tensors, so that what is wrong must be found before.
         own: of a sharded model, as of `ShardedSaver`.
 
@@ -68,11 +68,12 @@ class RunSession:
     def __init__(
         self,
         settings: RunSettings,
+        adapter: TrainingAdapter,
         *,
         targets: Targets | None = None,
         own: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
     ) -> None:
-        self.settings = settings
+        self.settings, self.adapter = settings, adapter
         self.together = targets is not None
         """Whether every rank saves and restores a part, and all measure together."""
         if self.together and settings.step_log is not None:
@@ -92,7 +93,7 @@ class RunSession:
         self.trained = Trained(self.warn_once)
         """What optimizers train and what is frozen."""
         self.saved_step = 0
-        """The step of this run's last checkpoint; the framework's session keeps it up to date on every rank."""
+        """The step of this run's last checkpoint, on every rank."""
         self.hooks = HookStates(wanted=settings.saver.scheme == "lossless")
         """The states of DDP's communication hooks, for checkpoints and the log."""
         self.log = SessionLog(settings, self.hooks)
@@ -108,10 +109,46 @@ class RunSession:
         self._warned: set[str] = set()
         self._until_failure = UntilFailure(self.warn_once)
         self._dry = DryRestore()
+        self.trigger = Trigger(Schedule())
+        """When a save is due, where the framework has no schedule of its own."""
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget what was seen of a training."""
+        self.probe = LossProbe(self.adapter, together=self.together)
+        """Measures checkpoints."""
+        self.path = PathBatches() if self.settings.saver.adopt else None
+        """With ``adopt``: the batches since the last planned save, which decide about the next one."""
+        if self.path is not None:
+            self.probe.kept = self.path
+        elif not self.measures:
+            self.probe.kept = KeptBatches(0)
+        self.steps = StepProbe(self.probe, steps=self.probe_steps)
+        """Makes steps from a checkpoint."""
+        self._gradients = GradientCollector()
 
     def use(self, settings: RunSettings) -> None:
         """Replace the options by those that the trainer completes, before the saver is asked for."""
         self.settings = settings
+
+    def plan(self, saves: int | None) -> None:
+        """With ``adopt=True``: take the number of planned saves of the whole run, before the saver is asked for.
+
+        Args:
+            saves: what follows from the trainer's limits, if anything does.
+
+        Raises:
+            ConfigError: the user has not given the number, and it is not known.
+        """
+        saver = self.settings.saver
+        if not saver.adopt or saver.adoptions is not None:
+            return
+        if saves is None:
+            raise ConfigError(
+                "adopt=True cannot be used here: the number of planned saves of the whole run, among which max_degradation is divided,"
+                " does not follow from the trainer's limits. Give that number, as in adopt=200"
+            )
+        self.use(replace(self.settings, saver=replace(saver, adopt=saves)))
 
     @property
     def saver(self) -> Saver | ShardedSaver:
@@ -175,7 +212,7 @@ class RunSession:
         """
         runs = [getattr(getattr(callback, "_session", None), "run", None) for callback in callbacks]
         url = self.settings.url
-        if [run.settings.url for run in runs if isinstance(run, RunSession)].count(url) > 1:
+        if [run.settings.url for run in runs if isinstance(run, TrainingSession)].count(url) > 1:
             raise ConfigError(
                 f"two CompressedCheckpoint callbacks save to {url}: give each a URL of its own, or use one"
             )
@@ -316,34 +353,100 @@ class RunSession:
         reports, self._unreported = self._unreported, []
         return reports
 
-    def rehearse(
-        self,
-        state: Callable[[], Any],
-        describe: Callable[[Any], Describe],
-        parts: Callable[[Any], tuple[Any, Sequence[Any]]],
-        model: nn.Module,
-        optimizers: Sequence[Any],
-    ) -> None:
+    def rehearse(self) -> None:
         """Refuse a training whose state could not be continued; once, and again when its structure has changed.
 
-        Args:
-            state: gives it, as a save would.
-            describe: gives the roles of its tensors.
-            parts: takes the model's and the optimizers' states out of it.
-            model: live.
-            optimizers: live.
+        Shards are compared with the checkpoint's tensors at a resume.
 
         Raises:
             CannotRepresentError, StateMismatchError: as `DryRestore.check`; on every rank.
         """
+        adapter = self.adapter
 
         def capture() -> tuple[TrainingState, Any]:
-            self.trained.require_room(model)
-            given = state()
-            return TrainingState.capture(given, describe(given)), parts
+            self.trained.require_room(adapter.model)
+            state = adapter.bare_state()
+            return TrainingState.capture(state, adapter.describe(state)), adapter.parts
 
-        if not self._dry.knows(optimizers):
-            world().on_every(lambda: self._dry.check(capture, model, optimizers))
+        optimizers = adapter.optimizers
+        if not (self.together or self._dry.knows(optimizers)):
+            world().on_every(lambda: self._dry.check(capture, adapter.model, optimizers))
+
+    def gradients_complete(self, remaining: int | None) -> None:
+        """Average the gradients of a step that is about to be made, where settings depend on them.
+
+        Args:
+            remaining: as of `GradientCollector.update`.
+        """
+        saver, adapter = self.settings.saver, self.adapter
+        if not (self.together or saver.scheme == "lossless" or saver.adopt) and world().is_first:
+            self._gradients.update(adapter.model, adapter.optimizers, remaining, names=adapter.names())
+
+    def serve(self) -> None:
+        """Serve the background worker, and log finished saves."""
+        reports = self.attend()
+        for report in reports:
+            self.probe.kept.adapt(report, self.settings.saver.search_overhead)
+        if world().is_first:
+            self.adapter.log(reports)
+
+    def save(
+        self, *, last: bool = False, exact: bool = False, again: bool = False, planned: bool = False
+    ) -> bool:
+        """Take a checkpoint of the present step.
+
+        Args:
+            last: it is the last save: wait for a running one instead of skipping this one.
+            exact: store bit-exactly, without a search.
+            again: even if this step has been saved.
+            planned: with ``adopt``: training goes on from what is stored, on every rank when this returns.
+
+        Returns:
+            Whether the step is saved, or being saved.
+
+        Raises:
+            SaveFailedError, FencedError, CannotRepresentError: as `StateSaver.accept`.
+            StateMismatchError: a rank has other values than were stored.
+        """
+        self.trigger.saved()
+        adapter, step = self.adapter, self.adapter.step
+        if (step == self.saved_step and not again) or not self.wants(last=last):
+            return step == self.saved_step
+        self.drain()
+        state = adapter.state()
+        if self.log.is_wanted:
+            self.log.boundary(step, adapter.rest(state))
+        if self.path is not None and not planned:
+            self.path.add_to(state)
+
+        def request() -> SaveRequest:
+            measured = self.measures
+            return SaveRequest(
+                state=state,
+                step=step,
+                describe=adapter.describe(state),
+                metrics=adapter.metrics(),
+                evaluate=self.probe.evaluation() if measured else None,
+                resumed=self.steps.resumed() if measured and not planned else None,
+                gradients=None if planned else self._gradients.take(adapter.optimizers),
+                optimizers=adapter.optimizers,
+                exact=exact,
+                wait=last,
+            )
+
+        if self.submit(request, self._adoption() if planned else None):
+            self.saved_step = step
+        if planned and self.path is not None:
+            self.path.start_over()
+        if last:
+            self.drain()
+        return step == self.saved_step
+
+    def drain(self) -> None:
+        """Wait for a running save, where other ranks must take part in its evaluations."""
+
+    def _adoption(self) -> Adoption:
+        return Adoption(live=self.adapter.live, settings=self.adapter.path_settings())
 
     def wants(self, *, last: bool) -> bool:
         """Whether a due save is made now; the same on all ranks, called before they gather a state.
@@ -357,8 +460,8 @@ class RunSession:
         """
         return self.together or world().broadcast(world().is_first and self._has_room(last))
 
-    def save(self, request: Callable[[], SaveRequest], adoption: Adoption | None = None) -> bool:
-        """Save a state.
+    def submit(self, request: Callable[[], SaveRequest], adoption: Adoption | None = None) -> bool:
+        """Give a save to the saver.
 
         Args:
             request: gives what is asked for, on each rank that saves. With `wait` for the last save, which waits for a running one to be
@@ -415,18 +518,22 @@ class RunSession:
                 " average their gradients: checkpoints hold the first process's. Make them the model's"
             )
 
-    def check_hooks(self, model: object) -> None:
-        """Warn where checkpoints leave out the states of DDP's communication hooks.
-
-        Args:
-            model: as it is trained.
+    def begin(self) -> None:
+        """Begin to save a training that is built and loaded: as `StateSaver.begin`, with its checks and probes.
 
         Raises:
             ConfigError: as `HookStates.left_out`; on every rank.
         """
-        message = self.hooks.left_out(model, exact_log=self.log.is_exact)
-        if message is not None and world().is_first:
-            self.warn_once(message)
+        adapter = self.adapter
+        self.warn_once(self.hooks.left_out(adapter.wrapped, exact_log=self.log.is_exact))
+        self.steps.starts()
+        if self.together:
+            return
+        followed = adapter.followed()  # a collective with FSDP1
+        if world().is_first:
+            self.saver.begin(followed, step=adapter.step, describe=adapter.describe(followed))
+        else:  # only the first process saves deltas to the checkpoint that it has read
+            self.saver.forget()
 
     def _has_room(self, last: bool) -> bool:
         saver = self.settings.saver
@@ -482,19 +589,21 @@ class RunSession:
 
     # ---- after training
 
-    def finish(self, save_again: Callable[[], None]) -> None:
+    def finish(self, *, exact: bool = False, again: bool = True) -> None:
         """Wait until everything is committed, and broadcast the best checkpoint to all ranks.
 
         Args:
-            save_again: saves the present state; called, on every rank, when the last save has failed, since no later
-                save will replace it.
+            exact: as of `save`.
+            again: whether to save the present state when the last save has failed, since no later one will replace it.
 
         Raises:
             SaveFailedError, FencedError: on every rank.
         """
+        self.drain()
         self.decide(self.saver.flush)
         if world().broadcast(world().is_first and self.saver.failed):
-            save_again()
+            if again:
+                self.save(last=True, exact=exact, again=True)
             self.decide(self.saver.flush)
             self.decide(self.saver.require_stored)
         if self.together or world().is_first:
@@ -514,7 +623,7 @@ class RunSession:
                 f" {f'the newest checkpoint is {newest}' if newest else 'there is no checkpoint'}"
             )
 
-    def fail(self, timeout_s: float | None = _FAILED_S, *, save: Callable[[], None] = _nothing) -> None:
+    def fail(self, timeout_s: float | None = _FAILED_S, *, save: Callable[[], object] = bool) -> None:
         """Finish a running save after training has ended with an error; does not communicate with other ranks.
 
         Args:

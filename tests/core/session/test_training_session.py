@@ -13,12 +13,27 @@ from support.options import grouped
 
 from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.errors import NoCheckpointError, SaveFailedError, ShrinkpointWarning, StoreError
-from shrinkpoint.session.run_session import RunSession
+from shrinkpoint.session.adapter import TrainingAdapter
+from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.state.training import Role, Tag
 from shrinkpoint.store.writer import RunWriter
 
-Make = Callable[..., RunSession]
+Make = Callable[..., TrainingSession]
+
+
+class Constant(TrainingAdapter):
+    """A training at its first step, of a model of which only this is saved."""
+
+    step = 1
+    model = torch.nn.Identity()
+    optimizers = ()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": {"w": torch.full((4,), 1.0)}, "optimizers": []}
+
+    def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
+        return 0.0
 
 
 @pytest.fixture(name="session")
@@ -26,19 +41,18 @@ def _session(request: pytest.FixtureRequest) -> Make:
     """Makes sessions of one run in memory, of this test's own."""
     url = f"memory://run-session/{request.node.name}".replace("[", "-").replace("]", "")
 
-    def make(*, options: dict[str, Any] | None = None, **given: Any) -> RunSession:
-        return RunSession(
-            RunSettings.build(
-                url=url, **grouped(**{"scheme": "lossless", "busy": "wait"} | (options or {})), **given
-            )
+    def make(*, options: dict[str, Any] | None = None, **given: Any) -> TrainingSession:
+        settings = RunSettings.build(
+            url=url, **grouped(**{"scheme": "lossless", "busy": "wait"} | (options or {})), **given
         )
+        return TrainingSession(settings, Constant())
 
     return make
 
 
-def save(run: RunSession, step: int, *, last: bool = False, **more: Any) -> bool:
+def save(run: TrainingSession, step: int, *, last: bool = False, **more: Any) -> bool:
     state = {"model": {"w": torch.full((4,), float(step))}}
-    return run.save(lambda: SaveRequest(state=state, step=step, wait=last, **more))
+    return run.submit(lambda: SaveRequest(state=state, step=step, wait=last, **more))
 
 
 class Hold:
@@ -70,7 +84,7 @@ def break_store(monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
     monkeypatch.setattr(RunWriter, "commit", failing)
 
 
-def steps(run: RunSession) -> list[int]:
+def steps(run: TrainingSession) -> list[int]:
     return sorted(manifest.step for manifest in run.saver.store.manifests())
 
 
@@ -90,7 +104,7 @@ def test_saves_and_knows_the_best(session: Make) -> None:
     for step, loss in ((1, 0.5), (2, 0.7)):
         assert run.wants(last=False)
         assert save(run, step, metrics={"loss": loss})
-    run.finish(lambda: pytest.fail("nothing has failed"))
+    run.finish()
     url = run.settings.url
     assert (run.best.best_path, run.best.last_path) == (f"{url}#step=1", f"{url}#step=2")
     assert [report.step for report in run.attend()] == [1, 2]
@@ -101,7 +115,7 @@ def test_continues_and_remembers(session: Make) -> None:
     first = session(monitor="loss")
     for step, loss in ((1, 0.5), (2, 0.7)):
         save(first, step, metrics={"loss": loss})
-    first.finish(lambda: None)
+    first.finish()
     again = session(monitor="loss")
     again.open()
     chosen = again.choose()
@@ -128,7 +142,7 @@ def test_skips_while_one_is_under_way(session: Make, monkeypatch: pytest.MonkeyP
     assert run.wants(last=True)
     hold.let_go()
     assert save(run, 2, last=True)
-    run.finish(lambda: None)
+    run.finish()
     assert run.saver.skipped == 1
     assert steps(run) == [1, 2]
 
@@ -139,7 +153,7 @@ def test_waits_where_it_is_told_to(session: Make, monkeypatch: pytest.MonkeyPatc
     save(run, 1)
     assert run.wants(last=False)
     hold.let_go()
-    run.finish(lambda: None)
+    run.finish()
 
 
 def test_a_missing_monitor_is_told_once(session: Make) -> None:
@@ -149,7 +163,7 @@ def test_a_missing_monitor_is_told_once(session: Make) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         save(run, 2, metrics={"acc": 1.0})
-        run.finish(lambda: None)
+        run.finish()
     assert run.best.best_path == ""
 
 
@@ -159,14 +173,14 @@ def test_a_monitor_that_is_not_logged_at_every_save_is_not_missing(session: Make
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         save(run, 2, metrics={})
-        run.finish(lambda: None)
+        run.finish()
         again = session(monitor="loss")
         manifest = again.choose()
         assert manifest is not None
         again.restore(manifest)
         again.remember()
         save(again, 3, metrics={})
-        again.finish(lambda: None)
+        again.finish()
 
 
 def test_a_failing_evaluation_is_told_once_and_costs_no_checkpoint(session: Make) -> None:
@@ -179,8 +193,8 @@ def test_a_failing_evaluation_is_told_once_and_costs_no_checkpoint(session: Make
     def save_measured(step: int) -> None:
         tag = Tag(role=Role.WEIGHT, parameter="w")
         described = SaveRequest(state=wide, step=step, describe=lambda path, tensor: tag, evaluate=evaluate)
-        run.save(lambda: described)
-        run.finish(lambda: None)
+        run.submit(lambda: described)
+        run.finish()
 
     with pytest.warns(ShrinkpointWarning, match="cannot be measured.*no batch"):
         save_measured(1)
@@ -190,13 +204,9 @@ def test_a_failing_evaluation_is_told_once_and_costs_no_checkpoint(session: Make
     assert steps(run) == [1, 2]
 
 
-def save_and_finish(run: RunSession) -> None:
+def save_and_finish(run: TrainingSession) -> None:
     save(run, 1, last=True)
-    run.finish(lambda: accepted(save(run, 1, last=True)))
-
-
-def accepted(answer: bool) -> None:
-    assert answer
+    run.finish()
 
 
 def test_a_last_save_that_fails_is_made_up_for(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +223,7 @@ def test_an_end_that_cannot_be_saved_is_an_error(session: Make, monkeypatch: pyt
     break_store(monkeypatch, times=9)
     save(run, 1)
     with pytest.raises(SaveFailedError, match="the disk is full"):
-        run.finish(lambda: None)
+        run.finish()
 
 
 @pytest.mark.parametrize("error", [StoreError, RuntimeError])
@@ -253,7 +263,7 @@ def test_an_outline_has_shapes_only(session: Make) -> None:
     run = session()
     assert run.outline(("model",)) is None
     save(run, 1)
-    run.finish(lambda: None)
+    run.finish()
     outline = run.outline(("model", "optimizer"))
     assert outline is not None
     assert outline.keys() == {"model"}

@@ -1,0 +1,145 @@
+"""What a session asks of the framework whose training it saves."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.session.reports import log_line
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.stateful import state_of
+from shrinkpoint.state.training import Describe
+
+__all__ = ["TrainingAdapter"]
+
+
+class TrainingAdapter(ABC):
+    """One training of a framework, between two steps, as a `TrainingSession` sees it.
+
+    Every method is called on every rank, unless its text says otherwise. What is not abstract suits a framework of one model, whose
+    state has its weights under ``model`` and a list of its optimizers' states under ``optimizers``.
+    """
+
+    # ---- what is trained
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Training steps done."""
+
+    @property
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The user's model, without a wrapper for data parallelism."""
+
+    @property
+    @abstractmethod
+    def optimizers(self) -> Sequence[Any]:
+        """All that train it, without a framework's wrappers."""
+
+    @property
+    def wrapped(self) -> Any:
+        """The model as it is trained."""
+        return self.model
+
+    def names(self) -> Mapping[str, str]:
+        """The name in a checkpoint of each of the model's own names, where the two differ."""
+        return {}
+
+    # ---- its state
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """The whole state from which the training is continued, with live tensors; on ranks that store nothing it may be empty.
+
+        It has the entries ``identities`` and ``trained`` of `Trained.state`.
+        """
+
+    def bare_state(self) -> dict[str, Any]:
+        """As `state`, without what other processes or loaders are asked for."""
+        return self.state()
+
+    def describe(self, state: Mapping[str, Any]) -> Describe:
+        """The roles of the tensors of a `state`."""
+        return describe_training(
+            self.model, self.optimizers, model_path=("model",), optimizers_path=("optimizers",)
+        )
+
+    def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
+        """The model's state and the optimizers' in a `state`, as ``load_state_dict`` takes them."""
+        return state["model"], state["optimizers"]
+
+    def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A `state` without these parts, which a step log restores by itself."""
+        return {key: value for key, value in state.items() if key not in ("model", "optimizers")}
+
+    def followed(self) -> dict[str, Any]:
+        """The part of a `state` with weights, and averages of them that exist from the start."""
+        return {"model": state_of(self.model)}
+
+    def live(self) -> dict[str, Any]:
+        """The part of a `state` whose tensors training goes on from: weights, averages and optimizers' states."""
+        return {**self.followed(), "optimizers": [state_of(optimizer) for optimizer in self.optimizers]}
+
+    # ---- measuring; the model is in the mode that is asked for, and all is put back afterwards
+
+    @abstractmethod
+    def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
+        """The loss of the model with its present weights.
+
+        Args:
+            batch: on the host; it may be changed.
+            index: of the batch.
+            held_out: whether it is one of validation.
+            together: whether all ranks measure, and may communicate; otherwise one measures alone.
+
+        Raises:
+            ConfigError: there is no loss of such a batch.
+        """
+
+    def step_losses(self, parts: Sequence[Any], index: int) -> Iterable[torch.Tensor]:
+        """The losses whose gradients one step adds up, with graphs.
+
+        Args:
+            parts: of the step's batch, on the host; not to be changed.
+            index: of the batch.
+        """
+        raise NotImplementedError
+
+    def clip(self) -> None:  # noqa: B027 - most trainings do not
+        """Limit the gradients as training does before a step."""
+
+    @property
+    def scaler(self) -> Any:
+        """What scales losses of half-precision training; None where nothing does."""
+        return None
+
+    def around(self) -> Sequence[object]:
+        """What a step or an evaluation may change in addition to the model, as of `preserved_state`."""
+        return ()
+
+    def obstacle(self, *, together: bool) -> str | None:
+        """Why steps of this training cannot be repeated by `step_losses`, `clip` and the optimizers; None where they can."""
+        return "the framework's steps cannot be repeated" if _lacks_steps(self) else None
+
+    # ---- what else is told to whom
+
+    def metrics(self) -> dict[str, float]:
+        """The finite metrics of the present weights; on the first rank at least."""
+        return {}
+
+    def path_settings(self) -> dict[str, Any]:
+        """With ``adopt``: the settings of which a resumed run must have the same to go the same way."""
+        return {}
+
+    def log(self, reports: Sequence[SaveReport]) -> None:
+        """Give finished saves to the framework's loggers; on the first rank."""
+        for report in reports:
+            log_line(report)
+
+
+def _lacks_steps(adapter: TrainingAdapter) -> bool:
+    return type(adapter).step_losses is TrainingAdapter.step_losses

@@ -1,0 +1,251 @@
+"""What a session asks of a Composer run: its state, and its losses without side effects.
+
+``Trainer.eval`` fires events, fills metrics and reads the user's loaders. So the model's own loss is computed on kept batches.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from composer.algorithms import GradientClipping
+from composer.algorithms.gradient_clipping import apply_gradient_clipping
+from composer.core import Event, Precision, State, get_precision_context
+from composer.loggers import Logger
+from composer.utils import ensure_tuple
+from torch import nn
+
+from shrinkpoint.group.group import world
+from shrinkpoint.integrations.composer.data import DataPlace
+from shrinkpoint.integrations.composer.reports import current_metrics, log_reports
+from shrinkpoint.integrations.composer.resume import rest_of
+from shrinkpoint.integrations.composer.schedule import Settings
+from shrinkpoint.integrations.composer.state import (
+    describe_state,
+    followed_state,
+    numbered_states,
+    parameter_names,
+    plain_optimizers,
+    sharded_state,
+    stored_state,
+    trained_module,
+)
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.session.adapter import TrainingAdapter
+from shrinkpoint.session.batches import to_host
+from shrinkpoint.session.gradient_buckets import bucket_order
+from shrinkpoint.session.hook_states import HookStates
+from shrinkpoint.session.probe import loss_of
+from shrinkpoint.session.trained import Trained
+from shrinkpoint.sharded.targets import reshard
+from shrinkpoint.state.training import Describe
+from shrinkpoint.state.wrappers import named_parameters
+
+__all__ = ["ComposerAdapter", "ShardsAdapter"]
+
+_PRECISIONS = (Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16)
+_EVENTS_OF_A_STEP = (
+    Event.BEFORE_TRAIN_BATCH,
+    Event.BEFORE_FORWARD,
+    Event.AFTER_FORWARD,
+    Event.BEFORE_LOSS,
+    Event.AFTER_LOSS,
+    Event.BEFORE_BACKWARD,
+    Event.AFTER_BACKWARD,
+    Event.AFTER_TRAIN_BATCH,
+)
+
+
+class ComposerAdapter(TrainingAdapter):
+    """One run's ``State``; see the base class.
+
+    Args:
+        settings: the callback's options.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.data = DataPlace()
+        """The position in the training data."""
+        self.evaluated: dict[str, int] = {}
+        """At which batch each evaluator was run last, by its label."""
+        self.run: State
+        """Composer's state, and its logger, from the trainer's construction on."""
+        self.logger: Logger
+        self.trained: Trained
+        """What is trained, and the states of hooks: the session's."""
+        self.hooks: HookStates
+
+    @property
+    def step(self) -> int:
+        """See the base class."""
+        return int(self.run.timestamp.batch)
+
+    @property
+    def model(self) -> nn.Module:
+        """See the base class."""
+        return trained_module(self.run)
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """See the base class; SAM's is the one that it wraps."""
+        return [*plain_optimizers(self.run).values()]
+
+    @property
+    def wrapped(self) -> Any:
+        """See the base class."""
+        return self.run.model
+
+    def names(self) -> Mapping[str, str]:
+        """See the base class."""
+        return parameter_names(self.model)
+
+    # ---- state
+
+    def state(self) -> dict[str, Any]:
+        """See the base class."""
+        state = self.run
+        places, buckets = world().gather(self.data.state(state)), bucket_order(state.model)
+        if state.fsdp_enabled:  # its parameters may be whole, after an evaluation, until its state is taken
+            return {**stored_state(state, places, buckets), "trained": self.trained_part()}
+        trained = self.trained_part()
+        hooks = self.hooks.capture(state.model)
+        stored = world().on_every(
+            lambda: stored_state(state, places, buckets, hooks)
+        )  # a callback's own state may fail on one rank alone
+        return {**stored, "trained": trained}
+
+    def trained_part(self) -> dict[str, Any]:
+        """The entry of a checkpoint with what is frozen.
+
+        Raises:
+            StateMismatchError: what would be saved is not what is trained.
+        """
+        names = dict(named_parameters(self.model, remove_duplicate=False))
+        found = self.trained.state(self.model, list(self.run.optimizers), names, tuple)
+        part: dict[str, Any] = found["trained"]
+        return part
+
+    def bare_state(self) -> dict[str, Any]:
+        """See the base class."""
+        return stored_state(self.run, [], [])
+
+    def describe(self, state: Mapping[str, Any]) -> Describe:
+        """See the base class."""
+        return describe_state(self.run)
+
+    def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
+        """See the base class."""
+        return state["state"]["model"], numbered_states(state, self.run)
+
+    def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See the base class."""
+        return rest_of(state)
+
+    def followed(self) -> dict[str, Any]:
+        """See the base class; with FSDP a collective."""
+        return followed_state(self.run)
+
+    def live(self) -> dict[str, Any]:
+        """See the base class."""
+        optimizers = stored_state(self.run, [], [])["state"]["optimizers"]
+        return {"state": {**self.followed()["state"], "optimizers": optimizers}}
+
+    # ---- measuring
+
+    def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
+        """See the base class."""
+        state, model = self.run, self._silenced()
+        moved = state.device.batch_to_device(batch)
+        with get_precision_context(state.precision, state.precision_config, fp8_autocast_enabled=False):
+            return loss_of(model.loss(model(moved), moved))
+
+    def _silenced(self) -> Any:
+        model: Any = self.model
+        model.logger = Logger(self.run)  # which writes nowhere, until all is put back
+        return model
+
+    def step_losses(self, parts: Sequence[Any], index: int) -> Iterator[torch.Tensor]:
+        """See the base class."""
+        state, model = self.run, self._silenced()
+        for part in parts:
+            batch = state.device.batch_to_device(to_host(part))  # a copy: some models change their batch
+            with get_precision_context(state.precision, state.precision_config):
+                loss = _total(model.loss(model(batch), batch))
+            yield loss / len(parts)
+
+    def clip(self) -> None:
+        """See the base class."""
+        sharded = self.run.fsdp_enabled
+        for algorithm in self.run.algorithms:
+            if isinstance(algorithm, GradientClipping):
+                kind, threshold = algorithm.clipping_type, algorithm.clipping_threshold
+                apply_gradient_clipping(self.model, kind, threshold, fsdp_enabled=sharded)
+
+    @property
+    def scaler(self) -> Any:
+        """See the base class."""
+        return self.run.scaler
+
+    def around(self) -> Sequence[object]:
+        """See the base class."""
+        return [self.run]
+
+    def obstacle(self, *, together: bool) -> str | None:
+        """See the base class."""
+        state = self.run
+        if state.fsdp_enabled is not together or state.precision not in _PRECISIONS:
+            return "the model is sharded, or its precision is a library's"
+        if len(state.optimizers) != 1 or getattr(state.optimizers[0], "_step_supports_amp_closure", False):
+            return "there are several optimizers, or one that computes the loss itself"
+        for algorithm in state.algorithms:
+            if not isinstance(algorithm, GradientClipping) and any(
+                algorithm.match(event, state) for event in _EVENTS_OF_A_STEP
+            ):
+                return f"{type(algorithm).__name__} takes part in every step"
+        return None
+
+    # ---- numbers
+
+    def metrics(self) -> dict[str, float]:
+        """See the base class."""
+        return current_metrics(self.run, self.evaluated)
+
+    def path_settings(self) -> dict[str, Any]:
+        """See the base class."""
+        return {"save_interval": str(self._settings.interval)}
+
+    def log(self, reports: Sequence[SaveReport]) -> None:
+        """See the base class."""
+        log_reports(self.logger, reports)
+
+
+def _total(loss: Any) -> torch.Tensor:
+    """The total loss, added up as in Composer."""
+    if isinstance(loss, Mapping) and "total" in loss:
+        total: torch.Tensor = loss["total"]
+        return total
+    return torch.stack([part.mean() for part in ensure_tuple(loss)]).sum()
+
+
+class ShardsAdapter(ComposerAdapter):
+    """As `ComposerAdapter`, with this rank's shards and position.
+
+    Args:
+        settings: the callback's options.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.own: Mapping[str, Mapping[str, Any]] = {}
+        """Of the last `state`, what this rank has for itself."""
+
+    def state(self) -> dict[str, Any]:
+        """See the base class."""
+        reshard(self.model)
+        place = self.data.state(self.run)
+        self.own = {"place": place}
+        return world().on_every(lambda: {**sharded_state(self.run, place), "trained": self.trained_part()})
+
+    def live(self) -> dict[str, Any]:
+        """See the base class."""
+        return {"state": sharded_state(self.run, {})["state"]}

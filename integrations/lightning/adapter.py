@@ -1,0 +1,300 @@
+"""What a session asks of a Lightning run: its state, and its losses without side effects.
+
+``Trainer.validate`` cannot run inside a hook, so the module's own validation step is called on kept batches, with its ``log``
+replaced.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import world
+from shrinkpoint.integrations.lightning.io import NAMES_KEY, Captured, RunCheckpointIO, storable
+from shrinkpoint.integrations.lightning.reports import Measured, log_reports
+from shrinkpoint.integrations.lightning.settings import Settings
+from shrinkpoint.integrations.lightning.state import (
+    describe_checkpoint,
+    followed_state,
+    plainly_named,
+    trained_key,
+)
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.session.adapter import TrainingAdapter
+from shrinkpoint.session.batches import to_host
+from shrinkpoint.session.probe import number_of
+from shrinkpoint.state.training import Describe
+from shrinkpoint.state.wrappers import own_names
+
+__all__ = ["LightningAdapter", "around"]
+
+_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+_OWN_STEPS = ("optimizer_step", "backward", "manual_backward")
+_NOT_IN_THE_REST = ("state_dict", "optimizer_states")
+
+
+class LightningAdapter(TrainingAdapter):
+    """One trainer and its module; see the base class.
+
+    Args:
+        settings: the callback's options.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        saver = settings.run.saver
+        self._settings = settings
+        self._metric = saver.monitor if saver.mode == "min" else None
+        self.measured = Measured()
+        """At which step each metric was measured."""
+        self.trainer: Trainer
+        """The trainer, from its setup on."""
+
+    @property
+    def module(self) -> LightningModule:
+        """The trained module."""
+        return self.trainer.lightning_module
+
+    @property
+    def step(self) -> int:
+        """See the base class."""
+        return int(self.trainer.global_step)
+
+    @property
+    def model(self) -> LightningModule:
+        """See the base class."""
+        return self.module
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """See the base class."""
+        optimizers: list[Any] = self.trainer.optimizers
+        return optimizers
+
+    @property
+    def wrapped(self) -> Any:
+        """See the base class."""
+        return self.trainer.strategy.model
+
+    # ---- state
+
+    def state(self) -> dict[str, Any]:
+        """Let Lightning collect its whole state on every rank; see the base class."""
+        trainer = self.trainer
+        with self._capturing() as captured, plainly_named(trainer, self.module):
+            trainer.save_checkpoint(captured.path, weights_only=False)
+        return world().on_every(lambda: self._stored(captured))
+
+    def _stored(self, captured: Captured) -> dict[str, Any]:
+        if not (captured.is_kept or world().is_first):
+            return {}
+        checkpoint = captured.checkpoint()
+        if world().is_first and (names := own_names(self.module)):
+            checkpoint[NAMES_KEY] = names
+        return storable(checkpoint)
+
+    def _capturing(self) -> AbstractContextManager[Captured]:
+        return RunCheckpointIO.install(self.trainer.strategy).capturing()
+
+    def bare_state(self) -> dict[str, Any]:
+        """See the base class; hooks see a checkpoint that is not written."""
+        with plainly_named(self.trainer, self.module):
+            return storable(self.trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+
+    def describe(self, state: Mapping[str, Any]) -> Describe:
+        """See the base class."""
+        return describe_checkpoint(self.trainer, self.module, state)
+
+    def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
+        """See the base class."""
+        return state[trained_key(state)], state["optimizer_states"]
+
+    def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See the base class."""
+        return {key: value for key, value in state.items() if key not in _NOT_IN_THE_REST}
+
+    def followed(self) -> dict[str, Any]:
+        """See the base class."""
+        return followed_state(self.trainer, self.module)
+
+    def live(self) -> dict[str, Any]:
+        """See the base class."""
+        return {**self.followed(), "optimizer_states": [each.state_dict() for each in self.optimizers]}
+
+    # ---- measuring
+
+    def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
+        """See the base class; of a training batch with manual optimization there is none, since its step would train."""
+        trainer, module = self.trainer, self.module
+        step, context = module.validation_step, trainer.precision_plugin.val_step_context
+        if not held_out:
+            step, context = module.training_step, trainer.precision_plugin.train_step_context
+            if not (module.automatic_optimization and is_overridden("training_step", module)):
+                raise ConfigError(
+                    "there is nothing to measure the loss with: no validation batch has been seen, and training_step optimizes by itself"
+                )
+        moved = move_data_to_device(batch, module.device)
+        with captured_logs(trainer, module, by_itself=not together) as logged, context():
+            returned = step(*_arguments(step, moved, index))
+        return _loss(logged, returned, self._metric)
+
+    def step_losses(self, parts: Sequence[Any], index: int) -> Iterator[torch.Tensor]:
+        """See the base class."""
+        trainer, module = self.trainer, self.module
+        for part in parts:
+            batch = move_data_to_device(
+                to_host(part), module.device
+            )  # a copy: some modules change their batch
+            with captured_logs(trainer, module), trainer.precision_plugin.train_step_context():
+                returned = module.training_step(*_arguments(module.training_step, batch, index))
+            loss = returned["loss"] if isinstance(returned, dict) else returned
+            if not isinstance(loss, torch.Tensor):
+                raise ConfigError(f"training_step returned no loss but {type(loss).__name__}")
+            yield loss / trainer.accumulate_grad_batches
+
+    def clip(self) -> None:
+        """See the base class."""
+        trainer, module = self.trainer, self.module
+        with captured_logs(trainer, module):
+            module.configure_gradient_clipping(
+                trainer.optimizers[0],
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            )
+
+    @property
+    def scaler(self) -> Any:
+        """See the base class."""
+        return getattr(self.trainer.precision_plugin, "scaler", None)
+
+    def around(self) -> Sequence[object]:
+        """See the base class."""
+        return around(self.trainer)
+
+    def obstacle(self, *, together: bool) -> str | None:
+        """See the base class."""
+        trainer, module = self.trainer, self.module
+        known = (ModelParallelStrategy,) if together else (SingleDeviceStrategy, DDPStrategy)
+        if type(trainer.strategy) not in known:
+            return f"the strategy is none of {', '.join(kind.__name__ for kind in known)}"
+        if type(trainer.precision_plugin) not in _PRECISIONS:
+            return "the precision is a library's"
+        if not module.automatic_optimization or len(trainer.optimizers) != 1:
+            return "the module optimizes by itself, or has several optimizers"
+        own = any(is_overridden(name, module) for name in _OWN_STEPS)
+        if own or "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            return "the module makes its steps in a way of its own"
+        return None
+
+    # ---- numbers
+
+    def metrics(self) -> dict[str, float]:
+        """See the base class."""
+        return self.measured.of_these_weights(self.trainer)
+
+    def path_settings(self) -> dict[str, Any]:
+        """See the base class."""
+        schedule = self._settings.schedule
+        return {
+            "every_n_train_steps": schedule.every_n_train_steps,
+            "every_n_epochs": schedule.every_n_epochs,
+            "gradient_clip_val": self.trainer.gradient_clip_val,
+        }
+
+    def log(self, reports: Sequence[SaveReport]) -> None:
+        """See the base class."""
+        log_reports(self.trainer, reports)
+
+
+def around(trainer: Trainer) -> tuple[object, ...]:
+    """What a step may change in addition to the module, as of `preserved_state`."""
+    return trainer, trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
+
+
+@contextmanager
+def captured_logs(
+    trainer: Trainer, module: LightningModule, *, by_itself: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Redirect a step's logging into a dict, away from the trainer's loggers, metrics and progress bars.
+
+    Args:
+        trainer: its loggers are replaced and silenced meanwhile, since a step may write to them itself.
+        module: its logging methods are replaced meanwhile.
+        by_itself: whether one process measures for all, so that none may wait for others.
+    """
+    logged: dict[str, Any] = {}
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        logged[name] = value
+
+    def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        logged.update(values)
+
+    def all_gather(*args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "the step calls all_gather, but quality is measured by the first process alone: gather in"
+            " on_validation_epoch_end instead"
+        )
+
+    shadows: dict[str, Callable[..., None]] = {"log": log, "log_dict": log_dict}
+    if trainer.world_size > 1 and by_itself:
+        shadows["all_gather"] = all_gather
+    before = {name: module.__dict__[name] for name in shadows if name in module.__dict__}
+    module.__dict__.update(shadows)
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    silenced = [(vars(each), name) for each in loggers for name in _methods(each) if name not in vars(each)]
+    for own, name in silenced:  # the module may have kept the logger itself
+        own[name] = _nowhere
+    try:
+        yield logged
+    finally:
+        trainer.loggers = loggers
+        for own, name in silenced:
+            del own[name]
+        for name in shadows:
+            del module.__dict__[name]
+        module.__dict__.update(before)
+
+
+def _methods(logger: object) -> list[str]:
+    kind = type(logger)
+    return [name for name in dir(kind) if name.startswith("log_") and callable(getattr(kind, name))]
+
+
+def _nowhere(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
+    """The arguments of a training or validation step.
+
+    Raises:
+        ConfigError: it reads its batches itself.
+    """
+    names = list(inspect.signature(step).parameters)
+    if "dataloader_iter" in names:
+        raise ConfigError("a step that takes dataloader_iter cannot be used to measure the loss")
+    return [batch, index, 0][: len(names)]
+
+
+def _loss(logged: Mapping[str, Any], returned: Any, metric: str | None) -> float:
+    if isinstance(returned, Mapping):
+        returned = returned.get("loss")
+    by_name = [value for name, value in logged.items() if "loss" in name]
+    for value in (logged.get(metric) if metric else None, logged.get("val_loss"), returned, *by_name):
+        number = number_of(value)
+        if number is not None:
+            return number
+    raise ConfigError(
+        f"no loss to measure quality by: the step logged {sorted(logged) or 'nothing'} and returned none; log 'val_loss'"
+        " or return the loss from validation_step"
+    )

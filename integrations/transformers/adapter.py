@@ -1,0 +1,192 @@
+"""What a session asks of a Hugging Face run: its state, and its losses without side effects.
+
+``Trainer.evaluate`` fires events, logs, and reads the loaders. So the trainer's own ``compute_loss`` is called on kept batches.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from shrinkpoint.group.group import world
+from shrinkpoint.integrations.transformers.data import DataPlace
+from shrinkpoint.integrations.transformers.generated import generated_state
+from shrinkpoint.integrations.transformers.reports import current_metrics, log_reports
+from shrinkpoint.integrations.transformers.settings import Settings
+from shrinkpoint.integrations.transformers.state import (
+    Progress,
+    followed_state,
+    inside_epoch,
+    optimizers_of,
+    stored_state,
+)
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.session.adapter import TrainingAdapter
+from shrinkpoint.session.batches import to_host
+from shrinkpoint.session.gradient_buckets import bucket_order
+from shrinkpoint.session.probe import loss_of
+from shrinkpoint.session.session import TrainingSession
+
+__all__ = ["TransformersAdapter"]
+
+
+class TransformersAdapter(TrainingAdapter):
+    """One trainer; see the base class.
+
+    Args:
+        settings: the callback's options.
+        data: the position in the training data.
+    """
+
+    def __init__(self, settings: Settings, data: DataPlace) -> None:
+        self._settings = settings
+        self.data = data
+        self._warned: set[str] = set()
+        self.progress = Progress()
+        """The sums behind the losses that the trainer logs."""
+        self.tr_loss: torch.Tensor | None = None
+        """The sum of the losses since the trainer's last log entry; None where training has ended."""
+        self.trainer: Any = None
+        """The trainer, while it trains."""
+        self.session: TrainingSession
+        """Which asks."""
+
+    @property
+    def step(self) -> int:
+        """See the base class."""
+        return int(self.trainer.state.global_step)
+
+    @property
+    def model(self) -> nn.Module:
+        """See the base class."""
+        model: nn.Module = self.trainer.model
+        return model
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """See the base class."""
+        return optimizers_of(self.trainer)
+
+    @property
+    def wrapped(self) -> Any:
+        """See the base class."""
+        return self.trainer.model_wrapped
+
+    # ---- state
+
+    def state(self) -> dict[str, Any]:
+        """See the base class."""
+        trainer, session = self.trainer, self.session
+        trainer.store_flos()
+        inside = inside_epoch(trainer.state)
+        place = world().on_every(lambda: self.data.state(inside_epoch=inside))
+        generated = world().on_every(lambda: generated_state(trainer, self._warned))
+        mine = {"place": place, "generated": generated, **self.progress.state(trainer, self.tr_loss)}
+        ranks, buckets = world().gather(mine), bucket_order(trainer.model_wrapped)
+        hooks = session.hooks.capture(trainer.model_wrapped)
+        stored = world().on_every(
+            lambda: stored_state(trainer, ranks, buckets, hooks, trained=session.trained)
+        )
+        session.warn_apart()
+        return stored
+
+    def bare_state(self) -> dict[str, Any]:
+        """See the base class."""
+        return stored_state(self.trainer, [], [], trained=self.session.trained)
+
+    def followed(self) -> dict[str, Any]:
+        """See the base class."""
+        return followed_state(self.trainer)
+
+    # ---- measuring
+
+    def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
+        """See the base class."""
+        return loss_of(self._loss(batch))
+
+    def _loss(self, batch: Any, items: Any = None) -> torch.Tensor:
+        trainer = self.trainer
+        trainer.log = _nowhere  # until all is put back
+        inputs = trainer._prepare_inputs(batch)
+        more = {} if items is None else {"num_items_in_batch": items}
+        with trainer.compute_loss_context_manager():
+            loss: torch.Tensor = trainer.compute_loss(trainer.model, inputs, **more)
+        return loss
+
+    def step_losses(self, parts: Sequence[Any], index: int) -> Iterator[torch.Tensor]:
+        """See the base class."""
+        trainer = self.trainer
+        items = _items(trainer, parts)
+        scaled = items is not None and getattr(trainer, "model_accepts_loss_kwargs", False)
+        means = not scaled and getattr(trainer, "compute_loss_func", None) is None
+        for part in parts:
+            loss = self._loss(to_host(part), items)  # a copy: labels are taken out of it
+            yield loss / len(parts) if means else loss
+
+    def clip(self) -> None:
+        """See the base class."""
+        limit = self.trainer.args.max_grad_norm
+        if limit is not None and limit > 0:
+            nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+    @property
+    def scaler(self) -> Any:
+        """See the base class."""
+        return getattr(self.trainer.accelerator, "scaler", None)
+
+    def around(self) -> Sequence[object]:
+        """See the base class."""
+        trainer = self.trainer
+        return trainer, trainer.args, trainer.state, trainer.control, trainer.callback_handler.callbacks
+
+    def obstacle(self, *, together: bool) -> str | None:
+        """See the base class."""
+        trainer = self.trainer
+        if trainer.args.n_gpu > 1:
+            return "one process trains on several GPUs"
+        if type(trainer).training_step is not Trainer.training_step or "training_step" in vars(trainer):
+            return "the trainer makes its steps in a way of its own"
+        if getattr(trainer, "use_apex", False) or "lomo" in str(trainer.args.optim).lower():
+            return "the optimizer or the precision is a library's"
+        return None
+
+    # ---- numbers
+
+    def metrics(self) -> dict[str, float]:
+        """See the base class."""
+        return current_metrics(self.trainer.state)
+
+    def path_settings(self) -> dict[str, Any]:
+        """See the base class."""
+        trainer = self.trainer
+        schedule = self._settings.schedule_for(trainer.args, trainer.state.save_steps)
+        return {
+            "every_n_train_steps": schedule.every_n_train_steps,
+            "every_n_epochs": schedule.every_n_epochs,
+            "max_grad_norm": trainer.args.max_grad_norm,
+        }
+
+    def log(self, reports: Sequence[SaveReport]) -> None:
+        """See the base class."""
+        log_reports(self.trainer, reports)
+
+
+def _items(trainer: Any, parts: Sequence[Any]) -> Any:
+    """The number of labels by which the trainer divides the sum of a step's losses; None where it averages means.
+
+    Of several processes one alone cannot know it.
+    """
+    if world().size > 1 or not hasattr(trainer, "get_batch_samples"):
+        return None
+    batches = iter([trainer._prepare_inputs(to_host(part)) for part in parts])
+    device = (
+        [trainer.args.device] if "device" in inspect.signature(trainer.get_batch_samples).parameters else []
+    )
+    return trainer.get_batch_samples(batches, len(parts), *device)[1]
+
+
+def _nowhere(*args: Any, **kwargs: Any) -> None:
+    pass
