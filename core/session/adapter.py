@@ -1,19 +1,26 @@
 """What a session asks of the framework whose training it saves."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from shrinkpoint.engine.fitting import fitted
+from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.session.continuing import load_model, load_optimizers, require_same_training
 from shrinkpoint.session.reports import log_line
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe
+from shrinkpoint.warn import warn
 
-__all__ = ["TrainingAdapter"]
+__all__ = ["SESSION", "TrainingAdapter"]
+
+SESSION = "shrinkpoint_session"
+"""The entry that a session adds to a framework's state."""
 
 
 class TrainingAdapter(ABC):
@@ -53,10 +60,46 @@ class TrainingAdapter(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """The whole state from which the training is continued, with live tensors; on ranks that store nothing it may be empty.
+        """The state from which the training is continued, with live tensors; on ranks that store nothing it may be empty.
 
-        It has the entries ``identities`` and ``trained`` of `Trained.state`.
+        The session adds what optimizers train outside the model, what is frozen, and the order and hooks of gradients' sums.
         """
+
+    outline: Collection[str] = ("model",)
+    """The entries of a `state` that `check` looks at."""
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of another framework or model; for the first rank, on its own.
+
+        Args:
+            state: a stored one, or what `outline` names of it, without elements.
+
+        Raises:
+            StateMismatchError: the message says which.
+        """
+        if "model" not in state:
+            raise StateMismatchError(
+                "the run was written by another framework: give this one a URL of its own"
+            )
+        fitted(state["model"], self.model, "the run")
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Put a `state` that `check` has accepted into the training.
+
+        Raises:
+            StateMismatchError: the optimizers are others.
+        """
+        load_model(state["model"], self.model, "the run")
+        stored = state[SESSION]["identities"]
+        for message in require_same_training(
+            stored, state["optimizers"], self.model, self.optimizers, "the run"
+        ):
+            warn(message)
+        load_optimizers(self.optimizers, state["optimizers"], same_dtypes=True)
+
+    def completed(self, rest: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole `state` of a `rest` and the present `parts`."""
+        return {**rest, **self.live()}
 
     def bare_state(self) -> dict[str, Any]:
         """As `state`, without what other processes or loaders are asked for."""
@@ -83,6 +126,11 @@ class TrainingAdapter(ABC):
     def live(self) -> dict[str, Any]:
         """The part of a `state` whose tensors training goes on from: weights, averages and optimizers' states."""
         return {**self.followed(), "optimizers": [state_of(optimizer) for optimizer in self.optimizers]}
+
+    def weight_names(self) -> Collection[str]:
+        """The names in the model's part of a `state`."""
+        names: Collection[str] = state_of(self.model).keys()
+        return names
 
     # ---- measuring; the model is in the mode that is asked for, and all is put back afterwards
 
@@ -125,7 +173,7 @@ class TrainingAdapter(ABC):
         """Why steps of this training cannot be repeated by `step_losses`, `clip` and the optimizers; None where they can."""
         return "the framework's steps cannot be repeated" if _lacks_steps(self) else None
 
-    # ---- what else is told to whom
+    # ---- numbers
 
     def metrics(self) -> dict[str, float]:
         """The finite metrics of the present weights; on the first rank at least."""

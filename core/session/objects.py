@@ -9,28 +9,23 @@ from torch import nn
 
 from shrinkpoint.engine.fitting import DryRestore, fitted, quantized_as
 from shrinkpoint.engine.resume import (
-    overridden_options,
-    require_optimizers,
     require_same_ties,
 )
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
+from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.session.continuing import load_optimizers, require_same_training
 from shrinkpoint.session.data import in_use, other_data, require_same_workers, sizes_of
 from shrinkpoint.session.identity import (
-    add_late_parameters,
     disabled_scalers,
-    identities,
-    other_schedulers,
-    require_same_optimizers,
     rounded_weights,
     scheduler_classes,
 )
 from shrinkpoint.session.trained import Trained, load_trained
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
-from shrinkpoint.state.stateful import load_optimizer, load_stateful, state_of
+from shrinkpoint.state.stateful import load_stateful, state_of
 from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.state.wrappers import scheduler_in, unwrapped
 from shrinkpoint.warn import brief, warn
@@ -196,27 +191,30 @@ class LoopObjects:
         self._trained.check(self.model, self.inner)
         self._follow()
         stored, trained = state["identities"], state["trained"]
-        late = add_late_parameters(stored, state["optimizers"], self.inner, self.model)
-        require_optimizers(state["optimizers"], self.optimizers, url)
-        own = identities(self.model, self.inner)
-        other_class = require_same_optimizers(stored, own, url, ordered=self.ordered)
         schedulers = [value for value in self.stateful.values() if scheduler_in(value)]
-        overridden = overridden_options(state["optimizers"], self.optimizers, schedulers=schedulers)
-        other_scheduler = other_schedulers(state.get("schedulers", {}), scheduler_classes(self.stateful))
+        classes = state.get("schedulers", {}), scheduler_classes(self.stateful)
+        others = require_same_training(
+            stored,
+            state["optimizers"],
+            self.model,
+            self.inner,
+            url,
+            schedulers=schedulers,
+            classes=classes,
+            ordered=self.ordered,
+        )
         disabled = disabled_scalers(state["stateful"], self.stateful, url)
         for name, value in self.stateful.items():
             require_same_workers(value, state["stateful"].get(name), name)
         given = quantized_as(state["model"], given, self.model)
         rounded = rounded_weights(given, state_of(self.model))
         unfrozen = load_trained(trained, self.model, self.inner, url, self._modules())
-        said = (untied, late, other_class, other_scheduler, disabled, rounded, overridden, unfrozen)
+        said = (untied, *others, disabled, rounded, unfrozen)
         for message in said if warns else ():
             if message is not None:
                 warn(message)
         load_stateful(self.model, given)
-        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
-            load_optimizer(optimizer, stored, same_dtypes=rounded is None)
-            put_back_objects(optimizer, stored)
+        load_optimizers(self.optimizers, state["optimizers"], same_dtypes=rounded is None)
         for name in sorted(state["stateful"].keys() ^ self.stateful.keys()) if warns else ():
             where = "the checkpoint" if name in self.stateful else "this run"
             warn(f"{name!r} is not in {where}: its state is not restored")

@@ -24,16 +24,18 @@ from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.progress import say
+from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
-from shrinkpoint.session.adapter import TrainingAdapter
+from shrinkpoint.session.adapter import SESSION, TrainingAdapter
 from shrinkpoint.session.batches import PROBE_BATCHES, KeptBatches, PathBatches
+from shrinkpoint.session.gradient_buckets import bucket_order, restore_buckets
 from shrinkpoint.session.gradients import GradientCollector
-from shrinkpoint.session.hook_states import HookStates
+from shrinkpoint.session.hook_states import HookStates, restore_hook_states
 from shrinkpoint.session.probe import LossProbe, StepProbe
 from shrinkpoint.session.reports import BestCheckpoints, metrics_of
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.step_log import SessionLog
-from shrinkpoint.session.trained import Trained
+from shrinkpoint.session.trained import Trained, load_trained
 from shrinkpoint.session.triggers import Schedule, Trigger
 from shrinkpoint.sharded.agreement import refuse_options
 from shrinkpoint.sharded.saver import ShardedSaver, Targets
@@ -48,6 +50,7 @@ from shrinkpoint.warn import warn
 __all__ = ["TrainingSession"]
 
 T = TypeVar("T")
+
 
 _FAILED_S = 60.0
 
@@ -111,6 +114,8 @@ class TrainingSession:
         self._dry = DryRestore()
         self.trigger = Trigger(Schedule())
         """When a save is due, where the framework has no schedule of its own."""
+        self.termination = TerminationRequest(more=signals_of(settings.saver.signals))
+        """A signal that asks for the end, where the framework does not handle it itself."""
         self.start_over()
 
     def start_over(self) -> None:
@@ -126,6 +131,7 @@ class TrainingSession:
         self.steps = StepProbe(self.probe, steps=self.probe_steps)
         """Makes steps from a checkpoint."""
         self._gradients = GradientCollector()
+        self._stored: Mapping[str, Any] | None = None
 
     def use(self, settings: RunSettings) -> None:
         """Replace the options by those that the trainer completes, before the saver is asked for."""
@@ -244,6 +250,51 @@ class TrainingSession:
         chosen = resume_from(policy, newest, self.settings.url)
         self.continued = None if chosen is None else chosen.step
         return chosen
+
+    def resume(self) -> Any:
+        """Continue the training that the run holds, its logged steps included, or refuse to save among another one's checkpoints.
+
+        Returns:
+            The state that was loaded; None where the training starts afresh.
+
+        Raises:
+            NoCheckpointError, ChainError, StoreError: as `choose`.
+            StateMismatchError: the run is another model's or framework's.
+        """
+        adapter = self.adapter
+        manifest = self.choose()
+        self.log.begin(adapter.model, adapter.optimizers, self.saver.store)
+        if manifest is None:
+            self.require_own_run()
+            self.log.restart(adapter.step)
+            return None
+        state = self.restore(manifest)
+        world().on_first(lambda: adapter.check(state))
+        adapter.load(state)
+        rest = self.log.recover(manifest.step, lambda: adapter.load(state)) if self.log.is_wanted else None
+        if rest is not None:
+            state = adapter.completed(rest)
+            adapter.load(state)
+        self.log.restart(adapter.step)
+        self.take(state)
+        self.saved_step = manifest.step
+        self.remember()
+        self.announce(adapter.step)
+        return state
+
+    def require_own_run(self) -> None:
+        """Refuse to save among another model's checkpoints, which retention would remove.
+
+        Raises:
+            StateMismatchError: as `TrainingAdapter.check`; on every rank.
+        """
+
+        def look() -> None:
+            found = self.outline(self.adapter.outline)
+            if found is not None:
+                self.adapter.check(found)
+
+        world().on_first(look)
 
     def announce(self, step: int) -> None:
         """Say, on the first rank, from where the run is continued."""
@@ -372,6 +423,15 @@ class TrainingSession:
         if not (self.together or self._dry.knows(optimizers)):
             world().on_every(lambda: self._dry.check(capture, adapter.model, optimizers))
 
+    def log_step(self, *, allowed: bool = True) -> None:
+        """Take note of a step in the log, if there is one.
+
+        Args:
+            allowed: as of `SessionLog.end_step`.
+        """
+        adapter = self.adapter
+        self.log.end_step(adapter.step, lambda: adapter.rest(self.captured()), allowed=allowed)
+
     def gradients_complete(self, remaining: int | None) -> None:
         """Average the gradients of a step that is about to be made, where settings depend on them.
 
@@ -413,11 +473,11 @@ class TrainingSession:
         if (step == self.saved_step and not again) or not self.wants(last=last):
             return step == self.saved_step
         self.drain()
-        state = adapter.state()
+        state = self.captured()
         if self.log.is_wanted:
             self.log.boundary(step, adapter.rest(state))
         if self.path is not None and not planned:
-            self.path.add_to(state)
+            self.path.add_to(state[SESSION])
 
         def request() -> SaveRequest:
             measured = self.measures
@@ -441,6 +501,85 @@ class TrainingSession:
         if last:
             self.drain()
         return step == self.saved_step
+
+    def starts(self, schedule: Schedule) -> None:
+        """Begin, where each step's end is a moment from which the training can be continued; what is continued has been loaded.
+
+        Args:
+            schedule: when saves are due.
+        """
+        self.trigger = Trigger(schedule)
+        self.trigger.start(step=self.adapter.step, epochs=0)
+        self.termination.watch()
+        self.begin()
+
+    def step_ends(self) -> None:
+        """Save if that is due after a step, before anything of the next one; see `starts`.
+
+        Raises:
+            ShrinkpointError: as `rehearse`, `attend` and `save`.
+            SystemExit, KeyboardInterrupt: as `moment`.
+        """
+        self.rehearse()
+        self.trigger.after_step(self.adapter.step, agree=world().broadcast)
+        self.serve()
+        self.log_step()
+        owed = self.settings.saver.monitor is not None and world().broadcast(
+            self.owes(self.adapter.metrics())
+        )
+        self.moment(due=self.trigger.due or owed, planned=self.trigger.planned, again=owed)
+
+    def moment(self, *, due: bool, planned: bool = False, last: bool = False, again: bool = False) -> bool:
+        """Save, if that is due or the process was asked to end, at a moment from which the training can be continued.
+
+        Args:
+            due: whether a save is due.
+            planned: with ``adopt``: whether it is one of the planned ones.
+            last: as of `save`.
+            again: as of `save`.
+
+        Returns:
+            As of `save`.
+
+        Raises:
+            SystemExit, KeyboardInterrupt: a process was asked to end, and the training has been saved.
+        """
+        [asked] = world().any_of(self.termination.received)
+        planned = planned and self.path is not None
+        saved = False
+        if due or last or asked:
+            saved = self.save(last=last or asked, exact=asked and not planned, again=again, planned=planned)
+        if asked:
+            self.finish(exact=True)
+            self._end()
+        return saved
+
+    def _end(self) -> None:
+        """End training on every rank, as one of them was asked to."""
+        if self.together:
+            self.attend()
+            self.warn_unsaved(self.adapter.step)
+        self.termination.end(max(number or 0 for number in world().gather(self.termination.number)))
+
+    def ends(self, *, again: bool = False, saves: bool = True) -> None:
+        """Save the last steps, wait until everything is committed, and end the process if it was asked to end.
+
+        Args:
+            again: as of `save`.
+            saves: False where the model's weights are no longer those of the last step.
+
+        Raises:
+            SaveFailedError, FencedError: as `finish`.
+            SystemExit, KeyboardInterrupt: as `moment`.
+        """
+        [asked] = world().any_of(self.termination.received)
+        if saves:
+            self.save(last=True, exact=asked, again=again)
+        self.finish(exact=asked, again=saves)
+        self.serve()
+        if asked:
+            self._end()
+        self.termination.unwatch()
 
     def drain(self) -> None:
         """Wait for a running save, where other ranks must take part in its evaluations."""
@@ -506,25 +645,73 @@ class TrainingSession:
             self._warned.add(topic or message)
             warn(message)
 
-    def warn_apart(self) -> None:
+    def captured(self) -> dict[str, Any]:
+        """The adapter's state, with what every framework's lacks.
+
+        Raises:
+            StateMismatchError: what would be saved is not what is trained.
+        """
+        adapter = self.adapter
+        state, wrapped = adapter.state(), adapter.wrapped
+        added = {
+            "world": world().size,
+            "buckets": bucket_order(wrapped),
+            "hooks": self.hooks.capture(wrapped),
+        }
+        added |= world().on_every(lambda: self.trained_part(state))
+        self._warn_apart()
+        return {**state, SESSION: added}
+
+    def trained_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Trained.state`; of shards the optimizers' parameters are found by their names alone.
+
+        Args:
+            state: the adapter's.
+        """
+        adapter = self.adapter
+        found = self.trained.state(adapter.model, adapter.optimizers, adapter.weight_names(), lambda: state)
+        return {"trained": found["trained"]} if self.together else found
+
+    def _warn_apart(self) -> None:
         """Warn where parameters outside the model, which DDP leaves alone, are not the same on all ranks."""
         outside = self.trained.outside
-        digests = (
-            world().gather({name: tensor_digest(value) for name, value in outside.items()}) if outside else []
-        )
-        if any(digests[0] != each for each in digests):
+        first, *others = world().gather({name: tensor_digest(value) for name, value in outside.items()})
+        if any(first != {name: each.get(name) for name in first} for each in others):
             self.warn_once(
-                f"{', '.join(outside)}, which the optimizer trains outside the model, have other values on each process, since DDP does not"
+                f"{', '.join(first)}, which the optimizer trains outside the model, have other values on each process, since DDP does not"
                 " average their gradients: checkpoints hold the first process's. Make them the model's"
             )
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Note what a checkpoint that is continued has of `captured`, for `begin`."""
+        self._stored = state.get(SESSION)
+        if self.path is not None:
+            self.path.take_from(self._stored or {})
+
+    def load_trained(self) -> None:
+        """Give parameters outside the model their values, and all parameters their ``requires_grad``, as `take` has noted them.
+
+        Raises:
+            StateMismatchError: as `load_trained`.
+        """
+        if self._stored is not None:
+            adapter, url = self.adapter, self.settings.url
+            self.warn_once(load_trained(self._stored["trained"], adapter.model, adapter.optimizers, url))
 
     def begin(self) -> None:
         """Begin to save a training that is built and loaded: as `StateSaver.begin`, with its checks and probes.
 
         Raises:
             ConfigError: as `HookStates.left_out`; on every rank.
+            StateMismatchError: as `load_trained`.
         """
-        adapter = self.adapter
+        adapter, stored = self.adapter, self._stored
+        self.load_trained()
+        if stored is not None and stored["world"] == world().size:
+            restore_buckets(adapter.wrapped, stored["buckets"])
+            restore_hook_states(adapter.wrapped, stored["hooks"])
+        self._stored = None
+        self.trained.begin(adapter.model, adapter.optimizers)
         self.warn_once(self.hooks.left_out(adapter.wrapped, exact_log=self.log.is_exact))
         self.steps.starts()
         if self.together:
@@ -630,6 +817,7 @@ class TrainingSession:
             timeout_s: how long to wait for a running save.
             save: called first; its failure is only a warning, since the original error is the one to show.
         """
+        self.termination.unwatch()
         self.log.close()
         if self._saver is None:
             return

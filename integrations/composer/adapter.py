@@ -3,7 +3,7 @@
 ``Trainer.eval`` fires events, fills metrics and reads the user's loaders. So the model's own loss is computed on kept batches.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,7 @@ from shrinkpoint.integrations.composer.state import (
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
-from shrinkpoint.session.gradient_buckets import bucket_order
-from shrinkpoint.session.hook_states import HookStates
 from shrinkpoint.session.probe import loss_of
-from shrinkpoint.session.trained import Trained
 from shrinkpoint.sharded.targets import reshard
 from shrinkpoint.state.training import Describe
 from shrinkpoint.state.wrappers import named_parameters
@@ -71,9 +68,6 @@ class ComposerAdapter(TrainingAdapter):
         self.run: State
         """Composer's state, and its logger, from the trainer's construction on."""
         self.logger: Logger
-        self.trained: Trained
-        """What is trained, and the states of hooks: the session's."""
-        self.hooks: HookStates
 
     @property
     def step(self) -> int:
@@ -104,30 +98,20 @@ class ComposerAdapter(TrainingAdapter):
     def state(self) -> dict[str, Any]:
         """See the base class."""
         state = self.run
-        places, buckets = world().gather(self.data.state(state)), bucket_order(state.model)
+        places = world().gather(self.data.state(state))
         if state.fsdp_enabled:  # its parameters may be whole, after an evaluation, until its state is taken
-            return {**stored_state(state, places, buckets), "trained": self.trained_part()}
-        trained = self.trained_part()
-        hooks = self.hooks.capture(state.model)
-        stored = world().on_every(
-            lambda: stored_state(state, places, buckets, hooks)
+            return stored_state(state, places)
+        return world().on_every(
+            lambda: stored_state(state, places)
         )  # a callback's own state may fail on one rank alone
-        return {**stored, "trained": trained}
 
-    def trained_part(self) -> dict[str, Any]:
-        """The entry of a checkpoint with what is frozen.
-
-        Raises:
-            StateMismatchError: what would be saved is not what is trained.
-        """
-        names = dict(named_parameters(self.model, remove_duplicate=False))
-        found = self.trained.state(self.model, list(self.run.optimizers), names, tuple)
-        part: dict[str, Any] = found["trained"]
-        return part
+    def weight_names(self) -> Collection[str]:
+        """See the base class."""
+        return dict(named_parameters(self.model, remove_duplicate=False)).keys()
 
     def bare_state(self) -> dict[str, Any]:
         """See the base class."""
-        return stored_state(self.run, [], [])
+        return stored_state(self.run, [])
 
     def describe(self, state: Mapping[str, Any]) -> Describe:
         """See the base class."""
@@ -147,7 +131,7 @@ class ComposerAdapter(TrainingAdapter):
 
     def live(self) -> dict[str, Any]:
         """See the base class."""
-        optimizers = stored_state(self.run, [], [])["state"]["optimizers"]
+        optimizers = stored_state(self.run, [])["state"]["optimizers"]
         return {"state": {**self.followed()["state"], "optimizers": optimizers}}
 
     # ---- measuring
@@ -244,7 +228,7 @@ class ShardsAdapter(ComposerAdapter):
         reshard(self.model)
         place = self.data.state(self.run)
         self.own = {"place": place}
-        return world().on_every(lambda: {**sharded_state(self.run, place), "trained": self.trained_part()})
+        return world().on_every(lambda: sharded_state(self.run, place))
 
     def live(self) -> dict[str, Any]:
         """See the base class."""

@@ -1,6 +1,6 @@
 """The start of a Composer run: checks that it can be saved to its url, and continues it from the newest checkpoint and its step log."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from composer.core import State
@@ -24,7 +24,6 @@ from shrinkpoint.integrations.composer.state import (
     stored_state,
     trained_module,
 )
-from shrinkpoint.session.gradient_buckets import Buckets
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.step_log import SessionLog
 from shrinkpoint.sharded.restoring import RANKS_KEY
@@ -64,8 +63,7 @@ def continue_run(
     logger: Logger,
     *,
     lineage: str | None = None,
-    take: Callable[[Mapping[str, Any]], None] | None = None,
-) -> tuple[Buckets, Sequence[Any]]:
+) -> None:
     """Continue a run from its newest sound checkpoint, unless it was loaded from a load_path already.
 
     Args:
@@ -74,10 +72,6 @@ def continue_run(
         state: at Composer's event ``AFTER_LOAD``.
         logger: for Composer.
         lineage: the training of the checkpoint that Composer has loaded by itself: saves go on with it if the run has it.
-        take: gets the whole stored state, if there is one.
-
-    Returns:
-        When DDP exists: the buckets to sum gradients in, and the states of all processes' communication hooks.
 
     Raises:
         NoCheckpointError: there is none, and ``resume="must"``.
@@ -94,7 +88,7 @@ def continue_run(
             run.saved_step = int(state.timestamp.batch)
             run.go_on_with(lineage)
             _warn_newer(run, state, str(loaded))
-        return [], []
+        return
     url = run.settings.url
     start_log(run, state)
     live = model_state(state)
@@ -115,13 +109,11 @@ def continue_run(
         _warn_overridden(stored["state"]["optimizers"], state)
     load_state(stored, state, logger, url, optimizers=stores_optimizers)
     stored = replayed(run.log, stored, state, logger, url)
-    known = _take_place(stored, data)
-    if take is not None:
-        take(stored)
+    _take_place(stored, data)
+    run.take(stored)
     run.saved_step = manifest.step
     run.remember()
     _warn_resumed(run, state)
-    return (stored["buckets"], stored.get("hooks", [])) if known else ([], [])
 
 
 def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:
@@ -145,8 +137,8 @@ def _require_own_run(run: TrainingSession, state: State) -> None:
         world().on_first(lambda: require_own_run(found[0], live, state, run.settings.url))
 
 
-def _take_place(stored: Mapping[str, Any], data: DataPlace) -> bool:
-    """Whether this process's position in the data is known; it is restored then."""
+def _take_place(stored: Mapping[str, Any], data: DataPlace) -> None:
+    """Restore this process's position in the data, where it is known."""
     ranks = stored.get(RANKS_KEY)
     own = ranks["stored"] == ranks["here"] if ranks is not None else world().size == 1
     written, place = place_in(stored, own=own)
@@ -159,7 +151,6 @@ def _take_place(stored: Mapping[str, Any], data: DataPlace) -> bool:
         warn(
             f"the checkpoint was saved by {by} and {here}: random numbers and the order of samples will differ"
         )
-    return place is not None
 
 
 def _warn_resumed(run: TrainingSession, state: State) -> None:
@@ -227,7 +218,7 @@ def replayed(
     base = int(state.timestamp.batch)
     rest = log.recover(base, lambda: load_state(stored, state, logger, url))
     if rest is not None:
-        now = stored_state(state, [], [])["state"]
+        now = stored_state(state, [])["state"]
         kept = {key: now[key] for key in _NOT_IN_THE_REST}
         stored = {**rest, "state": {**rest["state"], **kept}}
         load_state(stored, state, logger, url)

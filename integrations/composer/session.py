@@ -1,6 +1,6 @@
 """One Composer run that is being saved: the handlers of the callback's events."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,15 +18,8 @@ from shrinkpoint.integrations.composer.schedule import Settings, saves_until
 from shrinkpoint.integrations.composer.state import (
     trained_module,
 )
-from shrinkpoint.runtime.termination import TerminationRequest, signals_of
-from shrinkpoint.session.gradient_buckets import (
-    Buckets,
-    restore_buckets,
-)
 from shrinkpoint.session.gradients import require_fresh_gradients
-from shrinkpoint.session.hook_states import restore_hook_states
 from shrinkpoint.session.session import TrainingSession
-from shrinkpoint.session.trained import load_trained
 from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
@@ -47,11 +40,6 @@ class Session:
         self.settings = settings
         self.adapter = self._new_adapter()
         self.run = self._new_run()
-        self.adapter.trained, self.adapter.hooks = self.run.trained, self.run.hooks
-        self._buckets: Buckets = []
-        self._hooks: Sequence[Any] = []
-        self._stored_trained: Mapping[str, Any] | None = None
-        self._termination = TerminationRequest(more=signals_of(self.settings.run.saver.signals))
         self._loaded_lineage: str | None = None
         self._postponed = False
         self._first_part = True
@@ -125,14 +113,8 @@ class Session:
             )
         elif any(isinstance(each, (torch.optim.LBFGS, SAMOptimizer)) for each in state.optimizers):
             raise ConfigError("Composer cannot load the state of LBFGS and SAM with FSDP: train without FSDP")
-        self._buckets, self._hooks = continue_run(
-            self.run, self.adapter.data, state, logger, lineage=self._loaded_lineage, take=self._take
-        )
-
-    def _take(self, stored: Mapping[str, Any]) -> None:
-        self._stored_trained = stored["trained"]
-        if self.run.path is not None:
-            self.run.path.take_from(stored)
+        data, lineage = self.adapter.data, self._loaded_lineage
+        continue_run(self.run, data, state, logger, lineage=lineage)
 
     def fit_starts(self, state: State) -> None:
         """Training starts or continues.
@@ -140,29 +122,17 @@ class Session:
         Raises:
             ConfigError: the optimizer trains what is not in the model.
         """
-        self._begin_trained(state)
+        require_fresh_gradients(state.optimizers)
         if (
             int(state.timestamp.batch) < self.run.saved_step
         ):  # ``fit(reset_time=True)``: the count of batches restarts
             self.run.saved_step = 0
-        self._termination.watch()
-        restore_buckets(state.model, self._buckets)  # DDP exists only now
-        restore_hook_states(state.model, self._hooks)
-        self._buckets, self._hooks = [], []
+        self.run.termination.watch()
         self.adapter.data.fit_starts(state)
         self.run.begin()
-
-    def _begin_trained(self, state: State) -> None:
-        module, optimizers = trained_module(state), list(state.optimizers)
-        require_fresh_gradients(optimizers)
-        if self._stored_trained is not None:
-            url = self.run.settings.url
-            self.run.warn_once(load_trained(self._stored_trained, module, optimizers, url))
-            self._stored_trained = None
-        self.run.trained.begin(module, optimizers)
-        if self.adapter.trained_part()["outside"]:
+        if outside := self.run.trained_part({})["trained"]["outside"]:
             raise ConfigError(
-                f"the optimizer trains {len(self.run.trained.outside)} parameters that are not in the model, whose state Composer cannot name: make"
+                f"the optimizer trains {len(outside)} parameters that are not in the model, whose state Composer cannot name: make"
                 " them parameters of the ComposerModel, such as a loss or a head that is an attribute of it"
             )
 
@@ -223,10 +193,9 @@ class Session:
             due = bool(self.settings.due(state, event))  # on every rank: the user's function may communicate
         except Exception as caught:  # noqa: BLE001 - raised below, when the others know
             error = caught
-        failed, due, terminated, wanted, owed = world().any_of(
+        failed, due, wanted, owed = world().any_of(
             error is not None,
             world().is_first and due,
-            self._termination.received,
             isinstance(self.run, GatheringSession) and self.run.evaluation_wanted,
             self._owes(state),
         )
@@ -238,25 +207,16 @@ class Session:
             self.run.evaluate()
         self.run.serve()
         if event is Event.BATCH_CHECKPOINT:
-            self.run.log.end_step(int(state.timestamp.batch), lambda: self.adapter.rest(self.adapter.state()))
+            self.run.log_step()
         monitored = self.settings.run.saver.monitor is not None and self.run.path is None
-        if monitored and event is Event.BATCH_CHECKPOINT and not terminated:
+        if monitored and event is Event.BATCH_CHECKPOINT:
             ends_epoch = state.dataloader_len == state.timestamp.batch_in_epoch  # its evaluation may follow
             self._postponed, due = (due, False) if ends_epoch else (False, due)
         elif event is Event.EPOCH_CHECKPOINT:
             self._postponed, due = False, due or self._postponed
-        if due or terminated or owed:
-            ended = (state.get_elapsed_duration() or 0.0) >= 1.0
-            planned = self.run.path is not None and due and bool(self.settings.planned(state, event))
-            exact = terminated and not planned
-            self.run.save(last=terminated or ended, exact=exact, again=owed, planned=planned)
-        if terminated:
-            self.run.finish(exact=True)
-            self._end(state)
-
-    def _end(self, state: State) -> None:
-        """End training as one of the ranks was asked to, on every rank."""
-        self._termination.end(max(number or 0 for number in world().gather(self._termination.number)))
+        ended = (due or owed) and (state.get_elapsed_duration() or 0.0) >= 1.0
+        planned = due and self.run.path is not None and bool(self.settings.planned(state, event))
+        self.run.moment(due=due or owed, planned=planned, last=ended, again=owed)
 
     # ---- after training
 
@@ -267,18 +227,12 @@ class Session:
             SaveFailedError: the last checkpoint could not be stored.
         """
         self.adapter.data.epoch_ends(state)
-        terminated, owed = world().any_of(self._termination.received, self._owes(state))
-        self.run.save(last=True, exact=terminated, again=owed)
-        self.run.finish(exact=terminated)
-        self.run.serve()
-        if terminated:
-            self._end(state)
-        self._termination.unwatch()
+        [owed] = world().any_of(self._owes(state))
+        self.run.ends(again=owed)
 
     def close(self) -> None:
         """Finish a running save, after an error too; the other processes may have ended."""
         self.adapter.data.close()
-        self._termination.unwatch()
         self.run.fail()
         self.run.release()
         self.run.start_over()

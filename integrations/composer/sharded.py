@@ -101,10 +101,3 @@ class ShardedSession(Session):
             name: target_for(spec, live.get(name), parameters, averages, names)
             for name, spec in specs.items()
         }
-
-    # ---- ending
-
-    def _end(self, state: State) -> None:
-        self.run.attend()
-        self.run.warn_unsaved(int(state.timestamp.batch))
-        super()._end(state)

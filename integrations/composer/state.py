@@ -1,7 +1,7 @@
 """The stored state of a Composer run: collecting it, the roles of its tensors, and restoring it."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,17 +13,17 @@ from composer.loggers import Logger
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from shrinkpoint.engine.fitting import fitted, quantized_as
+from shrinkpoint.engine.fitting import fitted
 from shrinkpoint.engine.resume import require_optimizers, require_same_model
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import world
-from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
-from shrinkpoint.session.gradient_buckets import Buckets
+from shrinkpoint.optimizers.objects import with_object_states
+from shrinkpoint.session.continuing import load_model, load_optimizers
 from shrinkpoint.session.identity import add_late_parameters, rounded_weights
 from shrinkpoint.session.identity import require_same_optimizers as require_same_parameters
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags, optimizer_parameter_names, part_tag, state_tag
-from shrinkpoint.state.stateful import load_optimizer, load_stateful, state_of
+from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe, Tag
 from shrinkpoint.state.tree import Path
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
@@ -104,33 +104,21 @@ def plain_optimizers(state: State) -> dict[str, Any]:
 # ---- saving
 
 
-def stored_state(
-    state: State, ranks: list[Any], buckets: Buckets, hooks: Sequence[Any] = ()
-) -> dict[str, Any]:
-    """The complete state from which a run is continued; its tensors are the live ones.
+def stored_state(state: State, ranks: list[Any]) -> dict[str, Any]:
+    """The state from which a run is continued; its tensors are the live ones.
 
     Called on every rank: with FSDP the shards are gathered, and the first rank alone gets them.
 
     Args:
         state: at one of Composer's checkpoint events, after the first step.
         ranks: every process's position in the data.
-        buckets: in which gradients are summed.
-        hooks: the states of all processes' communication hooks.
     """
     if state.fsdp_enabled:
         stored = state.state_dict()
     else:  # as everywhere: Composer's own way reads and loads few optimizers and models but torch's
         stored = {**_others(state), "model": model_state(state), "optimizers": _optimizer_states(state)}
     _begin_next_epoch(stored, state)
-    more = {"hooks": list(hooks)} if hooks else {}
-    return {
-        "format": FORMAT,
-        "version": _VERSION,
-        "state": stored,
-        "ranks": ranks,
-        "buckets": buckets,
-        **more,
-    }
+    return {"format": FORMAT, "version": _VERSION, "state": stored, "ranks": ranks}
 
 
 def sharded_state(state: State, place: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +139,6 @@ def sharded_state(state: State, place: Mapping[str, Any]) -> dict[str, Any]:
         "state": stored,
         "world": world().size,
         "place": place,
-        "buckets": [],
     }
 
 
@@ -352,9 +339,7 @@ def load_state(
         set() if optimizers and state.fsdp_enabled else {"optimizers"}
     )  # torch refuses to load groups alone
     if not (missing or state.fsdp_enabled):
-        module = trained_module(state)
-        given = fitted(stored["state"]["model"], module, url, warns=True)
-        load_stateful(module, quantized_as(stored["state"]["model"], given, module))
+        load_model(stored["state"]["model"], trained_module(state), url)
         apart.add("model")
     values = {name: value for name, value in stored["state"].items() if name not in apart}
     with _growing(values.get("optimizers", {}), trained_module(state)):
@@ -370,9 +355,7 @@ def load_state(
 def _load_optimizers(stored: Mapping[str, Any], state: State) -> None:
     same_dtypes = rounded_weights(stored["state"]["model"], model_state(state)) is None
     inner = [*plain_optimizers(state).values()]
-    for own, there in zip(inner, numbered_states(stored, state), strict=True):
-        load_optimizer(own, there, same_dtypes=same_dtypes)
-        put_back_objects(own, there)
+    load_optimizers(inner, numbered_states(stored, state), same_dtypes=same_dtypes)
     for wrapper, own in zip(state.optimizers, inner, strict=True):
         if wrapper is not own:
             wrapper.param_groups = own.param_groups  # which loading has made anew

@@ -18,8 +18,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.group.group import world
 from shrinkpoint.session.data import other_data, require_same_workers, sizes_of
-from shrinkpoint.session.gradient_buckets import bucket_order, restore_buckets
-from shrinkpoint.session.hook_states import restore_hook_states
 from shrinkpoint.session.worker_reads import generators, samplers, set_generators
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
@@ -86,7 +84,6 @@ class Position:
         mid_accumulation: bool,
         validation_pending: bool,
         sharded: bool = False,
-        hooks: Sequence[Any] = (),
     ) -> dict[str, Any]:
         """The state that a checkpoint taken now needs in addition to Lightning's own; must be called on every rank.
 
@@ -96,7 +93,6 @@ class Position:
             mid_accumulation: keep the gradients, of which some batches have been accumulated.
             validation_pending: the validation after the last batch has not begun, or was interrupted.
             sharded: give what this rank has for itself, under `OWN_KEYS`, instead of all ranks' together.
-            hooks: the states of all processes' communication hooks.
         """
         epochs = trainer.fit_loop.epoch_progress
         between = epochs.current.processed == epochs.current.ready
@@ -115,8 +111,6 @@ class Position:
             "plateau_pending": {"step": stepped, "epoch": ended},
             "validation_pending": validation_pending,
             **({"world": trainer.world_size, **mine} if sharded else {"ranks": world().gather(mine)}),
-            "buckets": bucket_order(trainer.strategy.model),
-            **({"hooks": list(hooks)} if hooks else {}),
             "callback_metrics": metrics,
             "seed": os.environ.get(_SEED),
             "gradients": _gradients(trainer) if mid_accumulation else {},
@@ -176,8 +170,6 @@ class Position:
         if loaded["validation_pending"]:
             _rerun_validation(trainer)
         _step_plateau_schedulers(trainer, module, loaded["plateau_pending"])
-        restore_buckets(trainer.strategy.model, loaded["buckets"])
-        restore_hook_states(trainer.strategy.model, loaded.get("hooks", []))
         parameters = dict(named_parameters(module))
         for name, gradient in loaded["gradients"].items():
             parameter = parameters[name]

@@ -1,6 +1,7 @@
 """One Lightning run that is being saved: the handlers of the callback's hooks."""
 
 import signal
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -8,7 +9,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.fitting import quantized_as
-from shrinkpoint.engine.resume import overridden_options, require_optimizers
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.lightning.adapter import LightningAdapter
@@ -20,19 +20,14 @@ from shrinkpoint.integrations.lightning.moments import ends_epoch, ends_training
 from shrinkpoint.integrations.lightning.position import POSITION_KEY, Position
 from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, requeueing, require_module
 from shrinkpoint.integrations.lightning.settings import Settings
-from shrinkpoint.integrations.lightning.state import (
-    trained_key,
-)
 from shrinkpoint.integrations.lightning.step_log import replay
 from shrinkpoint.optimizers.objects import put_back_objects
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
+from shrinkpoint.session.adapter import SESSION
+from shrinkpoint.session.continuing import require_same_training
 from shrinkpoint.session.gradients import require_fresh_gradients
 from shrinkpoint.session.identity import (
-    add_late_parameters,
-    identities,
-    other_schedulers,
-    require_same_optimizers,
     rounded_weights,
     scheduler_classes,
 )
@@ -45,9 +40,7 @@ from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
 
-_IDENTITIES = "identities"  # of the optimizers, in its position
-_TRAINED = "trained"  # as of `Trained.state`, in the same place
-_SCHEDULERS = "schedulers"  # their classes, in the same place
+_SCHEDULERS = "schedulers"  # the classes of schedulers, in its position
 _STOPPED = "stopped"  # whether early stopping has ended training here
 
 
@@ -76,9 +69,8 @@ class Session:
         self._ending = False
         self._stored_optimizers: list[dict[str, Any]] = []
         self._loaded_optimizers: list[dict[str, Any]] = []
-        self._stored_identities: list[dict[str, Any]] = []
+        self._stored_session: Mapping[str, Any] = {}
         self._stored_schedulers: dict[str, str] = {}
-        self._stored_trained: dict[str, Any] | None = None
         self._validation_pending = False
         self._continues = self._began = self._stopped = False
 
@@ -131,11 +123,9 @@ class Session:
             own = checkpoint.get(POSITION_KEY, {})
             self._stopped = own.get(_STOPPED, False)
             self._stored_optimizers = checkpoint.get("optimizer_states", [])
-            self._stored_identities = own.get(_IDENTITIES, [])
+            self._stored_session = checkpoint.get(SESSION, {})
             self._stored_schedulers = own.get(_SCHEDULERS, {})
-            self._stored_trained = own.get(_TRAINED)
-            if self.run.path is not None:
-                self.run.path.take_from(checkpoint)
+            self.run.take(checkpoint)
             Position.of(trainer).load(trainer, checkpoint)
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
@@ -147,12 +137,10 @@ class Session:
         """
         if self._stored_optimizers:
             self._require_optimizers(trainer, self._stored_optimizers, str(trainer.ckpt_path))
-            self._stored_optimizers, self._stored_identities, self._stored_schedulers = [], [], {}
+            self._stored_optimizers, self._stored_schedulers = [], {}
         if self._active:
             self.run.refer_to(module)
-        if self._stored_trained is not None:
-            here = module, trainer.optimizers, str(trainer.ckpt_path)
-            self.run.warn_once(load_trained(self._stored_trained, *here))
+        self.run.load_trained()
         if self._active and self.run.log.is_wanted:
             self._start_log(trainer, module)
         loaded = trainer._checkpoint_connector._loaded_checkpoint
@@ -166,18 +154,17 @@ class Session:
         Position.of(trainer).fit_starts(trainer)
 
     def _require_optimizers(self, trainer: Trainer, stored: list[dict[str, Any]], url: str) -> None:
-        there, module = self._stored_identities, trainer.lightning_module
-        late = add_late_parameters(there, stored, trainer.optimizers, module)
-        require_optimizers(stored, trainer.optimizers, url)
-        other_class = require_same_optimizers(
-            there, identities(module, trainer.optimizers)[: len(there)], url
+        said = require_same_training(
+            self._stored_session.get("identities", []),
+            stored,
+            trainer.lightning_module,
+            trainer.optimizers,
+            url,
+            schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
+            classes=(self._stored_schedulers, _scheduler_classes(trainer)),
         )
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        overridden = overridden_options(stored, trainer.optimizers, schedulers=schedulers)
-        other_scheduler = other_schedulers(self._stored_schedulers, _scheduler_classes(trainer))
-        for message in (late, other_class, other_scheduler, overridden) if trainer.is_global_zero else ():
-            if message is not None:
-                warn(message)
+        for message in said if trainer.is_global_zero else ():
+            warn(message)
 
     def _start_log(self, trainer: Trainer, module: LightningModule) -> None:
         step = trainer.global_step
@@ -198,9 +185,7 @@ class Session:
             put_back_dtypes(optimizer, state)
             put_back_objects(optimizer, state)
         self._loaded_optimizers = []
-        if self._stored_trained is not None:
-            self._load_trained(trainer, self._stored_trained)
-            self._stored_trained = None
+        self._load_trained(trainer)
         self.run.trained.begin(module, trainer.optimizers)
         Position.of(trainer).apply(trainer, module)
         self.run.trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
@@ -232,16 +217,17 @@ class Session:
                 " nothing to do now"
             )
 
-    def _load_trained(self, trainer: Trainer, stored: dict[str, Any]) -> None:
-        here = trainer.lightning_module, trainer.optimizers, str(trainer.ckpt_path)
-        self.run.warn_once(load_trained(stored, *here))
-        hook = trainer.strategy.on_train_start
+    def _load_trained(self, trainer: Trainer) -> None:
+        """Freeze as the checkpoint does, and once more when the module's own ``on_train_start`` has frozen parts as at the first start."""
+        self.run.load_trained()
+        stored, self._stored_session = self._stored_session.get("trained"), {}
+        if stored is None:
+            return
+        hook, here = trainer.strategy.on_train_start, (trainer.lightning_module, trainer.optimizers)
 
-        def on_train_start() -> (
-            None
-        ):  # after the module's own hook of this name, which may freeze parts as at the first start
+        def on_train_start() -> None:
             vars(trainer.strategy).pop("on_train_start", None)
-            load_trained(stored, *here)
+            load_trained(stored, *here, self.settings.run.url)
             self.run.trained.begin(trainer.lightning_module)
             hook()
 
@@ -319,7 +305,7 @@ class Session:
         )
         known = not wait and (terminated or position.is_known(trainer))
         if self._stepped:
-            self.run.log.end_step(step, lambda: self.adapter.rest(self.adapter.state()), allowed=known)
+            self.run.log_step(allowed=known)
         if known:
             self._save_if_due(terminated=terminated)
             if interrupted:
@@ -400,21 +386,9 @@ class Session:
                 mid_accumulation=not self._stepped,
                 validation_pending=self._validation_pending,
                 sharded=self.run.together,
-                hooks=self.run.hooks.capture(trainer.strategy.model),
             )
-            here = trainer.lightning_module, trainer.optimizers
-            weights = checkpoint[trained_key(checkpoint)]
-
-            def state() -> object:
-                return checkpoint, [optimizer.state_dict() for optimizer in trainer.optimizers]
-
-            found = self.run.trained.state(*here, weights, state)
-            if self.run.together:
-                del found[_IDENTITIES]
-            else:
-                found[_SCHEDULERS] = _scheduler_classes(trainer)
-                self.run.warn_apart()
-            checkpoint[POSITION_KEY] |= found
+            if not self.run.together:
+                checkpoint[POSITION_KEY][_SCHEDULERS] = _scheduler_classes(trainer)
             stopping = trainer.early_stopping_callbacks
             if trainer.should_stop and any(c.stopped_epoch == trainer.current_epoch for c in stopping):
                 checkpoint[POSITION_KEY][_STOPPED] = True

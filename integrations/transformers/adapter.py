@@ -26,9 +26,7 @@ from shrinkpoint.integrations.transformers.state import (
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
-from shrinkpoint.session.gradient_buckets import bucket_order
 from shrinkpoint.session.probe import loss_of
-from shrinkpoint.session.session import TrainingSession
 
 __all__ = ["TransformersAdapter"]
 
@@ -51,8 +49,6 @@ class TransformersAdapter(TrainingAdapter):
         """The sum of the losses since the trainer's last log entry; None where training has ended."""
         self.trainer: Any = None
         """The trainer, while it trains."""
-        self.session: TrainingSession
-        """Which asks."""
 
     @property
     def step(self) -> int:
@@ -79,23 +75,18 @@ class TransformersAdapter(TrainingAdapter):
 
     def state(self) -> dict[str, Any]:
         """See the base class."""
-        trainer, session = self.trainer, self.session
+        trainer = self.trainer
         trainer.store_flos()
         inside = inside_epoch(trainer.state)
         place = world().on_every(lambda: self.data.state(inside_epoch=inside))
         generated = world().on_every(lambda: generated_state(trainer, self._warned))
         mine = {"place": place, "generated": generated, **self.progress.state(trainer, self.tr_loss)}
-        ranks, buckets = world().gather(mine), bucket_order(trainer.model_wrapped)
-        hooks = session.hooks.capture(trainer.model_wrapped)
-        stored = world().on_every(
-            lambda: stored_state(trainer, ranks, buckets, hooks, trained=session.trained)
-        )
-        session.warn_apart()
-        return stored
+        ranks = world().gather(mine)
+        return world().on_every(lambda: stored_state(trainer, ranks))
 
     def bare_state(self) -> dict[str, Any]:
         """See the base class."""
-        return stored_state(self.trainer, [], [], trained=self.session.trained)
+        return stored_state(self.trainer, [])
 
     def followed(self) -> dict[str, Any]:
         """See the base class."""

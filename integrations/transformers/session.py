@@ -28,19 +28,10 @@ from shrinkpoint.integrations.transformers.settings import Settings
 from shrinkpoint.integrations.transformers.state import (
     inside_epoch,
     load_callbacks,
-    load_model,
-    load_optimizer,
-    load_scaler,
-    optimizers_of,
+    load_training,
 )
-from shrinkpoint.runtime.termination import TerminationRequest, signals_of
-from shrinkpoint.session.gradient_buckets import (
-    Buckets,
-    restore_buckets,
-)
-from shrinkpoint.session.hook_states import restore_hook_states
+from shrinkpoint.session.continuing import load_model
 from shrinkpoint.session.session import TrainingSession
-from shrinkpoint.session.trained import load_trained
 from shrinkpoint.session.triggers import Trigger
 from shrinkpoint.warn import warn
 
@@ -62,8 +53,7 @@ class Session:
 
     def _set_up(self) -> None:
         self.adapter = TransformersAdapter(self.settings, DataPlace(self._sees))
-        self.run = self.adapter.session = TrainingSession(self.settings.run, self.adapter)
-        self._termination = TerminationRequest(more=signals_of(self.settings.run.saver.signals))
+        self.run = TrainingSession(self.settings.run, self.adapter)
         self._trainer: Any = None
         self._stored: Mapping[str, Any] | None = None
         self._seen_step = self._evaluated_batches = 0
@@ -124,16 +114,13 @@ class Session:
     def _prepare(self, stored: Mapping[str, Any], folder: Path) -> str:
         if len(stored["ranks"]) == world().size:
             self.adapter.data.load(stored["ranks"][world().rank]["place"])
-        if self.run.path is not None:
-            self.run.path.take_from(stored)
+        self.run.take(stored)
         return write_thin(stored, folder, complete=is_complete(stored, self._trainer.args))
 
     def _required(self) -> dict[str, Override]:
         return {
             "get_train_dataloader": lambda original: lambda: self.adapter.data.follow(original()),
-            "_load_from_checkpoint": self._instead(
-                lambda stored, *args: load_model(stored, self._trainer.model)
-            ),
+            "_load_from_checkpoint": self._instead(lambda stored, *args: self._load_model(stored)),
             "_load_optimizer_and_scheduler": self._instead(
                 lambda stored, *args: self._load_optimizer(stored)
             ),
@@ -163,9 +150,11 @@ class Session:
 
         return override
 
+    def _load_model(self, stored: Mapping[str, Any]) -> None:
+        load_model(stored["model"], self._trainer.model, self.run.settings.url)
+
     def _load_optimizer(self, stored: Mapping[str, Any]) -> None:
-        load_optimizer(stored, self._trainer, self.run.settings.url)
-        load_scaler(stored, self._trainer)
+        load_training(stored, self._trainer, self.run.settings.url)
         load_reference(stored, self._trainer)
 
     def _place_is_found(self) -> None:
@@ -188,12 +177,9 @@ class Session:
                 "CompressedCheckpoint is in a trainer whose train() does not go through transformers.Trainer.train, and so can"
                 " neither continue nor save it"
             )
-        trainer, buckets, hooks = self._trainer, Buckets(), []
+        trainer = self._trainer
         if self._stored is not None:
-            here = trainer.model, optimizers_of(trainer), self.run.settings.url
-            self.run.warn_once(load_trained(self._stored["trained"], *here))
             if len(self._stored["ranks"]) == world().size:
-                buckets, hooks = self._stored["buckets"], self._stored.get("hooks", [])
                 load_generated(self._stored["ranks"][world().rank]["generated"], trainer)
             self.adapter.progress.restore(trainer, self._stored)
             if self._ranks:
@@ -202,10 +188,7 @@ class Session:
         self._seen_step = state.global_step
         self.run.trigger = Trigger(self.settings.schedule_for(trainer.args, state.save_steps))
         self.run.trigger.start(step=state.global_step, epochs=int(state.epoch or 0))
-        self._termination.watch()
-        restore_buckets(trainer.model_wrapped, buckets)
-        restore_hook_states(trainer.model_wrapped, hooks)
-        self.run.trained.begin(trainer.model, optimizers_of(trainer))
+        self.run.termination.watch()
         self.run.begin()
         if self._stored is not None and not trainer.args.auto_find_batch_size:  # which loads once more
             self._stored = {"format": self._stored["format"]}  # the rest has been loaded, and takes memory
@@ -307,27 +290,19 @@ class Session:
             self._requested |= world().broadcast(world().is_first and self.run.owes(self.adapter.metrics()))
             self._evaluated = False
         self.run.serve()
-        terminated = world().any_of(self._termination.received)[0]
-        ending = terminated or bool(control.should_training_stop)
         if not epoch_over and not inside_epoch(state):
             return
-        last = ending
-        if self.run.trigger.due or self._requested or best or last:
-            # what the trainer itself asks for follows from its arguments and from what it has measured
-            planned = self.run.path is not None and (self.run.trigger.planned or self._requested or best)
-            self._save(
-                last=last or best,
-                exact=terminated and not planned,
-                planned=planned,
-            )
-        if terminated:
-            self._finish(exact=True)
-            self._termination.end()
+        # what the trainer itself asks for follows from its arguments and from what it has measured
+        planned = self.run.trigger.planned or self._requested or best
+        due = self.run.trigger.due or self._requested
+        saved = self.run.moment(due=due, planned=planned, last=bool(control.should_training_stop) or best)
+        if due or best or control.should_training_stop:
+            self._requested = False
+        if saved:
+            self._note_best()
 
-    def _save(self, **how: bool) -> None:
-        """See `TrainingSession.save`."""
-        self._requested = False
-        if self.run.save(**how) and self._new_best:
+    def _note_best(self) -> None:
+        if self._new_best:
             address = Address(url=self.run.settings.url, step=self.adapter.step)
             self._trainer.state.best_model_checkpoint = str(address)
 
@@ -345,7 +320,7 @@ class Session:
     def _load_best(self) -> None:
         trainer = self._trainer
         self.adapter.tr_loss = None
-        self._finish()
+        self.run.finish()
         address = Address.parse(self.run.best.best_path)
         trainer.state.best_model_checkpoint = (
             None  # the trainer would look for a folder; `train_ends` sets it again
@@ -357,7 +332,7 @@ class Session:
             return
         restored = world().on_every(lambda: self.run.saver.restore(address.step, adopt=False))
         assert restored is not None
-        load_model(restored.state.to_object(), trainer.model)
+        self._load_model(restored.state.to_object())
         self._best_loaded = True
         _log.info("the best model is loaded from %s", address)
 
@@ -369,24 +344,13 @@ class Session:
         """
         if self._trainer is None:
             return
-        unsaved = state.global_step not in (0, self.run.saved_step)
         self.adapter.tr_loss = None
-        if unsaved and not self._best_loaded:
-            self._save(last=True)
-        self._finish()
-        self.run.serve()
+        self.run.ends(saves=not self._best_loaded)
         if self._ranks:
             state.best_model_checkpoint = self.run.best.best_path or None
-        if world().any_of(self._termination.received)[0]:
-            self._termination.end()
-        self._termination.unwatch()
-
-    def _finish(self, *, exact: bool = False) -> None:
-        self.run.finish(exact=exact, again=not self._best_loaded)
 
     def _close(self) -> None:
         """Finish a running save, after an error too; the other processes may have ended."""
-        self._termination.unwatch()
         self.run.fail()
         self.run.release()
         self.run.start_over()

@@ -8,29 +8,19 @@ import torch
 from torch import nn
 from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
 
-from shrinkpoint.engine.fitting import fitted, quantized_as
-from shrinkpoint.engine.resume import (
-    overridden_options,
-    require_optimizers,
-    require_same_ties,
-)
+from shrinkpoint.engine.fitting import fitted
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.transformers.generated import reference_of
-from shrinkpoint.optimizers.objects import put_back_objects, with_object_states
-from shrinkpoint.session.gradient_buckets import Buckets
+from shrinkpoint.optimizers.objects import with_object_states
+from shrinkpoint.session.adapter import SESSION
+from shrinkpoint.session.continuing import load_optimizers, require_same_training
 from shrinkpoint.session.identity import (
-    add_late_parameters,
-    identities,
-    other_schedulers,
-    require_same_optimizers,
     rounded_weights,
     scheduler_classes,
 )
-from shrinkpoint.session.trained import Trained
 from shrinkpoint.state.roles import describe_training
-from shrinkpoint.state.stateful import load_optimizer as put_optimizer_back
-from shrinkpoint.state.stateful import load_stateful, state_of
+from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe
 from shrinkpoint.warn import warn
 
@@ -41,9 +31,7 @@ __all__ = [
     "followed_state",
     "inside_epoch",
     "load_callbacks",
-    "load_model",
-    "load_optimizer",
-    "load_scaler",
+    "load_training",
     "optimizers_of",
     "require_own_run",
     "stored_state",
@@ -72,25 +60,15 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 # ---- saving
 
 
-def stored_state(
-    trainer: Any,
-    ranks: Sequence[Any],
-    buckets: Buckets,
-    hooks: Sequence[Any] = (),
-    *,
-    trained: Trained,
-) -> dict[str, Any]:
-    """The complete state from which a run is continued; its tensors are the live ones.
+def stored_state(trainer: Any, ranks: Sequence[Any]) -> dict[str, Any]:
+    """The state from which a run is continued; its tensors are the live ones.
 
     Args:
         trainer: between two steps.
         ranks: every process's own part.
-        buckets: in which gradients are summed.
-        hooks: the states of all processes' communication hooks.
-        trained: of this training.
     """
     scheduler, scaler = trainer.lr_scheduler, _scaler(trainer)
-    stored = {
+    return {
         "format": FORMAT,
         "version": _VERSION,
         **followed_state(trainer),
@@ -103,10 +81,7 @@ def stored_state(
         "stopped": _stopped_early(trainer),
         "steps_per_epoch": _steps_per_epoch(trainer),
         "ranks": list(ranks),
-        "buckets": buckets,
-        **({"hooks": list(hooks)} if hooks else {}),
     }
-    return stored | trained.state(trainer.model, optimizers_of(trainer), stored["model"], lambda: stored)
 
 
 def arguments(args: Any) -> dict[str, Any]:
@@ -195,46 +170,28 @@ def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
     fitted(stored["model"], model, url)
 
 
-def load_model(stored: Mapping[str, Any], model: nn.Module) -> None:
-    """Put a checkpoint's weights and buffers into a model that `require_own_run` has accepted.
-
-    Raises:
-        StateMismatchError: separate tensors of different values are tied here.
-    """
-    untied = require_same_ties(stored["model"], model, "the run")
-    if untied is not None:
-        warn(untied)
-    given = fitted(stored["model"], model, "the run", warns=True)
-    load_stateful(model, quantized_as(stored["model"], given, model))
-
-
-def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
-    """Put a checkpoint's optimizer and scheduler back.
+def load_training(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
+    """Put a checkpoint's optimizer, scheduler and gradient scaler back.
 
     Raises:
         StateMismatchError: the optimizer is another one.
     """
-    live, there = optimizers_of(trainer), stored["optimizers"]
-    late = add_late_parameters(stored["identities"], there, live, trainer.model)
-    require_optimizers(there, live, url)
-    other_class = require_same_optimizers(stored["identities"], identities(trainer.model, live), url)
-    schedulers = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
-    overridden = overridden_options(there, live, schedulers=schedulers)
-    classes = scheduler_classes({"lr_scheduler": trainer.lr_scheduler})
-    other_scheduler = other_schedulers(stored.get("schedulers", {}), classes)
-    for message in (late, other_class, other_scheduler, overridden):
-        if message is not None:
-            warn(message)
+    live, there, scheduler = optimizers_of(trainer), stored["optimizers"], trainer.lr_scheduler
+    said = require_same_training(
+        stored[SESSION]["identities"],
+        there,
+        trainer.model,
+        live,
+        url,
+        schedulers=[] if scheduler is None else [scheduler],
+        classes=(stored.get("schedulers", {}), scheduler_classes({"lr_scheduler": scheduler})),
+    )
+    for message in said:
+        warn(message)
     same_dtypes = rounded_weights(stored["model"], state_of(trainer.model)) is None
-    for optimizer, state in zip(live, there, strict=True):
-        put_optimizer_back(optimizer, state, same_dtypes=same_dtypes)
-        put_back_objects(optimizer, state)
-    if trainer.lr_scheduler is not None and stored["scheduler"] is not None:
-        trainer.lr_scheduler.load_state_dict(stored["scheduler"])
-
-
-def load_scaler(stored: Mapping[str, Any], trainer: Any) -> None:
-    """Put a checkpoint's gradient scaler back, where both trainings have one."""
+    load_optimizers(live, there, same_dtypes=same_dtypes)
+    if scheduler is not None and stored["scheduler"] is not None:
+        scheduler.load_state_dict(stored["scheduler"])
     scaler = _scaler(trainer)
     if scaler is not None and stored["scaler"]:
         scaler.load_state_dict(stored["scaler"])

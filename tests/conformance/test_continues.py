@@ -1,4 +1,4 @@
-"""What every way in promises, tried in each: an own loop, Lightning, Hugging Face's Trainer, Composer."""
+"""What every way in promises, tried in each: an own loop, Lightning, Hugging Face's Trainer, Composer, a toy trainer."""
 
 import signal
 import subprocess
@@ -264,9 +264,9 @@ def test_a_second_writer_ends_the_first(train: Callable[..., Outcome], tmp_path:
     assert Saver(url).store.manifests()[0].step == 100
 
 
-@pytest.mark.parametrize("name", ["own loop", "lightning", "composer"])
+@pytest.mark.parametrize("name", ["own loop", "toy", "lightning", "composer"])
 def test_logged_steps_are_replayed(name: str, tmp_path: Path) -> None:
-    if name != "own loop":
+    if name not in ("own loop", "toy"):
         pytest.importorskip(name)
     torch.set_num_threads(1)
     train, recipe = FRAMEWORKS[name], Recipe(every=5)
@@ -316,7 +316,7 @@ def test_weights_alone_are_stored_and_continued_with_a_fresh_optimizer(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_killed_process_is_continued(name: str, tmp_path: Path) -> None:
-    if name != "own loop":
+    if name not in ("own loop", "toy"):
         pytest.importorskip(name)
     torch.set_num_threads(1)
     command = [sys.executable, "-W", "ignore", frameworks.__file__, name, str(tmp_path)]

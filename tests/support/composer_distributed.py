@@ -26,7 +26,7 @@ from support.composer_models import Crash, Outcome, Setup, fit
 from support.options import grouped
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
-from shrinkpoint.integrations.composer import session as composer_session
+from shrinkpoint.session import session as training_session
 from shrinkpoint.steps.options import StepLog
 
 __all__ = ["OF_THREE", "SCENARIOS", "Scenario", "starts"]
@@ -141,13 +141,13 @@ def play(scenario: Scenario, url: str) -> dict[str, Outcome]:
         shutil.copytree(url, f"{url}-copy")
     outcomes = {"whole": whole, "rest": fit(saving(), setup=scenario.setup, seed=999, **scenario.options)}
     if scenario.control:
-        restore, composer_session.restore_buckets = (
-            composer_session.restore_buckets,
+        restore, training_session.restore_buckets = (
+            training_session.restore_buckets,
             lambda model, buckets: None,
         )
         copied = saving(f"{url}-copy")
         outcomes["control"] = fit(copied, setup=scenario.setup, seed=999, **scenario.options)
-        composer_session.restore_buckets = restore
+        training_session.restore_buckets = restore
     return outcomes
 
 

@@ -215,6 +215,46 @@ def in_own_loop(
     return outcome
 
 
+def in_toy_trainer(
+    url: str | None, recipe: Recipe, after: Callable[[int], None] = nothing, seed: int = 1, **options: Any
+) -> Outcome:
+    """With a trainer whose adapter is `support.toy`'s."""
+    from support.toy import ToyCheckpoint, ToyTrainer
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    _seed(1)
+    net, outcome = recipe.net(), Outcome()
+    optimizer = recipe.trained(net)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    loader = recipe.loader(StatefulDataLoader)
+    _seed(seed)
+
+    class After:
+        def step_ends(self, trainer: ToyTrainer) -> None:
+            outcome.note(trainer.step, net, [optimizer])
+            after(trainer.step)
+
+    callbacks: list[Any] = [After()]
+    if url is not None:
+        callbacks.append(ToyCheckpoint(url, every=recipe.every, **grouped(**options)))
+    trainer = ToyTrainer(
+        net,
+        optimizer,
+        scheduler,
+        loader,
+        steps=recipe.steps,
+        accumulate=recipe.accumulate,
+        clip=recipe.clip,
+        validate_every=recipe.evaluate,
+        held_out=recipe.held_out(),
+        callbacks=callbacks,
+    )
+    with _interrupted(outcome):
+        trainer.fit()
+        outcome.end(net, optimizer)
+    return outcome
+
+
 def with_lightning(
     url: str | None, recipe: Recipe, after: Callable[[int], None] = nothing, seed: int = 1, **options: Any
 ) -> Outcome:
@@ -422,6 +462,7 @@ def with_composer(
 
 MONITORS = {
     in_own_loop: "val_loss",
+    in_toy_trainer: "val_loss",
     with_lightning: "val_loss",
     with_transformers: "eval_loss",
     with_composer: "metrics/eval/val_loss",
@@ -430,6 +471,7 @@ MONITORS = {
 
 FRAMEWORKS: dict[str, Callable[..., Outcome]] = {
     "own loop": in_own_loop,
+    "toy": in_toy_trainer,
     "lightning": with_lightning,
     "transformers": with_transformers,
     "composer": with_composer,

@@ -30,7 +30,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
-from shrinkpoint.integrations.lightning import position
+from shrinkpoint.session import session
 from shrinkpoint.steps.options import StepLog
 
 
@@ -194,11 +194,11 @@ def main(folder: str, loader: str, how: str = "error", processes: str = "2", hoo
     shutil.copytree(f"{folder}/run", f"{folder}/copy")
     train(folder, loader, "rest", saving(folder, how), processes=count, hook=hook)
     if hook:
-        position.restore_hook_states = lambda model, stored: None
+        session.restore_hook_states = lambda model, stored: None
         train(folder, loader, "control", saving(folder, "error", "copy"), processes=count, hook=hook)
         return
     if count > 2 and how == "error":
-        position.restore_buckets = lambda model, buckets: None
+        session.restore_buckets = lambda model, buckets: None
         train(folder, loader, "control", saving(folder, how, "copy"), processes=count)
 
 

@@ -9,31 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.constant import Constant
 from support.options import grouped
 
 from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.errors import NoCheckpointError, SaveFailedError, ShrinkpointWarning, StoreError
-from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.state.training import Role, Tag
 from shrinkpoint.store.writer import RunWriter
 
 Make = Callable[..., TrainingSession]
-
-
-class Constant(TrainingAdapter):
-    """A training at its first step, of a model of which only this is saved."""
-
-    step = 1
-    model = torch.nn.Identity()
-    optimizers = ()
-
-    def state(self) -> dict[str, Any]:
-        return {"model": {"w": torch.full((4,), 1.0)}, "optimizers": []}
-
-    def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
-        return 0.0
 
 
 @pytest.fixture(name="session")

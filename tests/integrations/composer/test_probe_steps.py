@@ -69,7 +69,7 @@ class Stepping(Callback):  # type: ignore[misc]
     def batch_checkpoint(self, state: Any, logger: Any) -> None:
         if int(state.timestamp.batch) % 3 and int(state.timestamp.batch_in_epoch):
             return
-        checkpoint = copy.deepcopy(stored_state(state, [], []))
+        checkpoint = copy.deepcopy(stored_state(state, []))
         resumed = self.steps.resumed()
         self.offered.append(resumed is not None)
         if resumed is not None:

@@ -1,0 +1,92 @@
+"""Puts a checkpoint's weights and optimizer states into a training, after what would make it another training was refused or said."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from shrinkpoint.engine.fitting import fitted, quantized_as
+from shrinkpoint.engine.resume import overridden_options, require_optimizers, require_same_ties
+from shrinkpoint.optimizers.objects import put_back_objects
+from shrinkpoint.session.identity import (
+    add_late_parameters,
+    identities,
+    other_schedulers,
+    require_same_optimizers,
+)
+from shrinkpoint.state.stateful import load_optimizer, load_stateful
+from shrinkpoint.warn import warn
+
+__all__ = ["load_model", "load_optimizers", "require_same_training"]
+
+
+def load_model(stored: Mapping[str, Any], model: nn.Module, url: str) -> None:
+    """Put weights and buffers into a model.
+
+    Args:
+        stored: by the names of ``state_dict()``.
+        model: which may be built otherwise, as far as `fitted` says.
+        url: of the run, for messages.
+
+    Raises:
+        StateMismatchError: they are another model's, or separate tensors of different values are tied here.
+    """
+    untied = require_same_ties(stored, model, url)
+    if untied is not None:
+        warn(untied)
+    given = fitted(stored, model, url, warns=True)
+    load_stateful(model, quantized_as(stored, given, model))
+
+
+def require_same_training(
+    stored: Sequence[Mapping[str, Any]],
+    states: Sequence[Any],
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    url: str,
+    *,
+    schedulers: Iterable[Any] = (),
+    classes: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {}),
+    ordered: bool = True,
+) -> list[str]:
+    """Refuse optimizers that are not the stored ones, and add to their groups the parameters that were added later.
+
+    Args:
+        stored: the optimizers' `identities`.
+        states: theirs, as stored.
+        model: which they train.
+        optimizers: without wrappers.
+        url: of the run, for messages.
+        schedulers: all that set learning rates.
+        classes: the schedulers' `scheduler_classes`, stored and here.
+        ordered: as of `require_same_optimizers`.
+
+    Returns:
+        What differs and is allowed to, for warnings.
+
+    Raises:
+        StateMismatchError: they are others; the message says which.
+    """
+    late = add_late_parameters(stored, states, optimizers, model)
+    require_optimizers(states, optimizers, url)
+    here = identities(model, optimizers)[: len(stored)]
+    said = (
+        late,
+        require_same_optimizers(stored, here, url, ordered=ordered),
+        other_schedulers(*classes),
+        overridden_options(states, optimizers, schedulers=schedulers),
+    )
+    return [message for message in said if message is not None]
+
+
+def load_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, same_dtypes: bool) -> None:
+    """Put states into optimizers that `require_same_training` has accepted.
+
+    Args:
+        optimizers: without wrappers.
+        states: as stored.
+        same_dtypes: as of `load_optimizer`.
+    """
+    for optimizer, state in zip(optimizers, states, strict=True):
+        load_optimizer(optimizer, state, same_dtypes=same_dtypes)
+        put_back_objects(optimizer, state)
