@@ -230,6 +230,10 @@ class ShardsAdapter(ComposerAdapter):
         self.own = {"place": place}
         return world().on_every(lambda: sharded_state(self.run, place))
 
+    def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
+        """See the base class; optimizers' states are by the names of parameters."""
+        return state["state"]["model"], [*state["state"]["optimizers"].values()]
+
     def live(self) -> dict[str, Any]:
         """See the base class."""
         return {"state": sharded_state(self.run, {})["state"]}

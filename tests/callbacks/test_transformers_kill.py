@@ -19,6 +19,7 @@ from support.containers import identical
 from support.transformers_models import assert_continues
 
 from shrinkpoint.saver import Saver
+from shrinkpoint.session.adapter import SESSION
 from shrinkpoint.store.run import RunStore
 
 PROGRAM = Path(__file__).parents[1] / "support" / "transformers_killed.py"
@@ -110,7 +111,7 @@ def test_three_processes_with_several_gradient_buckets_are_killed_and_continue_b
     assert killed == [-signal.SIGKILL] * 3
     stored = Saver(str(tmp_path / "run")).restore(adopt=False)
     assert stored is not None
-    assert len(stored.state.to_object()["buckets"]) > 1
+    assert len(stored.state.to_object()[SESSION]["buckets"]) > 1
     rest = finish(tmp_path, "rest", processes=3)
     assert rest[0].steps[0][0] in (6, 11)
     for undisturbed, continued in zip(whole, rest, strict=True):
