@@ -34,6 +34,7 @@ _PROBE = 1 << 14  # numbers that decide whether zstd is tried
 _REPETITIVE = 0.85  # of their bytes, for which it is
 _LARGE = 1 << 18  # numbers, for which that takes a third as long as pcodec
 _CLOSE = 1.1  # of pcodec's share of the bytes: of more than that, nothing was found that zstd codes shorter
+_BLOCK_BYTES = 1 << 18  # of differences
 _MAX_WINDOW_BYTES = 16 << 20  # of any zstd frame that we accept; a chunk needs no more than its own size
 _ITEM_SIZES = (1, 2, 4, 8)
 
@@ -116,29 +117,30 @@ def _parts(size: int) -> list[slice]:
 
 def _encode(numbers: Unsigned) -> tuple[int, bytes]:
     """Return the shortest coding and its method."""
-    plain = to_bytes(numbers.astype(numbers.dtype.newbyteorder("<"), copy=False))
-    found = [(_RAW, plain)]
+    plain = numbers.astype(numbers.dtype.newbyteorder("<"), copy=False)
     config = ChunkConfig(
         compression_level=_LEVEL,
         mode_spec=ModeSpec.classic(),
         delta_spec=DeltaSpec.no_op(),
         enable_8_bit=True,
     )
-    found.append((_PCODEC, standalone.simple_compress(numbers, config)))
-    limit = _CLOSE * len(found[1][1]) / len(plain) if numbers.size >= _LARGE else 1.0
-    if _share_of_probe(numbers) < min(_REPETITIVE, limit):
+    method, coded = _PCODEC, standalone.simple_compress(numbers, config)
+    limit = _CLOSE * len(coded) / plain.nbytes if numbers.size >= _LARGE else 1.0
+    if _share_of_probe(plain) < min(_REPETITIVE, limit):
         compressor = zstandard.ZstdCompressor(
             level=_ZSTD_LEVEL, write_content_size=True, write_checksum=False
         )
-        found.append((_ZSTD, compressor.compress(plain)))
-    return min(found, key=lambda each: len(each[1]))
+        frame = compressor.compress(plain.data)
+        if len(frame) < len(coded):
+            method, coded = _ZSTD, frame
+    return (method, coded) if len(coded) < plain.nbytes else (_RAW, to_bytes(plain))
 
 
 def _share_of_probe(numbers: Unsigned) -> float:
     """Of their bytes, what zstd leaves of some numbers from the middle."""
     middle = max(numbers.size - _PROBE, 0) // 2
-    probe = to_bytes(numbers[middle : middle + _PROBE])
-    return len(_local.compressor.compress(probe)) / len(probe)
+    probe = numbers[middle : middle + _PROBE]
+    return len(_local.compressor.compress(probe.data)) / probe.nbytes
 
 
 def _decode(method: int, chunk: memoryview, out: Unsigned) -> None:
@@ -197,10 +199,13 @@ def delta_bits(current: npt.NDArray[Any], reference: npt.NDArray[Any], floating:
     """
     _check_alike(current, reference)
     bits, reference_bits = _as_unsigned(current), _as_unsigned(reference)
-    if floating:
-        bits, reference_bits = _to_ordered(bits), _to_ordered(reference_bits)
-    delta = bits - reference_bits
-    zigzag: Unsigned = (delta << _as_type(delta, 1)) ^ _sign_mask(delta)
+    zigzag = np.empty_like(bits)
+    for part in _blocks(bits):
+        here, there = bits[part], reference_bits[part]
+        delta = _ordered(here) - _ordered(there) if floating else here - there
+        signs = _sign_mask(delta)
+        delta <<= _as_type(delta, 1)
+        np.bitwise_xor(delta, signs, out=zigzag[part])
     return zigzag.reshape(current.shape)
 
 
@@ -220,13 +225,20 @@ def undelta_bits(delta: Unsigned, reference: npt.NDArray[Any], floating: bool = 
     """
     _check_alike(delta, reference)
     zigzag, reference_bits = _as_unsigned(delta), _as_unsigned(reference)
-    one = _as_type(zigzag, 1)
-    difference = (zigzag >> one) ^ (~(zigzag & one) + one)
-    if floating:
-        current = _from_ordered(_to_ordered(reference_bits) + difference)
-    else:
-        current = reference_bits + difference
-    return current.reshape(delta.shape)
+    bits, one = np.empty_like(zigzag), _as_type(zigzag, 1)
+    for part in _blocks(bits):
+        difference = zigzag[part] & one
+        np.negative(difference, out=difference)
+        difference ^= zigzag[part] >> one
+        difference += _ordered(reference_bits[part]) if floating else reference_bits[part]
+        bits[part] = _ordered(difference) if floating else difference
+    return bits.reshape(delta.shape)
+
+
+def _blocks(bits: Unsigned) -> list[slice]:
+    """Parts of an array whose temporaries stay in a processor's cache."""
+    size = _BLOCK_BYTES // bits.itemsize
+    return [slice(start, start + size) for start in range(0, bits.size, size)]
 
 
 def _check_alike(array: npt.NDArray[Any], reference: npt.NDArray[Any]) -> None:
@@ -257,16 +269,9 @@ def _sign_mask(bits: Unsigned) -> Unsigned:
     return masks
 
 
-def _top_bit(bits: Unsigned) -> Any:
-    return _as_type(bits, 1 << (8 * bits.dtype.itemsize - 1))
-
-
-def _to_ordered(bits: Unsigned) -> Unsigned:
-    """Sign-and-magnitude patterns to integers in the order of the values: negatives are inverted, positives move up."""
-    ordered: Unsigned = bits ^ (_sign_mask(bits) | _top_bit(bits))
+def _ordered(bits: Unsigned) -> Unsigned:
+    """Sign-and-magnitude patterns to two's complement integers in the order of the values, and back."""
+    ordered = _sign_mask(bits)
+    ordered >>= _as_type(bits, 1)
+    ordered ^= bits
     return ordered
-
-
-def _from_ordered(ordered: Unsigned) -> Unsigned:
-    bits: Unsigned = ordered ^ (~_sign_mask(ordered) | _top_bit(ordered))
-    return bits

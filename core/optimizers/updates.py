@@ -9,7 +9,8 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -20,7 +21,6 @@ from torch.optim import optimizer as optimizer_hooks
 
 from shrinkpoint.errors import ScratchError
 from shrinkpoint.runtime.dispatch import ThreadMode
-from shrinkpoint.runtime.team import map_in_order
 from shrinkpoint.state.stateful import optimizer_states
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.wrappers import unwrapped
@@ -99,8 +99,14 @@ class OptimizerKind:
         """Step what `with_state` has made, on any thread; an error where that draws from global generators, which are the training's."""
         if any(_draws(function) for _, function in inspect.getmembers(self.kind, inspect.isfunction)):
             raise TypeError("it draws random numbers")
-        with _NoDraws():
+        # torch's own draw none; of thousands of parameters the mode takes as long as the step
+        with nullcontext() if self.is_torchs else _NoDraws():
             self.kind.step(made)
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether it is one of torch's own."""
+        return self.kind.__module__.startswith("torch.optim.")
 
 
 class _NoDraws(ThreadMode):
@@ -134,7 +140,6 @@ def compare_updates(
     kinds: Sequence[OptimizerKind],
     *,
     parameters: Collection[str] | None = None,
-    threads: int = 1,
 ) -> Updates | str:
     """Compute the next updates from both states.
 
@@ -143,7 +148,6 @@ def compare_updates(
         restored: the same as a reader would restore it.
         kinds: of the optimizers, in the order of their states in the snapshot.
         parameters: the only ones to be used; None takes the smallest, up to `_MOST_ELEMENTS` elements.
-        threads: with more than one, both states are stepped at once.
 
     Returns:
         The comparison; or the reason why there is none, as a message.
@@ -163,7 +167,7 @@ def compare_updates(
         if (reason := obstacle_of(kind)) is not None:
             return reason
         try:
-            compared = _compare(kind, one, other, chosen, roles, threads)
+            compared = _compare(kind, one, other, chosen, roles)
         except ScratchError:
             raise
         except Exception as error:  # noqa: BLE001 - a third-party optimizer may raise anything
@@ -321,20 +325,31 @@ def _compare(
     restored: Mapping[str, Any],
     weights: Mapping[Any, torch.Tensor],
     roles: Mapping[int, Role],
-    threads: int,
 ) -> tuple[float, float, float, float, float] | None:
     """None where the updates from the true state are zero, or not finite."""
     sizes = {
         index: _gradient_size(true["state"][index], _options_of(true, index), roles) for index in weights
     }
 
-    def path(node: Mapping[str, Any]) -> list[list[torch.Tensor]]:
-        return list(_displacements(kind, node, sizes, weights))
-
-    paths = list(map_in_order(path, (true, restored), min(2, threads)))
+    copies = [_copies(kind, node, weights) for node in (true, restored)]
+    generator = torch.Generator().manual_seed(_SEED)
     results: list[float] = []
     kept = 1.0
-    for one, other in zip(*paths, strict=True):
+    for step in range(_STEPS):
+        for index, weight in weights.items():
+            mean, spread = sizes[index]
+            noise = torch.randn(weight.shape, generator=generator)
+            gradient = (mean + spread * noise).to(copies[0][1][index].dtype)
+            copies[0][1][index].grad = gradient
+            copies[1][1][index].grad = gradient.clone()  # an optimizer may write to it
+        for optimizer, _ in copies:
+            kind.step(optimizer)
+        if step not in (0, _STEPS - 1):
+            continue
+        one, other = (
+            [parameters[index].detach() - weight.detach() for index, weight in weights.items()]
+            for _, parameters in copies
+        )
         length = math.sqrt(sum(float(u.square().sum()) for u in one))
         if not 0 < length < math.inf:
             return None
@@ -344,32 +359,20 @@ def _compare(
     return results[0], results[1], results[2], results[3], _STEPS * max(0.0, 1 - kept)
 
 
-def _displacements(
-    kind: OptimizerKind,
-    node: Mapping[str, Any],
-    sizes: Mapping[Any, tuple[torch.Tensor | float, torch.Tensor | float]],
-    weights: Mapping[Any, torch.Tensor],
-) -> Iterator[list[torch.Tensor]]:
-    """Displacement of the weights after the first step, and after the last."""
+def _copies(
+    kind: OptimizerKind, node: Mapping[str, Any], weights: Mapping[Any, torch.Tensor]
+) -> tuple[Optimizer, dict[Any, torch.nn.Parameter]]:
+    """An optimizer in the state of a node, and its parameters: copies of the weights."""
     parameters = {index: torch.nn.Parameter(_widened(weight)) for index, weight in weights.items()}
     groups = [copied_group(group, parameters) for group in node["param_groups"]]
-    if kind.kind.__module__.startswith("torch.optim."):
+    if kind.is_torchs:
         for group in groups:  # one operation for all parameters: each takes Python's lock from the training
             if "foreach" in group and not any(isinstance(value, torch.Tensor) for value in group.values()):
                 group["foreach"] = True
     state: dict[torch.Tensor, dict[str, Any]] = {
         parameters[index]: _entry(node["state"][index], parameters[index]) for index in weights
     }
-    optimizer = kind.with_state([group for group in groups if group["params"]], state)
-    generator = torch.Generator().manual_seed(_SEED)
-    for step in range(_STEPS):
-        for index, parameter in parameters.items():
-            mean, spread = sizes[index]
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = (mean + spread * noise).to(parameter.dtype)
-        kind.step(optimizer)
-        if step in (0, _STEPS - 1):
-            yield [parameters[index].detach() - _widened(weight) for index, weight in weights.items()]
+    return kind.with_state([group for group in groups if group["params"]], state), parameters
 
 
 def copied_group(group: Mapping[str, Any], parameters: Mapping[Any, torch.Tensor]) -> dict[str, Any]:

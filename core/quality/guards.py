@@ -90,7 +90,7 @@ class Guard:
         chosen = sampled_parameters(state)
         if not chosen:
             return Verdict()
-        # Updates are compared by other threads, which allocate elsewhere: what a candidate took would stay, too.
+        # What a candidate took would stay, too.
         Returns(state.nbytes).after(state.nbytes)
         if self.restored is None:
             values = restored_values(
@@ -113,7 +113,7 @@ class Guard:
         if worse is not None:
             return Verdict(worse, moments=True, lost_steps=progress)
         restored = TrainingState(state.tree, values, state.specs)
-        updates = compare_updates(state, restored, self.kinds, parameters=chosen, threads=self.threads)
+        updates = compare_updates(state, restored, self.kinds, parameters=chosen)
         if isinstance(updates, str):
             return Verdict(lost_steps=progress, untried=updates)
         lost = progress + updates.lost_steps

@@ -227,7 +227,11 @@ class _Levels:
         starts = range(0, self.exponents.size, _CHUNK)
         some = starts[:: -(-len(starts) // _SAMPLED)]
         sample = [self.away(prediction, slice(start, start + _CHUNK)) for start in some]
-        counts = np.bincount(np.concatenate(sample).view(np.uint16))
+        away = np.concatenate(sample).astype(np.intp)
+        least = min(int(away.min()), 0)
+        away -= least
+        counts = np.bincount(away)
+        counts = np.append(counts[-least:], counts[:-least])  # sums depend on the order: 0 is the first
         counts = counts[counts > 0]
         return float(-(counts * np.log2(counts / counts.sum())).sum() / max(int(counts.sum()), 1))
 

@@ -118,6 +118,8 @@ def epsilons(state: TrainingState) -> dict[str, float]:
 
 def states_of(state: TrainingState, optimizers: Collection[int]) -> frozenset[str]:
     """Names of the tensors that some optimizers, given by their positions in the state, keep for their parameters."""
+    if not optimizers:
+        return frozenset()
     kept = (entries for at, (_, entries) in enumerate(_optimizers(state.tree)) if at in optimizers)
     return frozenset(name for entries in kept for entry in entries.values() for name in entry.values())
 
