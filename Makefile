@@ -25,7 +25,7 @@ demo: .venv-demo/ready  ## train, kill -9, resume, and print what it cost (5 min
 demo-stores: .venv-demo/ready  ## the same in three stores, one of which is lost in the middle, and healed
 	.venv-demo/bin/python examples/demo.py --stores
 
-demo-composer: .venv/ready  ## the same with Composer, beside Lightning's numbers where there are some
+demo-composer: .venv/ready  ## the same with Composer
 	.venv/bin/python examples/demo.py --framework composer
 
 bench: .venv/ready  ## every scheme on real trainings (hours; may be stopped and continued)

@@ -1,41 +1,40 @@
 """`make demo`: train, kill -9, start again, and measure what the compressed checkpoints cost.
 
-    python examples/demo.py [--framework lightning] [--steps 600] [--seed 1] [--out demo-out] [--quick] [--stores] [--adopt]
+    python examples/demo.py [--framework lightning] [--steps 600] [--seed 1] [--out demo-out] [--quick] [--stores]
 
 1. A small GPT learns the Python standard library's source text, undisturbed, with ordinary checkpoints.
 2. The same training with CompressedCheckpoint gets SIGKILL at a random moment, is started again by the same
    command, resumes by itself and finishes.
 3. The last checkpoint is restored in a fresh process and compared with the true weights.
 
-With ``--adopt`` the compressed run goes on from what its checkpoints restore (docs/resuming.md), and so is another training than the
-undisturbed one from its first save on; how long it waits for that is shown.
-
-With ``--stores`` (`make demo-stores`) the run is in three stores, one of which is lost before the kill; see demo_stores.py.
+With ``--stores`` (`make demo-stores`) the run is in three folders that stand for three buckets. One is deleted while the training runs; what
+the training then says is found in its log, and `shrinkpoint stores` and `shrinkpoint stores --heal` are run as a user would. At last another
+one is deleted: the last checkpoint is restored from what healing wrote.
 
 Every number shown at the end was measured in this run. Each run gets a new numbered folder under ``--out``;
-nothing older is touched, but ``demo.svg`` and ``table.md`` directly under ``--out`` show the newest one. Where the
-same training has also been done with the other framework, both are shown side by side.
+nothing older is touched, but ``demo.svg`` and ``table.md`` directly under ``--out`` show the newest one.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import random
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from demo_comparison import comparison_markdown, comparison_table, same_training
 from demo_picture import picture
-from demo_process import DemoError, TrainingProcess, wait
 from demo_report import DemoResult, Save, findings, grid, markdown, rich_table
-from demo_stores import Stores
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -47,8 +46,143 @@ from rich.progress import (
 )
 
 FRAMEWORKS = ("lightning", "composer")
-FULL: dict[str, int] = {}
 QUICK = {"width": 64, "layers": 2, "heads": 2, "block": 64, "warmup": 10}
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why and where to look."""
+
+
+class TrainingProcess:
+    """A child process of the demo, watched from outside through the events that it logs."""
+
+    def __init__(self, settings: Path, name: str) -> None:
+        self.name, self.output = name, settings.parent / f"{name}.log"
+        self.events: list[dict[str, Any]] = []
+        path = settings.parent / f"{name}.events.jsonl"
+        path.touch()
+        self._reader, self._partial = path.open(encoding="utf-8"), ""
+        command = [sys.executable, str(Path(__file__).with_name("demo_train.py")), str(settings), str(path)]
+        with self.output.open("wb") as output:
+            # In a session of its own, so that Ctrl-C reaches the demo alone, which then ends the child. Saving works beside the
+            # training: torch's idle threads must leave it the processor, not spin.
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+            )
+
+    def poll(self) -> bool:
+        """Read new events; returns whether the process is still running."""
+        running = self.process.poll() is None
+        *lines, self._partial = (self._partial + self._reader.read()).split("\n")
+        self.events += [json.loads(line) for line in lines]
+        return running
+
+    def kill(self) -> None:
+        """SIGKILL, at once, and wait until the process is gone."""
+        self.process.kill()
+        self.process.wait()
+        self.poll()
+
+    def wait(self, watch: Callable[[], None] = lambda: None, *, killed_on_purpose: bool = False) -> None:
+        """Call `watch` again and again until the process has ended; raise if it did not end well."""
+        while self.poll():
+            watch()
+            time.sleep(0.1)
+        self.poll()
+        watch()
+        code = self.process.returncode
+        if code and not (killed_on_purpose and code == -signal.SIGKILL):
+            tail = "\n".join(self.output.read_text(errors="replace").splitlines()[-15:])
+            raise DemoError(f"{self.name} ended with code {code}; {self.output} ends so:\n{tail}")
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The events of one kind, in order."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def step(self) -> int:
+        """The optimizer step reached, 0 before the first."""
+        return next((int(e["step"]) for e in reversed(self.events) if e["event"] in ("train", "start")), 0)
+
+    @property
+    def seconds(self) -> float:
+        """Time from the start of training to the last step seen."""
+        steps = [e["time"] for e in self.events if e["event"] in ("start", "train", "val", "end")]
+        return float(steps[-1] - steps[0])
+
+    def curve(self, kind: str) -> dict[int, float]:
+        """A loss by step: ``train`` or ``val``."""
+        return {int(e["step"]): float(e["loss"]) for e in self.of(kind)}
+
+
+class Stores:
+    """The three stores of a run, and what happens to them.
+
+    Args:
+        folder: They are folders in this one.
+        lose_at: The step after which one of them is deleted, as soon as it holds a checkpoint.
+    """
+
+    def __init__(self, folder: Path, lose_at: int) -> None:
+        self.urls = [str(folder / name) for name in ("bucket-a", "bucket-b", "disk-c")]
+        self._lose_at, self._commits_before = lose_at, 0
+        self._lost_at: int | None = None
+        self._shown: list[str] = []
+
+    def watch(self, step: int) -> None:
+        """Delete one of them when it is time."""
+        if self._lost_at is None and step >= self._lose_at and self._commits:
+            self._commits_before = self._commits
+            lost = Path(self.urls[1]).rename(f"{self.urls[1]}-lost")  # at once: a save may be writing to it
+            shutil.rmtree(lost, ignore_errors=True)
+            self._lost_at = step
+
+    @property
+    def continued(self) -> bool:
+        """Whether a checkpoint has been saved without the lost one."""
+        return self._lost_at is not None and self._commits > self._commits_before
+
+    @property
+    def _commits(self) -> int:
+        return len(list(Path(self.urls[0], "commits").glob("[0-9]*.json")))
+
+    def heal(self) -> None:
+        """Look at them, heal, look again, and delete another one."""
+        for words, code in (
+            (["stores"], 1),
+            (["stores", "--heal"], 0),
+            (["stores"], 0),
+        ):  # 1: something is missing
+            command = [Path(sys.executable).with_name("shrinkpoint"), *words, *self.urls]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            shown = f"shrinkpoint {' '.join([*words, *self.urls])}"
+            if done.returncode != code:
+                raise DemoError(f"{shown}\n{done.stdout}{done.stderr}")
+            self._shown += [f"$ {shown}", *map(str.rstrip, done.stdout.strip().splitlines()), ""]
+        shutil.rmtree(self.urls[0])
+
+    def story(self, folder: Path) -> Iterator[str]:
+        """What happened, line by line, and what the training said of it before and after the kill."""
+        yield f"{self.urls[1]} was deleted after step {self._lost_at}. The training went on, and said:"
+        yield from _warnings(folder / "run-1.log", self.urls[1])
+        yield "After kill -9 it resumed from the other two, and said:"
+        yield from _warnings(folder / "run-2.log", self.urls[1])
+        yield from ("", *self._shown)
+        yield f"Then {self.urls[0]} was deleted: the last checkpoint was restored from the other two."
+
+
+def _warnings(log: Path, url: str) -> list[str]:
+    """What the warnings say of a store that fails; some frameworks leave out the warning's category."""
+    said = re.compile(rf"store \d \({re.escape(os.path.abspath(url))}\).*")
+    found = [f"    {line}" for line in said.findall(log.read_text(encoding="utf-8", errors="replace"))]
+    if not found:
+        raise DemoError(f"{log} does not tell that {url} is lost")
+    return found
 
 
 class Demo:
@@ -69,8 +203,7 @@ class Demo:
             "threads": options.threads,
             # Tiny steps are faster than saving: they must wait, or most saves of the quick demo would be skipped.
             "busy": "wait" if options.quick else "skip",
-            "adopt": self.steps // self.every if options.adopt else False,
-            "config": {**(QUICK if options.quick else FULL), "steps": self.steps},
+            "config": {**(QUICK if options.quick else {}), "steps": self.steps},
             "true_weights": str(self.folder / "true-final-weights.pt"),
         }
         # Anywhere between two saves in the middle half of the run.
@@ -93,7 +226,7 @@ class Demo:
                     progress.update(healing, completed=1)
                 check = self._start("remeasure", "remeasure")
                 waiting = progress.add_task("restore in a fresh process", total=1)
-                wait(check, lambda: None)
+                check.wait()
                 progress.update(waiting, completed=1)
         finally:
             for child in self._children:
@@ -128,7 +261,7 @@ class Demo:
                     task, completed=child.step, description=f"[red]kill -9 after step {child.step}"
                 )
 
-        wait(child, watch, killed_on_purpose=kill)
+        child.wait(watch, killed_on_purpose=kill)
         if kill and child.step >= self.steps:
             raise DemoError(
                 f"{name} finished before it could be killed: {self.urls[0]} had no checkpoint by then"
@@ -156,7 +289,6 @@ class Demo:
         early_val = {s: v for s, v in first.curve("val").items() if s <= resumed["step"]}
         return DemoResult(
             versions=check.of("process")[0]["versions"],
-            training={name: self._common[name] for name in ("every", "seed", "config")},
             steps=self.steps,
             saves=_collect_saves(self.urls, {step: int(e["bytes"]) for step, e in torch_saves.items()}),
             reference=reference.curve("train"),
@@ -194,7 +326,6 @@ def _collect_saves(urls: list[str], torch_bytes: dict[int, int]) -> list[Save]:
             degradation=manifest.meta["save"]["degradation"],
             blocked_s=manifest.meta["save"]["blocked_s"],
             search_s=manifest.meta["save"]["search_s"],
-            adopt_s=manifest.meta["save"].get("adopt_s") or 0.0,
         )
         for manifest in manifests
         if manifest.step in torch_bytes  # the last one may not be, where `every` does not divide the steps
@@ -204,20 +335,13 @@ def _collect_saves(urls: list[str], torch_bytes: dict[int, int]) -> list[Save]:
 def _new_folder(out: Path) -> Path:
     """The next free numbered folder under ``out``."""
     out.mkdir(parents=True, exist_ok=True)
-    for folder in _numbered(out):
+    for folder in (out / f"{number:03d}" for number in itertools.count(1)):
         try:
             folder.mkdir()
         except FileExistsError:
             continue
         return folder
     raise AssertionError("unreachable: the numbers do not end")
-
-
-def _numbered(out: Path) -> Iterator[Path]:
-    number = 1
-    while True:
-        yield out / f"{number:03d}"
-        number += 1
 
 
 def _progress(console: Console) -> Progress:
@@ -231,61 +355,36 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _show(console: Console, result: DemoResult, demo: Demo, framework: str) -> None:
+def _show(console: Console, result: DemoResult, demo: Demo) -> None:
     from shrinkpoint.store.urls import url_text  # imported late, as above
 
     folder, out = demo.folder, demo.folder.parent
     for name, text in (("demo.svg", picture(result)), ("table.md", markdown(result))):
         (folder / name).write_text(text, encoding="utf-8")
         shutil.copyfile(folder / name, out / name)
-    (out / f"{framework}.json").write_text(result.to_json(), encoding="utf-8")
     console.print(f"\n[bold]{result.versions}")
     console.print(rich_table(result))
     console.print(grid(findings(result)))
-    _show_beside(console, out)
     console.print(f"\npicture      {out / 'demo.svg'}\ntable        {out / 'table.md'}")
     console.print(f"checkpoints  {folder / 'run'}  (shrinkpoint ls {url_text(demo.urls)})")
     if demo.stores:
-        _tell(console, demo.stores, folder)
-
-
-def _tell(console: Console, stores: Stores, folder: Path) -> None:
-    """What became of the stores, on the terminal and in a file."""
-    lines = ["", *stores.story(folder / "run-1.log", folder / "run-2.log")]
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    (folder / "stores.txt").write_text("\n".join(lines[1:]) + "\n", encoding="utf-8")
-
-
-def _show_beside(console: Console, out: Path) -> None:
-    """Both frameworks side by side, if each has done this training."""
-    files = [out / f"{name}.json" for name in FRAMEWORKS]
-    if not all(file.exists() for file in files):
-        return
-    results = [DemoResult.from_json(file.read_text(encoding="utf-8")) for file in files]
-    if same_training(results):
-        console.print(comparison_table(results))
-        (out / "comparison.md").write_text(comparison_markdown(results), encoding="utf-8")
+        story = "\n".join(demo.stores.story(folder)) + "\n"
+        console.print(f"\n{story}", markup=False, highlight=False, soft_wrap=True)
+        (folder / "stores.txt").write_text(story, encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--framework", choices=FRAMEWORKS, default="lightning", help="what trains the model")
-    parser.add_argument(
-        "--steps", type=int, help="optimizer steps of each run (default 600; 60 with --quick)"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="seeds weights, batches and the step of the kill")
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo-out"), help="folder for everything that is written"
-    )
-    parser.add_argument("--threads", type=int, default=2, help="torch threads of each training process")
-    parser.add_argument(
-        "--stores", action="store_true", help="three stores, one of which is lost in the middle"
-    )
-    parser.add_argument("--adopt", action="store_true", help="train on from what the checkpoints restore")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, done in under a minute")
+    add = parser.add_argument
+    add("--framework", choices=FRAMEWORKS, default="lightning", help="what trains the model")
+    add("--steps", type=int, help="optimizer steps of each run (default 600; 60 with --quick)")
+    add("--seed", type=int, default=1, help="seeds weights, batches and the step of the kill")
+    add("--out", type=Path, default=Path("demo-out"), help="folder for everything that is written")
+    add("--threads", type=int, default=2, help="torch threads of each training process")
+    add("--stores", action="store_true", help="three stores, one of which is lost in the middle")
+    add("--quick", action="store_true", help="a tiny model, done in under a minute")
     options = parser.parse_args()
     if options.steps is not None and options.steps < 24:
         parser.error(f"--steps {options.steps} leaves no room for saves and a kill; use at least 24")
@@ -305,7 +404,7 @@ def main() -> int:
     except DemoError as error:
         console.print(f"\n{error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
-    _show(console, result, demo, options.framework)
+    _show(console, result, demo)
     return 0
 
 

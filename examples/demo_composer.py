@@ -11,12 +11,10 @@ import torch
 from composer import Callback, Logger, State, Trainer
 from composer.callbacks import CheckpointSaver
 from composer_gpt import ComposerGPT, train
-from demo_task import EventLog, Task
+from demo_train import EventLog, Task
 from gpt import GPT, build_optimizer, loss_on
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
-
-__all__ = ["compressed", "reference", "restored", "version"]
 
 QUIET = {"progress_bar": False}
 

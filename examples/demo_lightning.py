@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning
 import torch
-from demo_task import EventLog, Task
+from demo_train import EventLog, Task
 from gpt import GPT, loss_on
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.store.urls import url_text
-
-__all__ = ["compressed", "reference", "restored", "version"]
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
 
@@ -71,14 +69,8 @@ def reference(task: Task) -> None:
     ordinary = ModelCheckpoint(
         task.url, every_n_train_steps=task.every, save_top_k=1, enable_version_counter=False
     )
-    train(
-        task.config,
-        [LossLog(task), ordinary],
-        every=task.every,
-        seed=task.seed,
-        plugins=[TimedTorchSave(task.log)],
-        **QUIET,
-    )
+    plugins, callbacks = [TimedTorchSave(task.log)], [LossLog(task), ordinary]
+    train(task.config, callbacks, every=task.every, seed=task.seed, plugins=plugins, **QUIET)
 
 
 def compressed(task: Task) -> GPT:

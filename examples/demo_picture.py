@@ -10,12 +10,12 @@ from html import escape
 
 from demo_report import Curve, DemoResult, human_size
 
-__all__ = ["picture"]
-
-
 WIDTH, LEFT, RIGHT = 920, 84, 24
 INK, FAINT, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 REFERENCE, RUN, BASE, DELTA, KILL = "#9aa5b1", "#0b69a3", "#0b69a3", "#62b0e8", "#cf1124"
+
+
+_Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class _Panel:
 
     top: float
     height: float
-    x_span: tuple[float, float]
-    y_span: tuple[float, float]
+    x_span: _Span
+    y_span: _Span
     log: bool = False
 
     def x(self, value: float) -> float:
@@ -44,9 +44,8 @@ class _Panel:
 
 def _text(x: float, y: float, words: str, *, anchor: str = "start", color: str = INK, **style: object) -> str:
     extra = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in style.items())
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}"{extra}>{escape(words)}</text>'
-    )
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}"{extra}'
+    return f"<text {place}>{escape(words)}</text>"
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, color: str, *, width: float = 1, dash: str = "") -> str:
@@ -87,24 +86,22 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
     return [k * pace for k in range(math.ceil(low / pace - 1e-9), math.floor(high / pace + 1e-9) + 1)]
 
 
-def _kill_mark(panel: _Panel, result: DemoResult, label: bool) -> list[str]:
-    x = panel.x(result.killed_at)
-    parts = [_line(x, panel.top, x, panel.bottom, KILL, width=1.5, dash="5 4")]
-    if label:
-        words = (f"SIGKILL after step {result.killed_at}", f"resumed from step {result.resumed_at}")
-        for row, line in enumerate(words):
-            parts.append(
-                _text(x + 8, panel.top + 0.42 * panel.height + 16 * row, line, color=KILL, font_weight="600")
-            )
-    return parts
+def _kill_mark(panel: _Panel, result: DemoResult, *label: str) -> list[str]:
+    x, top = panel.x(result.killed_at), panel.top + 0.42 * panel.height
+    mark = _line(x, panel.top, x, panel.bottom, KILL, width=1.5, dash="5 4")
+    rows = enumerate(label)
+    return [
+        mark,
+        *(_text(x + 8, top + 16 * row, words, color=KILL, font_weight="600") for row, words in rows),
+    ]
 
 
-def _legend(panel: _Panel, entries: Sequence[tuple[str, str, float]]) -> list[str]:
+def _legend(top: float, entries: Sequence[tuple[str, str, float]]) -> list[str]:
     """Swatches in the upper right corner, one line each: words, colour, thickness."""
     parts = []
     x = WIDTH - RIGHT - 270
     for row, (words, color, width) in enumerate(entries):
-        y = panel.top + 14 + 18 * row
+        y = top + 14 + 18 * row
         parts += [_line(x, y - 4, x + 24, y - 4, color, width=width), _text(x + 32, y, words)]
     return parts
 
@@ -120,27 +117,20 @@ def _bytes_panel(result: DemoResult, panel: _Panel, every: float) -> list[str]:
     for save in result.saves:
         x, y = panel.x(save.step), panel.y(save.bytes)
         color = BASE if save.kind == "base" else DELTA
-        parts.append(
-            f'<rect x="{x - half:.1f}" y="{y:.1f}" width="{2 * half:.1f}" height="{panel.bottom - y:.1f}" fill="{color}"/>'
-        )
+        place = f'x="{x - half:.1f}" y="{y:.1f}" width="{2 * half:.1f}" height="{panel.bottom - y:.1f}"'
+        parts.append(f'<rect {place} fill="{color}"/>')
         parts.append(_text(x, y - 6, f"{save.ratio:.0f}x", anchor="middle", font_size=12))
-    return parts + _legend(
-        _Panel(panel.y(full) + 6, 0, panel.x_span, panel.y_span),
-        [("base: readable alone", BASE, 10), ("delta: needs its predecessor", DELTA, 10)],
-    )
+    names = [("base: readable alone", BASE, 10), ("delta: needs its predecessor", DELTA, 10)]
+    return parts + _legend(panel.y(full) + 6, names)
 
 
 def _smooth(curve: Curve, window: int) -> Curve:
     steps = sorted(curve)
-    return {
-        step: sum(curve[s] for s in steps[max(0, i + 1 - window) : i + 1]) / (i + 1 - max(0, i + 1 - window))
-        for i, step in enumerate(steps)
-    }
+    last = {step: steps[max(0, i + 1 - window) : i + 1] for i, step in enumerate(steps)}
+    return {step: sum(curve[s] for s in some) / len(some) for step, some in last.items()}
 
 
-def _loss_panel(
-    result: DemoResult, top: float, height: float, x_span: tuple[float, float]
-) -> tuple[_Panel, list[str]]:
+def _loss_panel(result: DemoResult, top: float, height: float, x_span: _Span) -> tuple[_Panel, list[str]]:
     window = max(1, result.steps // 60)
     kept = {step: loss for step, loss in result.before.items() if step <= result.resumed_at}
     resumed = {s: loss for s, loss in _smooth(kept | result.after, window).items() if s >= result.resumed_at}
@@ -157,15 +147,14 @@ def _loss_panel(
     for curve, radius, fill in ((result.reference_val, 6, REFERENCE), (result.run_val, 3, RUN)):
         for step, value in curve.items():
             if panel.y_span[0] <= value <= panel.y_span[1]:
-                parts.append(
-                    f'<circle cx="{panel.x(step):.1f}" cy="{panel.y(value):.1f}" r="{radius}" fill="{fill}"/>'
-                )
-    names = [("undisturbed, torch.save", REFERENCE, 5), ("compressed, killed and resumed", RUN, 2)]
-    return panel, parts + _legend(panel, [(words, color, float(width)) for words, color, width in names])
+                place = f'cx="{panel.x(step):.1f}" cy="{panel.y(value):.1f}"'
+                parts.append(f'<circle {place} r="{radius}" fill="{fill}"/>')
+    names = [("undisturbed, torch.save", REFERENCE, 5.0), ("compressed, killed and resumed", RUN, 2.0)]
+    return panel, parts + _legend(top, names)
 
 
 def _difference_panel(
-    result: DemoResult, top: float, height: float, x_span: tuple[float, float]
+    result: DemoResult, top: float, height: float, x_span: _Span
 ) -> tuple[_Panel, list[str]]:
     after = {s: 100 * (v / result.reference[s] - 1) for s, v in result.after.items() if s in result.reference}
     before = {s: 100 * (v / result.reference[s] - 1) for s, v in result.before.items()}
@@ -187,13 +176,14 @@ def picture(result: DemoResult) -> str:
     sizes_panel = _Panel(56, 210, x_span, (min(sizes) / 3, full * 2.2), log=True)
     loss_panel, losses = _loss_panel(result, 336, 250, x_span)
     difference_panel, differences = _difference_panel(result, 656, 130, x_span)
+    words = f"SIGKILL after step {result.killed_at}", f"resumed from step {result.resumed_at}"
     body = [
         *_bytes_panel(result, sizes_panel, every),
-        *_kill_mark(sizes_panel, result, label=False),
+        *_kill_mark(sizes_panel, result),
         *losses,
-        *_kill_mark(loss_panel, result, label=True),
+        *_kill_mark(loss_panel, result, *words),
         *differences,
-        *_kill_mark(difference_panel, result, label=False),
+        *_kill_mark(difference_panel, result),
         _text((LEFT + WIDTH - RIGHT) / 2, 824, "optimizer step", anchor="middle", color=FAINT),
     ]
     head = (

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich import box
 from rich.table import Table
-
-__all__ = [
-    "Curve",
-    "DemoResult",
-    "Save",
-    "findings",
-    "grid",
-    "human_size",
-    "markdown",
-    "markdown_table",
-    "percent",
-    "relative_difference",
-    "rich_table",
-    "ruled_table",
-]
 
 Curve = dict[int, float]
 """A loss by the step after which it was measured."""
@@ -44,8 +27,6 @@ class Save:
     """Time training waited for the snapshot."""
     search_s: float
     """Time training paused to measure the held-out loss of candidate encodings."""
-    adopt_s: float = 0.0
-    """Time training waited for the values that it goes on from; 0 without ``--adopt``."""
 
     @property
     def ratio(self) -> float:
@@ -59,8 +40,6 @@ class DemoResult:
 
     versions: str
     """Of the framework and of torch."""
-    training: dict[str, Any]
-    """What determines the undisturbed training, whichever framework does it."""
     steps: int
     saves: list[Save]
     reference: Curve
@@ -93,11 +72,6 @@ class DemoResult:
         return sum(save.blocked_s for save in self.saves)
 
     @property
-    def adopt_s(self) -> float:
-        """Total time the compressed run waited for the values that it goes on from."""
-        return sum(save.adopt_s for save in self.saves)
-
-    @property
     def search_s(self) -> float:
         """Total time that measuring the degradation held up the compressed run."""
         return sum(save.search_s for save in self.saves)
@@ -116,19 +90,6 @@ class DemoResult:
     def final_difference(self) -> float:
         """Relative difference of the final validation losses, compressed against undisturbed."""
         return self.final_run_val / self.final_reference_val - 1
-
-    def to_json(self) -> str:
-        """As text, to be read by `from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> DemoResult:
-        """What `to_json` wrote."""
-        fields = json.loads(text)
-        curves = ("reference", "before", "after", "reference_val", "run_val")
-        fields |= {name: {int(step): loss for step, loss in fields[name].items()} for name in curves}
-        fields["saves"] = [Save(**save) for save in fields["saves"]]
-        return cls(**fields)
 
 
 def relative_difference(curve: Curve, reference: Curve, first: int, last: int) -> float:
@@ -191,28 +152,17 @@ LEGEND = (
 
 def rich_table(result: DemoResult) -> Table:
     """The table of checkpoints for a terminal; a rule marks where the process was killed."""
-    table = ruled_table("Checkpoints of the killed and resumed run", LEGEND, HEADINGS, _totals(result))
+    title = "Checkpoints of the killed and resumed run"
+    left = {"title_justify": "left", "caption_justify": "left"}
+    table = Table(
+        title=title, caption=LEGEND, box=box.HORIZONTALS, collapse_padding=True, show_footer=True, **left
+    )
+    for heading, total in zip(HEADINGS, _totals(result), strict=True):
+        justify = "left" if heading == "kind" else "right"
+        table.add_column(heading, footer=total, justify=justify, no_wrap=True)
     for index, (save, row) in enumerate(zip(result.saves, _rows(result), strict=True)):
         following = result.saves[index + 1].step if index + 1 < len(result.saves) else save.step
         table.add_row(*row, end_section=save.step <= result.resumed_at < following)
-    return table
-
-
-def ruled_table(title: str, legend: str, headings: Sequence[str], totals: Sequence[str]) -> Table:
-    """An empty table for a terminal, with its last row."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=legend,
-        box=box.HORIZONTALS,
-        collapse_padding=True,
-        caption_justify="left",
-        show_footer=True,
-    )
-    for heading, total in zip(headings, totals, strict=True):
-        table.add_column(
-            heading, footer=total, justify="left" if heading == "kind" else "right", no_wrap=True
-        )
     return table
 
 
@@ -235,27 +185,16 @@ def findings(result: DemoResult) -> list[tuple[str, str]]:
     return [
         ("kill -9", f"after step {result.killed_at}; resumed by itself from step {start}"),
         ("both runs until then", f"training losses {identical}"),
-        (
-            "validation loss at the restore",
-            f"{percent(result.resume_degradation)} against the true state's",
-        ),
+        ("validation loss at the restore", f"{percent(result.resume_degradation)} against the true state's"),
         ("validation loss later", ", ".join(itertools.islice(validation, 3))),
         ("training loss, same batches", ", ".join(training)),
-        (
-            "final validation loss",
-            final,
-        ),
+        ("final validation loss", final),
         (
             "last checkpoint",
             f"{percent(result.remeasured_degradation)}, restored and measured in a fresh process",
         ),
         ("training blocked by saving", _time_share(result.blocked_s, result.train_s)),
         ("training paused to evaluate", _time_share(result.search_s, result.train_s)),
-        *(
-            [("training waited to adopt", _time_share(result.adopt_s, result.train_s))]
-            if result.adopt_s
-            else []
-        ),
         ("torch.save, same disk", _time_share(result.torch_save_s, result.reference_train_s)),
         ("the whole demo", f"{result.wall_s:.0f} s"),
     ]

@@ -10,14 +10,82 @@ the true weights. Each line of EVENTS is one JSON object, flushed at once, so th
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, Protocol, cast
 
 import torch
-from demo_task import EventLog, Framework, Task
-from gpt import GPT, loss_on
+from gpt import GPT, GPTConfig, load_corpus, loss_on, val_batches
+from torch import Tensor
+
+from shrinkpoint import Advanced
+
+
+class EventLog:
+    """Appends events to a JSON-lines file; every line reaches the file before training goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def write(self, event: str, **fields: float | str | None) -> None:
+        """Append one event with the time at which it happened, in seconds of a monotonic clock."""
+        self._file.write(json.dumps({"event": event, "time": time.monotonic(), **fields}) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One process's part of the demo."""
+
+    mode: str
+    framework: str
+    """``lightning`` or ``composer``."""
+    url: Any
+    """Where the checkpoints are: one URL for ``reference``, for the others a list with one, or with several stores."""
+    every: int
+    """Steps between two checkpoints, and between two validations."""
+    seed: int
+    threads: int
+    busy: str
+    """What to do when a checkpoint is due while one is written: ``skip`` it, or ``wait``."""
+    config: GPTConfig
+    true_weights: Path
+    """Where the run leaves its final weights, exactly."""
+    log: EventLog
+    held_out: list[Tensor]
+
+    @property
+    def saving(self) -> dict[str, Any]:
+        """Options of CompressedCheckpoint that do not depend on the framework; it keeps all, so that the table can show them all."""
+        advanced = Advanced(busy=self.busy, search_overhead=0.002)
+        return {"max_degradation": 0.01, "save_top_k": -1, "advanced": advanced}
+
+    @classmethod
+    def read(cls, settings: Path, log: EventLog) -> Task:
+        """Take the task from the file that the demo wrote."""
+        fields = json.loads(settings.read_text(encoding="utf-8"))
+        config, true_weights = GPTConfig(**fields.pop("config")), Path(fields.pop("true_weights"))
+        held_out = val_batches(load_corpus()[1], config)
+        return cls(**fields, config=config, true_weights=true_weights, log=log, held_out=held_out)
+
+
+class Framework(Protocol):
+    """What demo_lightning.py and demo_composer.py have in common."""
+
+    def version(self) -> str:
+        """The framework's name and version."""
+
+    def reference(self, task: Task) -> None:
+        """Train undisturbed; the framework's own checkpoints of the same steps go to the same disk."""
+
+    def compressed(self, task: Task) -> GPT:
+        """Train with compressed checkpoints; nothing here knows whether this is the first start or the second."""
+
+    def restored(self, task: Task) -> GPT:
+        """A model with the newest checkpoint's weights; nothing is trained."""
 
 
 def remeasure(task: Task, restored: GPT) -> None:

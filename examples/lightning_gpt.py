@@ -86,12 +86,7 @@ def main() -> None:
     options = parser.parse_args()
 
     checkpoints = CompressedCheckpoint(options.url, every_n_train_steps=options.every, max_degradation=0.01)
-    trainer = train(
-        GPTConfig(steps=options.steps),
-        [checkpoints],
-        every=options.every,
-        seed=options.seed,
-    )
+    trainer = train(GPTConfig(steps=options.steps), [checkpoints], every=options.every, seed=options.seed)
     print(f"step {trainer.global_step}: validation loss {trainer.callback_metrics['val_loss']:.4f}")
     print(f"checkpoints: shrinkpoint ls {options.url}")
 

@@ -26,8 +26,7 @@ from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.config import Advanced
 
 TINY = GPTConfig(width=64, layers=2, heads=2, block=64, warmup=10, steps=60)
-EVERY = 10
-KILL_AT = 37
+EVERY, KILL_AT = 10, 37
 
 
 class Announce(Callback):
@@ -44,37 +43,27 @@ def train_once(url: str) -> None:
     """The training script: nothing in it knows whether it is the first start."""
     # These steps take milliseconds, so they wait for a save that is under way instead of skipping the next one.
     checkpoints = CompressedCheckpoint(url, every_n_train_steps=EVERY, advanced=Advanced(busy="wait"))
-    train(
-        TINY,
-        [checkpoints, Announce()],
-        every=EVERY,
-        seed=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    train(TINY, [checkpoints, Announce()], every=EVERY, seed=1, **quiet)
 
 
 def run(url: str, kill_at: int | None) -> tuple[int, int]:
     """Start the training process; returns the step it started from and the last one it reached."""
-    command = [sys.executable, __file__, "--train", url]
-    first = last = 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    steps = []
+    with subprocess.Popen(
+        [sys.executable, __file__, "--train", url], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
-            for line in process.stdout:
-                match line.split():
-                    case ["start", step]:
-                        first = last = int(step)
-                    case ["step", step]:
-                        last = int(step)
-                if last == kill_at:
+            for line in process.stdout or ():
+                steps += [int(line.split()[1])] if line.startswith(("start ", "step ")) else []
+                if steps and steps[-1] == kill_at:
                     process.kill()
         except BaseException:
             process.kill()  # Ctrl-C here must not leave the training running
             raise
     if process.returncode not in (0, -signal.SIGKILL):
         raise SystemExit(f"training ended with code {process.returncode}; its messages are above")
-    return first, last
+    return steps[0], steps[-1]
 
 
 @contextmanager
@@ -88,12 +77,12 @@ def local_server() -> Iterator[str]:
     server.start()
     host, port = server.get_host_and_port()
     # The children inherit these; s3fs and boto3 both read them.
-    os.environ.update(
-        AWS_ENDPOINT_URL=f"http://{host}:{port}",
-        AWS_ACCESS_KEY_ID="example",
-        AWS_SECRET_ACCESS_KEY="example",
-        AWS_DEFAULT_REGION="us-east-1",
-    )
+    keys = {
+        "AWS_ACCESS_KEY_ID": "example",
+        "AWS_SECRET_ACCESS_KEY": "example",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    os.environ.update(keys, AWS_ENDPOINT_URL=f"http://{host}:{port}")
     try:
         boto3.client("s3").create_bucket(Bucket="checkpoints")
         yield "s3://checkpoints/gpt"

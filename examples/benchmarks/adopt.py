@@ -18,30 +18,27 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
-import argparse
+import itertools
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (0, 1)]
-
 from bound_run import KEYS as BOUND_KEYS
-from bound_run import losses
+from bound_run import checkpointed, losses
 from bound_table import ABILITY_LIMIT, LIMIT, change, percents, rows_of
-from cells import RESULTS, Cell, Cells, fill, library_digest, machine_digest, names, unknown
-from demo_report import markdown_table
+from cells import RESULTS, Cell, Cells, fill, library_digest, machine_digest
+from common import names, parsed, show
 from trainings import GROUPS, KINDS, Kind
 
 import shrinkpoint
 
 KEYS = ("training", "seed", "steps", "way", "saves", "quick")
-PLAIN, WITHOUT, WITH = "undisturbed", "without", "with"
+WAYS = PLAIN, WITHOUT, WITH = "undisturbed", "without", "with"
 _CLOSEST = 5
 
 
@@ -89,18 +86,8 @@ def measure(task: Task) -> Cell:
         checkpointer = None
         if task.way != PLAIN:
             adopt = steps // task.every if task.way == WITH else False
-            checkpointer = shrinkpoint.Checkpointer(
-                folder,
-                training.model,
-                list(training.optimizers),
-                every=task.every,
-                evaluate=training.probe,
-                train_loss=training.train_loss,
-                clip_grad_norm=training.clip,
-                adopt=adopt,
-                advanced=shrinkpoint.Advanced(busy="wait"),
-                **training.saved,
-            )
+            advanced = shrinkpoint.Advanced(busy="wait")
+            checkpointer = checkpointed(training, folder, every=task.every, adopt=adopt, advanced=advanced)
             checkpointer.resume()
         for index in range(steps):
             started = time.perf_counter()
@@ -120,26 +107,23 @@ def measure(task: Task) -> Cell:
     return {**told, **saved}
 
 
-def table(cells: Cells, tasks: Sequence[Task]) -> list[str]:
-    """Make a row for each training and number of saves of which all three runs are there, for one seed at least."""
-    lines = []
+def table(cells: Cells, tasks: Sequence[Task]) -> None:
+    """Print a row for each training and number of saves of which all three runs are there, for one seed at least."""
+    rows = []
     bound = {row.training: row for row in rows_of(Cells(RESULTS / "bound.csv", *BOUND_KEYS))}
     for name, saves in dict.fromkeys((task.name, task.saves) for task in tasks):
         some = [task for task in tasks if (task.name, task.saves, task.way) == (name, saves, WITH)]
-        found = [
-            {way: cells.get(replace(task, way=way).key) for way in (PLAIN, WITHOUT, WITH)} for task in some
-        ]
+        found = [{way: cells.get(replace(task, way=way).key) for way in WAYS} for task in some]
         complete = [
             {way: run for way, run in runs.items() if run} for runs in found if None not in runs.values()
         ]
         if complete:
             row = bound.get(name)
             spread = (row.spread or 0.0, len(row.plain)) if row else (0.0, 0)
-            lines.append(_row(some[0], complete, *spread))
-    headings = ["training", "saves, steps apart", "ratio without", "with", "size with / without"]
-    headings += ["change of the final loss, %", "spread, %", "other losses, %", "kept", "adopt, s per save"]
-    headings += ["s per GB of state", "evaluations, s per save", "adopt + copies, share of training"]
-    return markdown_table(headings, lines)
+            rows.append(_row(some[0], complete, *spread))
+    headings = "training | saves, steps apart | ratio without | with | size with / without | change of the final loss, %"
+    headings += " | spread, % | other losses, % | kept | adopt, s per save | s per GB of state | evaluations, s per save"
+    show(f"{headings} | adopt + copies, share of training", rows)
 
 
 def _row(task: Task, found: Sequence[Mapping[str, Cell]], spread: float, seeds: int) -> list[str]:
@@ -178,37 +162,22 @@ def _row(task: Task, found: Sequence[Mapping[str, Cell]], spread: float, seeds: 
     ]
 
 
-def tasks_of(arguments: argparse.Namespace) -> Iterator[Task]:
-    """List all runs that were asked for; those of one seed after the other, and of few saves before those of many."""
-    for seed in range(1, arguments.seeds + 1):
-        for saves in arguments.saves:
-            for name in arguments.only:
-                for way in (PLAIN, WITHOUT, WITH):
-                    yield Task(name=name, seed=seed, saves=saves, way=way, quick=arguments.quick)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", type=names, default=list(GROUPS["listed"]), help=", ".join(KINDS))
-    parser.add_argument(
-        "--saves", type=lambda text: [int(number) for number in names(text)], default=[10, 40]
-    )
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="small models, few steps: no real numbers")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--fresh", action="store_true")
-    parser.add_argument("--cache", type=Path, default=RESULTS / "adopt.csv")
-    arguments = parser.parse_args()
-    if wrong := unknown(arguments.only, KINDS):
-        parser.error(f"there is no {wrong}: see --help")
-    cells, tasks = Cells(arguments.cache, *KEYS), list(tasks_of(arguments))
-    by_key = {str(task.key): task for task in tasks}  # undisturbed runs are asked for more than once
-    missing = [task for task in by_key.values() if arguments.fresh or cells.get(task.key) is None]
-    failed = 0 if arguments.table else fill(missing, measure, cells, arguments.workers)
-    print(*table(cells, tasks), sep="\n")
+    options = parsed(
+        __doc__, only=",".join(GROUPS["listed"]), saves=[10, 40], seeds=1, workers=1, quick=False, table=False, fresh=False,
+        cache=RESULTS / "adopt.csv",
+    )  # fmt: skip
+    only = names(options.only)
+    if wrong := {*only} - {*KINDS}:
+        sys.exit(f"there is no {', '.join(sorted(wrong))}: see --help")
+    ways = itertools.product(range(1, options.seeds + 1), options.saves, only, WAYS)
+    tasks = [
+        Task(name=name, seed=seed, saves=saves, way=way, quick=options.quick)
+        for seed, saves, name, way in ways
+    ]
+    cells = Cells(options.cache, *KEYS)
+    failed = fill(tasks, measure, cells, options)
+    table(cells, tasks)
     sys.exit(1 if failed else 0)
 
 

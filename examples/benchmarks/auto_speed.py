@@ -12,9 +12,7 @@ is what each further checkpoint of the chain adds to reading. ``memory`` is the 
 reader would hold and the container, as a share of the state (Linux).
 """
 
-import argparse
 import math
-import sys
 import tempfile
 import time
 import warnings
@@ -24,11 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 import zstandard
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-
-from common import cpu
-from demo_report import markdown_table
+from common import cpu, parsed, reset_peak, resident, show
 from torch import nn
 
 from shrinkpoint.coding.encode import EncodedState, encode_state
@@ -59,11 +53,8 @@ def saves_of(shapes: Sequence[tuple[int, int]], count: int) -> Iterator[SaveCont
             second = (1e-3 * scales) ** 2 * (0.5 + torch.rand(weight.shape, generator=draw))
             first = 0.3 * second.sqrt() * torch.randn(weight.shape, generator=draw)
             weight.data += 1e-4 * torch.randn(weight.shape, generator=draw)
-            optimizer.state[weight] = {
-                "step": torch.tensor(float(step)),
-                "exp_avg": first,
-                "exp_avg_sq": second,
-            }
+            kept = {"step": torch.tensor(float(step)), "exp_avg": first, "exp_avg_sq": second}
+            optimizer.state[weight] = kept
         weights = {name: weight.clone() for name, weight in model.state_dict().items()}
         state = TrainingState.capture({"model": weights, "optimizers": [optimizer.state_dict()]}, describe)
         yield SaveContext(state=state, step=step, movement=tracker.since(state, step))
@@ -87,13 +78,9 @@ class Chain:
         context = SaveContext(state=save.state, step=save.step, movement=save.movement, **known)
         encoded = encode_state(
             save.state,
-            build(self._scheme, self._options, context),
-            step=save.step,
-            parent=self._last and self._last.checkpoint.state_digest,
-            threads=1,
-            lasting=True,
-            **known,
-        )
+            build(self._scheme, self._options, context), step=save.step, threads=1, lasting=True,
+            parent=self._last and self._last.checkpoint.state_digest, **known,
+        )  # fmt: skip
         assert self._scheme != "auto" or not encoded.kept_exactly, encoded.kept_exactly
         return encoded, write_container(encoded.checkpoint)
 
@@ -102,10 +89,10 @@ class Chain:
         best, encoded, data = math.inf, None, b""
         for _ in range(2):
             encoded, data = None, b""
-            before, began = memory()[0], time.thread_time()
+            before, began = reset_peak(), time.thread_time()
             encoded, data = self.encode(save)
             best = min(best, time.thread_time() - began)
-            self.memory = max(self.memory, (memory()[1] - before) / save.state.nbytes)
+            self.memory = max(self.memory, (resident("VmHWM") - before) / save.state.nbytes)
         self._last, self.size = encoded, save.state.nbytes
         self.seconds.append(best)
         self.files.append(data)
@@ -120,24 +107,12 @@ class Chain:
         base, second, last = (cpu(lambda n=n: self.read(n))[0] for n in (1, 2, _CHAIN))  # type: ignore[misc]
         link = (last - second) / (_CHAIN - 2)
         rates = [megabytes / seconds for seconds in (self.seconds[0], min(self.seconds[1:]), base, link)]
-        ratio = f"{self.size / len(self.files[-1]):.1f}x"
-        return [
-            *(f"{rate:.0f}" for rate in rates),
+        rest = (
             f"{1e3 * last / megabytes:.1f}",
-            ratio,
+            f"{self.size / len(self.files[-1]):.1f}x",
             f"{self.memory:.2f}x",
-        ]
-
-
-def memory() -> tuple[int, int]:
-    """What the process has, and the most that it had since the last call, in bytes; 0 where Linux does not tell."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0, 0
-    fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    Path("/proc/self/clear_refs").write_text("5")
-    now, most = (int(fields[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
-    return now, most
+        )
+        return [*(f"{rate:.0f}" for rate in rates), *rest]
 
 
 def others(state: TrainingState) -> Iterator[list[str]]:
@@ -165,48 +140,29 @@ def _row(name: str, size: int, saving: float, reading: float, stored: int) -> li
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--matrices", type=int, default=6)
-    parser.add_argument("--small", type=int, default=1000)
-    arguments = parser.parse_args()
+    options = parsed(__doc__, width=512, matrices=6, small=1000)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # that DCP has one process
-    width, matrices = arguments.width, arguments.matrices
+    width, matrices, rows = options.width, options.matrices, []
     shapes = [
         (2 * matrices * width, width),
         *([(4 * width, width), (width, 4 * width)] * matrices)[:matrices],
     ]
     chains = {scheme: Chain(scheme) for scheme in ("auto", "lossless")}
-    print(f"{arguments.small} matrices of 32 x 32, and their moments: microseconds per tensor\n")
-    rows = []
     for scheme in chains:
         small = Chain(scheme)
-        for tiny in saves_of([(32, 32)] * arguments.small, 2):
+        for tiny in saves_of([(32, 32)] * options.small, 2):
             small.add(tiny)
         seconds = [*small.seconds, cpu(lambda: small.read(2))[0] / 2]  # noqa: B023
-        rows.append([scheme, *(f"{1e6 * each / arguments.small / 3:.0f}" for each in seconds)])
-    print(*markdown_table(["", "saving a base", "a delta", "reading, per link"], rows), sep="\n", flush=True)
-
+        rows.append([scheme, *(f"{1e6 * each / options.small / 3:.0f}" for each in seconds)])
+    title = f"{options.small} matrices of 32 x 32, and their moments: microseconds per tensor"
+    show(" | saving a base | a delta | reading, per link", rows, title)
     for save in saves_of(shapes, _CHAIN):
         for chain in chains.values():
             chain.add(save)
-    print(f"\n{save.state.nbytes / 1e6:.0f} MB\n")
-    names = [
-        "",
-        "saving a base",
-        "a delta",
-        "reading a base",
-        "1 link",
-        "the eighth, s/GB",
-        "its ratio",
-        "memory",
-    ]
+    headings = " | saving a base | a delta | reading a base | 1 link | the eighth, s/GB | its ratio | memory"
     rows = [[scheme, *chain.speeds()] for scheme, chain in chains.items()]
-    print(*markdown_table(names, [*others(save.state), *rows]), sep="\n", flush=True)
+    show(headings, [*others(save.state), *rows], f"{save.state.nbytes / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -32,13 +32,11 @@ _NUDGE = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How runs are saved. Whatever is not given is the library's default."""
+    """How runs are saved: the options of the scheme and the others, those of `Advanced` among them, that are not at their defaults."""
 
     scheme: str = "auto"
     options: str = "{}"
-    """Of the scheme, a JSON object of the fields that are not at their defaults."""
     config: str = "{}"
-    """The same of the other options, those of `Advanced` among them."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -50,11 +48,7 @@ class Setting:
         return {"scheme": scheme, "advanced": Advanced(**advanced), **config}
 
     def build(self) -> SaverConfig:
-        """Make the library's own form of it.
-
-        Raises:
-            ConfigError: there is no such option, or it cannot have this value.
-        """
+        """Make the library's own form of it."""
         return SaverConfig.of(**self.given)
 
 
@@ -152,27 +146,20 @@ def _restored(task: Task) -> Cell:
             if step != steps[-1] and training.after_restore is not None:
                 training.after_restore()
         checkpointer.close()
-    return {
-        **final,
-        "last": training.final(),
-        "train_s": round(train_s, 3),
-        **summary(reports, task.setting.build()),
-    }
+    summed = summary(reports, task.setting.build())
+    return {**final, "last": training.final(), "train_s": round(train_s, 3), **summed}
+
+
+def checkpointed(training: Training, url: str, **more: Any) -> Checkpointer:
+    """Make a checkpointer of all that a training has."""
+    given = {"evaluate": training.probe, "train_loss": training.train_loss, "clip_grad_norm": training.clip}
+    return Checkpointer(url, training.model, list(training.optimizers), **given, **more, **training.saved)
 
 
 def _begin(task: Task, url: str, step: int) -> tuple[Training, Checkpointer]:
     """Everything anew, and restored; `step` is where it must go on from."""
     training = task.kind.make(task.seed, task.quick)
-    checkpointer = Checkpointer(
-        url,
-        training.model,
-        list(training.optimizers),
-        evaluate=training.probe,
-        train_loss=training.train_loss,
-        clip_grad_norm=training.clip,
-        **task.setting.given,
-        **training.saved,
-    )
+    checkpointer = checkpointed(training, url, **task.setting.given)
     resumed = checkpointer.resume()
     if resumed != step:
         raise RuntimeError(f"{task}: resumed from step {resumed}, and the checkpoint of {step} is there")
@@ -187,9 +174,8 @@ def summary(reports: Sequence[SaveReport], config: SaverConfig) -> Cell:
         cost, high, delay = report.cost, report.cost_high, report.cost_delay
         if report.configuration != "exact" and cost is not None and high is not None and delay is not None:
             total += RestoreCost(cost - delay / 2, high - max(reserve, delay), delay, reserve)
-    told = {name: sum(getattr(report, name) for report in reports) for name in _SUMMED}
     return {
-        **told,
+        **{name: sum(getattr(report, name) for report in reports) for name in _SUMMED},
         "cost": total.mean,
         "cost_high": total.high,
         "unmeasured": sum(report.degradation is None for report in restored),

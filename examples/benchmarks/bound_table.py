@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from bound_run import UNDISTURBED
 from cells import Cell
-from demo_report import markdown_table
+from common import markdown_table
 from trainings import KINDS, TUNED
 
 LIMIT = 0.01
@@ -22,20 +22,16 @@ _NONE = "-"
 
 _HEAD = """# The bound, measured on {count} trainings
 
-Each training is run undisturbed, and once more so that it is thrown away and restored from the store after ten of its eleven checkpoints,
-all options at their defaults. Losses are those on data apart from the probe's, relative to the undisturbed run of the same seed.
+Losses are those on data apart from the probe's, relative to the undisturbed run of the same seed; means have their standard error.
 
 - **ratio**: bytes of all eleven checkpoints in memory over those stored; median over the seeds.
-- **reported**: the sum of the costs in the reports of the ten checkpoints (`cost`), in brackets its upper end (`cost_high`);
-  `?` where some were not measured at all, `exact` counts those that were stored exactly.
-- **truth**: change of the final loss, for each seed, and **mean**: of all seeds, with its standard error.
-- **spread**: standard deviation of the undisturbed runs' final losses over the seeds, of their mean; in brackets how many.
-- **a millionth**: change of the final loss of an undisturbed run whose weights were all changed by a millionth of themselves at the
-  same ten steps, mean and standard error of the seeds that were tried.
+- **reported**: the sum of the costs in the reports of the ten checkpoints, in brackets its upper end; `?` counts those that were not
+  measured at all, `exact` those that were stored exactly.
+- **truth**: change of the final loss, for each seed. **spread**: standard deviation of the undisturbed runs' final losses.
+- **a millionth**: change of the final loss by an error of a millionth of all weights at the same ten steps.
 - **kept**: the mean is at most +1 %, but for two standard errors, so are those of other losses, those of earlier abilities are at most
   +0.2 %, and no frozen element has changed. **chaotic**: a millionth changes the final loss by more than a per cent, and by more than
-  the restores do, in the mean of its sizes.
-- **reported bound holds**: the mean of the reported upper ends is no less than that of the truth, but for two standard errors.
+  the restores do. **reported bound holds**: its mean is no less than that of the truth, but for two standard errors.
 """
 
 
@@ -139,10 +135,9 @@ class Row:
         """Whether the promise was kept: the mean changes over the seeds are within their limits, but for two standard errors."""
         losses = [self.mean, *(Mean.of(changes) for changes in self.others("also").values())]
         abilities = [Mean.of(changes) for changes in self.others("abilities").values()]
-        near = all(mean.low <= LIMIT for mean in losses) and all(
-            mean.low <= ABILITY_LIMIT for mean in abilities
-        )
-        return near and not any(cell["frozen_changes"] for cell in self.cells.values())
+        limits = [(mean, LIMIT) for mean in losses] + [(mean, ABILITY_LIMIT) for mean in abilities]
+        frozen = any(cell["frozen_changes"] for cell in self.cells.values())
+        return all(mean.low <= limit for mean, limit in limits) and not frozen
 
     def _changes(self, cells: Mapping[int, Cell]) -> dict[int, float]:
         return {
@@ -158,12 +153,7 @@ def change(loss: float, undisturbed: float) -> float:
 
 
 def rows_of(cells: Iterable[Cell], *, quick: bool = False) -> list[Row]:
-    """Make one row for each training, part and setting, in the order of the trainings.
-
-    Args:
-        cells: of any trainings and settings.
-        quick: whether the quick forms are wanted.
-    """
+    """Make one row for each training, part and setting, in the order of the trainings; of the quick forms or the others."""
     rows: dict[tuple[str, str, str, str], Row] = {}
     undisturbed: dict[tuple[str, str], dict[int, Cell]] = {}
     for cell in cells:
@@ -235,38 +225,8 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
         ]
         for row in rows
     ]
-    headings = ["training", "ratio", "reported, %", "truth, %", "mean, %", "spread, %", "a millionth, %"]
-    return markdown_table([*headings, "other losses, %", "", "reported bound holds"], lines)
-
-
-def _costs(rows: Sequence[Row]) -> list[str]:
-    """What saving takes, and what a restore does to the next update."""
-    lines = []
-    for row in rows:
-        cells = list(row.cells.values())
-        train = sum(cell["train_s"] for cell in cells)
-        shares = [
-            100 * sum(cell[name] for cell in cells) / train for name in ("search_s", "blocked_s", "encode_s")
-        ]
-        lines.append(
-            [
-                row.title,
-                f"{train / len(cells):.1f} s",
-                f"{sum(cell['evaluations'] for cell in cells) / len(cells):.0f}",
-                *(f"{share:.{digits}f}" for share, digits in zip(shares, (1, 2, 0), strict=True)),
-                percents(change(cell["last"], cell["final"]) for cell in cells),
-                *_updates(row),
-            ]
-        )
-    headings = ["training", "steps take", "evaluations", "evaluating", "blocked", "encoding"]
-    headings += ["last one restored, %", "next update: error", "length"]
-    said = (
-        "Evaluating and probing, waiting for snapshots, and encoding in the background, in percent of the seconds of the steps alone."
-        " These trainings are of seconds: at one save an hour it is a thousandth of that. Last: the loss right after a restore of the"
-        " very last checkpoint, relative to that of the run which wrote it. The next update after a restore compared with the true one:"
-        " its relative error, and its relative length."
-    )
-    return ["## What it costs", "", said, "", *markdown_table(headings, lines), ""]
+    headings = "training|ratio|reported, %|truth, %|mean, %|spread, %|a millionth, %|other losses, %||reported bound holds"
+    return markdown_table(headings.split("|"), lines)
 
 
 def _updates(row: Row) -> list[str]:
@@ -274,11 +234,7 @@ def _updates(row: Row) -> list[str]:
     told = []
     for name in ("update_error", "update_length"):
         ends = [cell[name] for cell in row.cells.values() if name in cell]
-        least, most = (
-            min((low for low, _ in ends), default=None),
-            max((high for _, high in ends), default=None),
-        )
-        told.append(_NONE if least is None else f"{least:.2f} to {most:.2f}")
+        told.append(f"{min(ends)[0]:.2f} to {max(high for _, high in ends):.2f}" if ends else _NONE)
     return told
 
 
@@ -322,21 +278,17 @@ def _section(rows: Sequence[Row]) -> list[str]:
     for name, half in halves.items():
         if half:
             lines += ["", f"### Trainings: {name}", "", *_main_table(half)]
-    return [*lines, "", *_costs(rows)]
+    return [*lines, ""]
 
 
 def document(rows: Sequence[Row]) -> str:
-    """Write the page of the library's default setting, and of any other.
-
-    Args:
-        rows: of any trainings and settings.
-    """
+    """Write the page of the library's default setting, and of any other."""
     settings = dict.fromkeys((row.scheme, row.options) for row in rows)
     lines = [_HEAD.format(count=len({row.training for row in rows}))]
     for kind, column in (("states of the library", "library"), ("kinds of processors", "machine")):
         different = {cell.get(column) for row in rows for cell in row.cells.values()}
         if len(different) > 1:
-            lines += [f"**Cells of {len(different)} {kind} are mixed here: `--stale` measures anew.**", ""]
+            lines += [f"**Cells of {len(different)} {kind} are mixed here: `--fresh` measures anew.**", ""]
     for scheme, options in sorted(settings, key=lambda one: (one != SAME, one)):
         if (scheme, options) != SAME:
             changed = "".join(f", {name}={value}" for name, value in json.loads(options).items())
@@ -372,14 +324,7 @@ def schemes(rows: Sequence[Row]) -> list[str]:
                 f"{worst.mean} {worst.training}",
             ]
         )
-    headings = [
-        "scheme",
-        "trainings, runs",
-        "ratio",
-        "stored exactly",
-        "kept",
-        "reported bound holds",
-        "in single runs",
-        "largest mean, %",
-    ]
-    return markdown_table(headings, lines)
+    headings = (
+        "scheme|trainings, runs|ratio|stored exactly|kept|reported bound holds|in single runs|largest mean, %"
+    )
+    return markdown_table(headings.split("|"), lines)

@@ -1,13 +1,12 @@
 """How many functions and modules a default save and restore run through, and how deep their calls are.
 
-    python examples/benchmarks/calls.py [--list]
+    python examples/benchmarks/calls.py [--list]         # which names the functions too
 
 A small network is trained by Lightning with `CompressedCheckpoint`, which stores a base and a delta, and a second trainer goes on
 from the run. Counted are the package's own functions, as often as they are called; compiled kernels count as one. Depths are frames of the
 package from the callback, or from the background thread's first one, down to the function that is named; the least of all calls.
 """
 
-import argparse
 import logging
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from common import parsed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -105,23 +105,19 @@ class Network(pl.LightningModule):
 def train(url: str, steps: int) -> None:
     pl.seed_everything(1, verbose=False)
     data = DataLoader(TensorDataset(torch.randn(512, 64)), batch_size=8)
-    trainer = pl.Trainer(
-        max_steps=steps,
-        callbacks=[CompressedCheckpoint(url, every_n_train_steps=16)],
-        limit_val_batches=4,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Network(), data, data)
+    saving = CompressedCheckpoint(url, every_n_train_steps=16)
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
+    pl.Trainer(max_steps=steps, callbacks=[saving], limit_val_batches=4, **quiet).fit(Network(), data, data)
 
 
 def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="name the functions too")
-    options = parser.parse_args()
+    options = parsed(__doc__, list=False)
     with tempfile.TemporaryDirectory() as folder:
         train(f"{folder}/warm", 32)  # what is imported and compiled once is not counted
         saving, restoring = Calls(), Calls()

@@ -12,14 +12,16 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 import shrinkpoint
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # before what the benches import of examples/
 
 Cell = dict[str, Any]
 
@@ -28,15 +30,8 @@ _TEXTS = {"library", "machine"}
 """Columns whose values are no JSON."""
 
 
-class Task(Protocol):
-    """What a cell is measured of."""
-
-    @property
-    def key(self) -> dict[str, Any]:
-        """Its place among the cells."""
-
-
-_T = TypeVar("_T", bound=Task)
+_T = TypeVar("_T")
+"""What a cell is measured of; its `key` is its place among the cells."""
 
 
 class Cells:
@@ -105,27 +100,26 @@ def _rounded(value: Any) -> Any:
 
 
 def fill(
-    missing: Sequence[_T],
-    measure: Callable[[_T], Cell],
-    cells: Cells,
-    workers: int,
-    told: Callable[[Cell], str] = lambda cell: "",
-) -> int:
-    """Measure cells in processes of one thread each, and keep them.
+    planned: Sequence[Any], measure: Callable[[Any], Cell], cells: Cells, options: Any, told: Callable[[Cell], str] = lambda _: ""
+) -> int:  # fmt: skip
+    """Measure what is missing in processes of one thread each, and keep it.
 
     Args:
-        missing: the cells.
-        measure: makes one, in another process.
+        planned: all that is asked for.
+        measure: makes a cell, in another process.
         cells: where they are kept.
-        workers: how many processes.
+        options: the command line's: so many ``workers``; ``fresh`` measures again what is there, ``table`` nothing at all.
         told: what is to be printed of a result.
 
     Returns:
         How many failed: what went wrong is printed, and the others are kept.
     """
     failed = 0
+    missing = list({str(t.key): t for t in planned if options.fresh or cells.get(t.key) is None}.values())
+    if options.table or not missing:
+        return 0
     with multiprocessing.get_context("spawn").Pool(
-        workers, initializer=torch.set_num_threads, initargs=(1,)
+        options.workers, initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
         for task, result in pool.imap_unordered(partial(_measured, measure), missing):
             named = ", ".join(str(value) for value in task.key.values() if value not in ("", {}, False))
@@ -146,16 +140,6 @@ def _measured(measure: Callable[[_T], Cell], task: _T) -> tuple[_T, Cell | str]:
     except Exception:  # noqa: BLE001
         return task, traceback.format_exc()
     return task, {**result, "seconds": round(time.perf_counter() - began, 1)}
-
-
-def names(text: str) -> list[str]:
-    """Split an argument at its commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def unknown(given: Iterable[str], known: Iterable[str]) -> str:
-    """Name what is given and not known."""
-    return ", ".join(sorted({*given} - {*known}))
 
 
 @cache

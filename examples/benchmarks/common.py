@@ -1,18 +1,23 @@
-"""What several benches need: a GPT on real text, its states, CPU time and memory."""
+"""What the benches share: a command line, tables, a GPT on real text with its states, CPU time and memory."""
 
 from __future__ import annotations
 
+import argparse
 import copy
-import os
-import threading
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from gpt import GPT, VOCABULARY, GPTConfig, build_optimizer, load_corpus, loss_on, val_batches
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from demo_report import markdown_table
+from gpt import GPT, VOCABULARY, GPTConfig, build_optimizer, load_corpus, loss_on, val_batches
 
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.snapshot import Snapshotter
@@ -21,26 +26,50 @@ from shrinkpoint.state.training import TrainingState
 _T = TypeVar("_T")
 
 
-class TextTraining:
-    """One GPT with AdamW, clipping and a schedule, on random windows of the standard library's source.
+def parsed(text: str | None, given: Sequence[str] | None = None, **defaults: Any) -> argparse.Namespace:
+    """Read a command line that has an option of each name.
 
     Args:
-        config: of the model.
-        seed: of weights and data.
-        beta2: of AdamW.
-        corpus: text to train on, and held-out text; read unless given.
+        text: the script's docstring, which says what the options mean.
+        given: the command line, unless it is the process's.
+        defaults: tell the options' types. Lists are given by commas, and lists of names are chosen from the default.
     """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        kind = type(default[0]) if isinstance(default, list) else str if default is None else type(default)
+        flag, one = f"--{name.replace('_', '-')}", default if isinstance(default, list) else None
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+        elif one is None:
+            parser.add_argument(flag, type=kind, default=default)
+        else:
+            parser.add_argument(flag, type=lambda t, kind=kind: [kind(n) for n in names(t)], default=one)
+    options = parser.parse_args(given)
+    for name, default in defaults.items():
+        chosen = isinstance(default, list) and isinstance(default[0], str)
+        if chosen and (wrong := sorted({*getattr(options, name)} - {*default})):
+            parser.error(f"--{name}: there is no {', '.join(wrong)}, but {', '.join(default)}")
+    return options
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        seed: int = 1,
-        beta2: float = 0.95,
-        corpus: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
+
+def names(text: str) -> list[str]:
+    """Split an argument at its commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def show(headings: str | Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
+    """Print a table in Markdown; headings may be one text with bars between them."""
+    columns = [part.strip() for part in headings.split("|")] if isinstance(headings, str) else headings
+    lines = markdown_table(columns, [[str(cell) for cell in row] for row in rows])
+    print(*([f"\n{title}\n"] if title else []), *lines, sep="\n", flush=True)
+
+
+class TextTraining:
+    """One GPT with AdamW, clipping and a schedule, on random windows of the standard library's source."""
+
+    def __init__(self, config: GPTConfig, *, seed: int = 1, beta2: float = 0.95) -> None:
         torch.manual_seed(seed)
-        self._text, held_out = corpus or load_corpus(2_000_000 if config.layers == 1 else 12_000_000)
+        self._text, held_out = load_corpus(2_000_000 if config.layers == 1 else 12_000_000)
         self.held_out = val_batches(held_out, config)
         self.config, self.model = config, GPT(config)
         self.optimizer, self.scheduler = build_optimizer(self.model, config)
@@ -118,9 +147,9 @@ def gpt_of(config: GPTConfig, vocabulary: int) -> GPT:
     """Make a GPT with rows for tokens that the text does not have."""
     model = GPT(config)
     if vocabulary != VOCABULARY:
-        model.token = torch.nn.Embedding(vocabulary, config.width)
-        torch.nn.init.normal_(model.token.weight, std=0.02)
-        model.head = torch.nn.Linear(config.width, vocabulary, bias=False)
+        model.token = nn.Embedding(vocabulary, config.width)
+        nn.init.normal_(model.token.weight, std=0.02)
+        model.head = nn.Linear(config.width, vocabulary, bias=False)
         model.head.weight = model.token.weight
     return model
 
@@ -135,26 +164,45 @@ def cpu(work: Callable[[], _T], rounds: int = 2) -> tuple[float, _T]:
     return best, result
 
 
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Put something in the place of an attribute, made from it."""
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
-class Peak:
-    """The most that was resident since `reset`, looked at every few milliseconds."""
+def timed(spent: list[float], clock: Callable[[], float] = time.perf_counter) -> Callable[[Any], Any]:
+    """Make a function that adds the seconds of its calls to `spent`'s only item."""
 
-    def __init__(self) -> None:
-        self.reset()
-        threading.Thread(target=self._look, daemon=True).start()
+    def make(function: Callable[..., _T]) -> Callable[..., _T]:
+        def call(*given: Any, **named: Any) -> _T:
+            started = clock()
+            try:
+                return function(*given, **named)
+            finally:
+                spent[0] += clock() - started
 
-    def reset(self) -> None:
-        """Forget what was before."""
-        self.bytes = resident()
+        return call
 
-    def _look(self) -> None:
-        while True:
-            self.bytes = max(self.bytes, resident())
-            time.sleep(0.003)
+    return make
+
+
+def resident(field: str = "VmRSS") -> int:
+    """Bytes of this process in memory, or the most that there were (``VmHWM``) since `reset_peak`; 0 where Linux does not tell."""
+    status = Path("/proc/self/status")
+    return int(status.read_text().split(f"{field}:")[1].split()[0]) << 10 if status.exists() else 0
+
+
+def reset_peak() -> int:
+    """Count the most that is resident anew; gives what is resident now."""
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        clear.write_text("5")
+    return resident()
 
 
 def in_memory_folder() -> str | None:

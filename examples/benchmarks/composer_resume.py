@@ -6,12 +6,11 @@ Each case of the tests is trained whole, without any checkpoint, and interrupted
 both ways. The two continued runs are compared with the whole one: every batch, loss and learning rate, weights, buffers,
 optimizer, algorithms and evaluations. An epoch has 8 batches; the model has batch norm and dropout. *Read again* counts the batches
 that the continued run reads beyond those that it trains on; with workers, which read ahead, it differs a little from run to run.
-The cases after the first count cannot be continued exactly either way.
+--only takes cases whose name contains a text. The cases after the first count cannot be continued exactly either way.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import logging
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import torch
+from common import parsed
 from support.composer_cases import CASES, IMPOSSIBLE, Case
 from support.composer_data import BATCH
 from support.composer_models import Outcome, Setup, assert_continues, fit
@@ -112,11 +112,7 @@ def rows(cases: dict[str, Case]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    options = parser.parse_args()
+    options = parsed(__doc__, only="")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

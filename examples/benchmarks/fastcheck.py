@@ -109,12 +109,7 @@ def _pack(bits: UInt32s, place: UInt32s, suffixes: int, places: int, indices: UI
 
 @_compiled
 def _unpack(
-    indices: UInt8s,
-    rest: UInt8s,
-    prefixes: UInt16s,
-    suffixes: int,
-    places: int,
-    bits: UInt32s,
+    indices: UInt8s, rest: UInt8s, prefixes: UInt16s, suffixes: int, places: int, bits: UInt32s
 ) -> None:
     """The other way round."""
     low, mask = np.uint64((1 << suffixes) - 1), np.uint64((1 << places) - 1)

@@ -5,7 +5,6 @@ compiled code and once more with what the first one has left there: of a process
 ``auto``, of one that makes and restores them, of ``shrinkpoint compile``, and of one that only imports numba and shrinkpoint.
 """
 
-import argparse
 import os
 import resource
 import subprocess
@@ -15,6 +14,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from common import parsed
 from torch import nn
 
 from shrinkpoint import Saver, SaverConfig
@@ -53,10 +53,7 @@ def cpu_seconds(command: list[str], cache: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--run", choices=("restore", "auto"), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parsed(__doc__, run="", folder="")  # of the processes that it starts itself
     if options.run == "restore":
         Saver(options.folder).restore()
         return

@@ -11,24 +11,19 @@ is not the lock. `torch.save` in a thread of its own is measured too.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-
-from common import TextTraining, in_memory_folder
-from demo_report import markdown_table
+from common import TextTraining, in_memory_folder, parsed, show
 from gpt import GPTConfig
+from torch import nn
 
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.config import Advanced
@@ -84,37 +79,20 @@ def _slowed(start: Callable[[], Callable[[], bool]]) -> list[str]:
     seconds = time.perf_counter() - began
     usual = statistics.median(before.passes)
     slower = statistics.mean(during.passes) / usual - 1
-    return [
-        f"{seconds:.1f}",
-        f"{1e6 * usual:.0f}",
-        f"{slower:+.0%}",
-        f"{1e3 * before.longest:.1f}",
-        f"{1e3 * during.longest:.1f}",
-    ]
+    longest = (f"{1e3 * one.longest:.1f}" for one in (before, during))
+    return [f"{seconds:.1f}", f"{1e6 * usual:.0f}", f"{slower:+.0%}", *longest]
 
 
 def _lock_free() -> Callable[[], bool]:
     """Begin to compute something in another thread, for some seconds, which takes the lock a few times in all."""
     numbers = torch.zeros(_LARGE)
+    return _thread(lambda: [numbers.sin_() for _ in range(_TIMES)])
 
-    def compute() -> None:
-        for _ in range(_TIMES):
-            numbers.sin_()
 
-    thread = threading.Thread(target=compute)
+def _thread(work: Callable[[], object]) -> Callable[[], bool]:
+    thread = threading.Thread(target=work)
     thread.start()
     return lambda: not thread.is_alive()
-
-
-def _torch_save(training: TextTraining, folder: str) -> Callable[[], Callable[[], bool]]:
-    state = training.state()
-
-    def start() -> Callable[[], bool]:
-        thread = threading.Thread(target=torch.save, args=(state, f"{folder}/full.pt"))
-        thread.start()
-        return lambda: not thread.is_alive()
-
-    return start
 
 
 def _save(checkpointer: Checkpointer, step: int) -> Callable[[], Callable[[], bool]]:
@@ -126,7 +104,7 @@ def _save(checkpointer: Checkpointer, step: int) -> Callable[[], Callable[[], bo
     return start
 
 
-def _measure(arguments: argparse.Namespace, folder: str) -> list[list[str]]:
+def _measure(arguments: Any, folder: str) -> list[list[str]]:
     config = GPTConfig(width=arguments.width, layers=arguments.layers, heads=8, block=64, batch=2)
     training = TextTraining(config)
     training.step()
@@ -138,16 +116,11 @@ def _measure(arguments: argparse.Namespace, folder: str) -> list[list[str]]:
         print(*rows[-1], flush=True)
 
     add("a thread that needs no lock", 1, _lock_free)
-    add("torch.save in a thread", 1, _torch_save(training, folder))
-    for scheme in arguments.only.split(","):
-        checkpointer = Checkpointer(
-            f"{folder}/{scheme}",
-            training.model,
-            training.optimizer,
-            every=None,
-            scheme=scheme,
-            advanced=Advanced(threads=arguments.threads),
-        )
+    state = training.state()
+    add("torch.save in a thread", 1, lambda: _thread(lambda: torch.save(state, f"{folder}/full.pt")))
+    for scheme in arguments.only:
+        options = {"scheme": scheme, "advanced": Advanced(threads=arguments.threads), "every": None}
+        checkpointer = Checkpointer(f"{folder}/{scheme}", training.model, training.optimizer, **options)
         for save in range(1, arguments.saves + 1):
             for _ in range(2):
                 training.step()
@@ -157,28 +130,15 @@ def _measure(arguments: argparse.Namespace, folder: str) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--saves", type=int, default=3)
-    parser.add_argument("--only", default="lossless,auto")
-    arguments = parser.parse_args()
+    options = parsed(__doc__, width=512, layers=6, threads=1, saves=3, only=["lossless", "auto"])
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=in_memory_folder()) as folder:
-        rows = _measure(arguments, folder)
-    names = [
-        "",
-        "save",
-        "seconds",
-        "a pass, us",
-        "slower meanwhile",
-        "longest before, ms",
-        "longest meanwhile, ms",
-    ]
-    print("", *markdown_table(names, rows), sep="\n")
+        rows = _measure(options, folder)
+    show(
+        " | save | seconds | a pass, us | slower meanwhile | longest before, ms | longest meanwhile, ms",
+        rows,
+        " ",
+    )
 
 
 if __name__ == "__main__":

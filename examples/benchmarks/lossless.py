@@ -10,20 +10,19 @@ The columns of groups and "all" are ratios: raw bytes over coded bytes. Speeds a
 groups, with multiples of those of zstd -3 on the same bytes in the same run. ZipNN is measured where ``pip install zipnn`` has been run.
 """
 
-import argparse
 import importlib.util
 import io
-import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import zstandard
+from common import TextTraining, parsed, show
+from fastcheck import differences, from_differences, from_index, indexed, ordered
+from gpt import GPTConfig
 from torch.distributed.checkpoint._extension import ZStandard
 
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
@@ -31,19 +30,12 @@ from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (0, 1)]
-
-from common import TextTraining
-from demo_report import markdown_table
-from fastcheck import differences, from_differences, from_index, indexed, ordered
-from gpt import GPTConfig
-
 Tensors = dict[str, dict[str, torch.Tensor]]
 """By role, then by parameter's name."""
 
 GROUPS = {"exp_avg_sq": "second moments", "exp_avg": "first moments", "weight": "weights"}
 
-_LEAST = 4096
+_LEAST, _FIRST = 4096, "zstd -3"
 
 
 def trained(config: GPTConfig, every: int) -> tuple[Tensors, Tensors]:
@@ -72,137 +64,81 @@ class Result:
     decode_s: float = 0.0
 
     def __add__(self, other: "Result") -> "Result":
-        return Result(
-            self.raw + other.raw,
-            self.size + other.size,
-            self.encode_s + other.encode_s,
-            self.decode_s + other.decode_s,
-        )
+        return Result(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
-class Coder(ABC):
-    """One row of the tables."""
-
-    name: str
-
-    @abstractmethod
-    def measure(self, now: Tensors, before: Tensors | None) -> dict[str, Result]:
-        """Code every tensor of a state and decode it again."""
+Coder = Callable[[str, str, torch.Tensor, Tensors | None], Result]
+"""Codes one tensor, given its role and name, and the state before; checks that it comes back bit by bit."""
 
 
-class Bytes(Coder):
+def coded(coder: Coder, now: Tensors, before: Tensors | None) -> dict[str, Result]:
+    """Code every tensor of a state; the sums of its groups."""
+    return {
+        role: sum((coder(role, name, tensor, before) for name, tensor in now[role].items()), Result())
+        for role in GROUPS
+    }
+
+
+def of_bytes(compress: Callable[[bytes], bytes], decompress: Callable[[bytes], bytes]) -> Coder:
     """A compressor of bytes."""
 
-    @abstractmethod
-    def compress(self, data: bytes) -> bytes: ...
+    def measure(role: str, name: str, tensor: torch.Tensor, before: Tensors | None) -> Result:
+        raw = tensor_to_bytes(tensor)
+        reference = None if before is None else tensor_to_bytes(before[role][name])
+        started = time.thread_time()
+        coded = compress(raw.tobytes() if reference is None else (raw ^ reference).tobytes())
+        encoded = time.thread_time()
+        back = np.frombuffer(decompress(coded), dtype=np.uint8)
+        restored = back if reference is None else back ^ reference
+        decoded = time.thread_time()
+        assert np.array_equal(restored, raw)
+        return Result(raw.size, len(coded), encoded - started, decoded - encoded)
 
-    @abstractmethod
-    def decompress(self, data: bytes) -> bytes: ...
-
-    def measure(self, now: Tensors, before: Tensors | None) -> dict[str, Result]:
-        found = {role: Result() for role in GROUPS}
-        for role, name, tensor in _walk(now):
-            raw = tensor_to_bytes(tensor)
-            reference = None if before is None else tensor_to_bytes(before[role][name])
-            started = time.thread_time()
-            data = raw.tobytes() if reference is None else (raw ^ reference).tobytes()
-            coded = self.compress(data)
-            encoded = time.thread_time()
-            back = np.frombuffer(self.decompress(coded), dtype=np.uint8)
-            restored = back if reference is None else back ^ reference
-            decoded = time.thread_time()
-            assert np.array_equal(restored, raw)
-            found[role] += Result(raw.size, len(coded), encoded - started, decoded - encoded)
-        return found
+    return measure
 
 
-class Zstd(Bytes):
-    name = "zstd -3"
-
-    def compress(self, data: bytes) -> bytes:
-        return zstandard.ZstdCompressor(level=3).compress(data)
-
-    def decompress(self, data: bytes) -> bytes:
-        return zstandard.ZstdDecompressor().decompress(data)
+def _by_dcp(data: bytes) -> bytes:
+    out = io.BytesIO()
+    stream = ZStandard().transform_to(out)
+    stream.write(data)
+    stream.flush()
+    return out.getvalue()
 
 
-class Dcp(Bytes):
-    name = "DCP, ZStandard extension"
-
-    def compress(self, data: bytes) -> bytes:
-        out = io.BytesIO()
-        stream = ZStandard().transform_to(out)
-        stream.write(data)
-        stream.flush()
-        return out.getvalue()
-
-    def decompress(self, data: bytes) -> bytes:
-        return bytes(ZStandard().transform_from(io.BytesIO(data)).read())
-
-
-class ZipNN(Bytes):
-    name = "ZipNN"
-
-    def __init__(self) -> None:
-        from zipnn import ZipNN as Compressor
-
-        self._compressor: Any = Compressor(input_format="byte", bytearray_dtype="float32", threads=1)
-
-    def compress(self, data: bytes) -> bytes:
-        return bytes(self._compressor.compress(bytearray(data)))
-
-    def decompress(self, data: bytes) -> bytes:
-        return bytes(self._compressor.decompress(data))
-
-
-class FastCheck(Coder):
+def fastcheck(role: str, name: str, tensor: torch.Tensor, before: Tensors | None) -> Result:
     """What FastCheck publishes (`fastcheck.py`): weights as differences to those before, moments by an index of their prefixes."""
-
-    name = "FastCheck's form"
-
-    def measure(self, now: Tensors, before: Tensors | None) -> dict[str, Result]:
-        found = {role: Result() for role in GROUPS}
-        for role, name, tensor in _walk(now):
-            raw = tensor_to_bytes(tensor)
-            bits = raw.view(np.uint32)
-            old = None
-            if role == "weight" and before is not None:
-                old = ordered(tensor_to_bytes(before[role][name]).view(np.uint32))
-            started = time.thread_time()
-            parts = indexed(bits) if old is None else differences(bits, old)
-            encoded = time.thread_time()
-            back = from_index(parts, len(bits)) if old is None else from_differences(parts, old)
-            decoded = time.thread_time()
-            assert np.array_equal(back, bits)
-            size = sum(len(part) for part in parts) + 8 * len(parts)
-            found[role] += Result(raw.size, size, encoded - started, decoded - encoded)
-        return found
+    raw = tensor_to_bytes(tensor)
+    bits = raw.view(np.uint32)
+    old = None
+    if role == "weight" and before is not None:
+        old = ordered(tensor_to_bytes(before[role][name]).view(np.uint32))
+    started = time.thread_time()
+    parts = indexed(bits) if old is None else differences(bits, old)
+    encoded = time.thread_time()
+    back = from_index(parts, len(bits)) if old is None else from_differences(parts, old)
+    decoded = time.thread_time()
+    assert np.array_equal(back, bits)
+    size = sum(len(part) for part in parts) + 8 * len(parts)
+    return Result(raw.size, size, encoded - started, decoded - encoded)
 
 
-class Ours(Coder):
+def ours(role: str, name: str, tensor: torch.Tensor, before: Tensors | None) -> Result:
     """The codec of exact tensors."""
-
-    name = "ours (`exact`)"
-
-    def measure(self, now: Tensors, before: Tensors | None) -> dict[str, Result]:
-        found, codec = {role: Result() for role in GROUPS}, ExactCodec()
-        for role, name, tensor in _walk(now):
-            spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
-            context = Context()
-            if before is not None:
-                base, planes = codec.stage(before[role][name], spec, context).emit()
-                context = Context(reference=ReferenceState(codec.id, base.params, planes))
-            started = time.thread_time()
-            stored, _ = codec.stage(tensor, spec, context).emit()
-            encoded = time.thread_time()
-            size = _size(stored)
-            again = time.thread_time()
-            planes = codec.decode(stored, spec, context)
-            restored = codec.reconstruct(stored, planes, spec, context)
-            decoded = time.thread_time()
-            assert np.array_equal(tensor_to_bytes(restored), tensor_to_bytes(tensor))
-            found[role] += Result(spec.nbytes, size, encoded - started, decoded - again)
-        return found
+    spec, codec = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)), ExactCodec()
+    context = Context()
+    if before is not None:
+        base, planes = codec.stage(before[role][name], spec, context).emit()
+        context = Context(reference=ReferenceState(codec.id, base.params, planes))
+    started = time.thread_time()
+    stored, _ = codec.stage(tensor, spec, context).emit()
+    encoded = time.thread_time()
+    size = _size(stored)
+    again = time.thread_time()
+    planes = codec.decode(stored, spec, context)
+    restored = codec.reconstruct(stored, planes, spec, context)
+    decoded = time.thread_time()
+    assert np.array_equal(tensor_to_bytes(restored), tensor_to_bytes(tensor))
+    return Result(spec.nbytes, size, encoded - started, decoded - again)
 
 
 def _size(encoded: EncodedTensor) -> int:
@@ -210,65 +146,49 @@ def _size(encoded: EncodedTensor) -> int:
     return encoded.nbytes + len(repr(dict(encoded.params))) + 20 * len(encoded.sections)
 
 
-def _walk(state: Tensors) -> Iterator[tuple[str, str, torch.Tensor]]:
-    for role in GROUPS:
-        for name, tensor in state[role].items():
-            yield role, name, tensor
-
-
-def coders() -> list[Coder]:
+def coders() -> Iterator[tuple[str, Coder]]:
     """All that are installed, zstd first."""
-    found: list[Coder] = [Zstd(), Dcp()]
+    zstd = zstandard.ZstdCompressor(level=3).compress, zstandard.ZstdDecompressor().decompress
+    yield _FIRST, of_bytes(*zstd)
+    yield (
+        "DCP, ZStandard extension",
+        of_bytes(_by_dcp, lambda data: bytes(ZStandard().transform_from(io.BytesIO(data)).read())),
+    )
     if importlib.util.find_spec("zipnn") is not None:
-        found.append(ZipNN())
-    return [*found, FastCheck(), Ours()]
+        from zipnn import ZipNN
+
+        zipnn: Any = ZipNN(input_format="byte", bytearray_dtype="float32", threads=1)
+        compress = lambda data: bytes(zipnn.compress(bytearray(data)))  # noqa: E731
+        yield "ZipNN", of_bytes(compress, lambda data: bytes(zipnn.decompress(data)))
+    yield "FastCheck's form", fastcheck
+    yield "ours (`exact`)", ours
 
 
-def table(title: str, found: Mapping[str, Mapping[str, Result]]) -> list[str]:
-    """Make the lines of a table."""
-    zstd, rows = sum(found[Zstd.name].values(), Result()), []
+def table(title: str, found: Mapping[str, Mapping[str, Result]]) -> None:
+    """Print a table."""
+    zstd, rows = sum(found[_FIRST].values(), Result()), []
     for name, groups in found.items():
         whole = sum(groups.values(), Result())
-        row = [
-            name,
-            *(f"{r.raw / r.size:.3f}" for r in (*groups.values(), whole)),
-            f"{whole.size / 1e6:.2f} MB",
-        ]
-        for ours, theirs in ((whole.encode_s, zstd.encode_s), (whole.decode_s, zstd.decode_s)):
-            row += [f"{whole.raw / ours / 1e6:.0f}", f"{theirs / ours:.2f}x"]
+        ratios = (f"{r.raw / r.size:.3f}" for r in (*groups.values(), whole))
+        row = [name, *ratios, f"{whole.size / 1e6:.2f} MB"]
+        for mine, theirs in ((whole.encode_s, zstd.encode_s), (whole.decode_s, zstd.decode_s)):
+            row += [f"{whole.raw / mine / 1e6:.0f}", f"{theirs / mine:.2f}x"]
         rows.append(row)
-    headings = [
-        title,
-        *GROUPS.values(),
-        "all",
-        f"of {zstd.raw / 1e6:.1f} MB",
-        "encode MB/s",
-        "",
-        "decode MB/s",
-        "",
-    ]
-    return [*markdown_table(headings, rows), ""]
+    size = f"of {zstd.raw / 1e6:.1f} MB"
+    show([title, *GROUPS.values(), "all", size, "encode MB/s", "", "decode MB/s", ""], rows)
+    print()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     defaults = GPTConfig()
-    parser.add_argument("--steps", type=int, default=defaults.steps)
-    parser.add_argument("--every", type=int, default=50, help="steps between the two states")
-    parser.add_argument("--width", type=int, default=defaults.width)
-    parser.add_argument("--layers", type=int, default=defaults.layers)
-    arguments = parser.parse_args()
-    if not 0 < arguments.every < arguments.steps:
-        parser.error("--every must be less than --steps")
-    config = GPTConfig(width=arguments.width, layers=arguments.layers, steps=arguments.steps)
-    before, now = trained(config, arguments.every)
-    measured = coders()
-    for title, reference in (("alone", None), (f"against {arguments.every} steps before", before)):
+    sizes = {"width": defaults.width, "layers": defaults.layers}
+    options = parsed(__doc__, steps=defaults.steps, every=50, **sizes)
+    config = GPTConfig(width=options.width, layers=options.layers, steps=options.steps)
+    before, now = trained(config, options.every)
+    for title, reference in (("alone", None), (f"against {options.every} steps before", before)):
         # the first round compiles kernels
-        found = {coder.name: [coder.measure(now, reference) for _ in range(2)][-1] for coder in measured}
-        print(*table(title, found), sep="\n", flush=True)
+        rounds = {name: [coded(coder, now, reference) for _ in range(2)] for name, coder in coders()}
+        table(title, {name: found[-1] for name, found in rounds.items()})
 
 
 if __name__ == "__main__":

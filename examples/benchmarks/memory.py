@@ -6,154 +6,108 @@ the training had before: at most while a save is under way, and after it. ``bloc
 waited for the snapshot. The evaluation is on the CPU, where its copy of the live weights counts too. Compiled coders and
 libraries take the same memory whatever the size: they are loaded before, by saves of a small model, and given apart.
 
+12 layers of width 512 are 38 M parameters. GPT-2 has a ``--vocabulary`` of 50257 and a width of 768: one tensor is then a third of the state.
 ``--scratch FOLDER`` has a save put parts of it into a folder on a local disk (`Advanced.scratch_folder`).
-
 ``--resumed`` lets steps be tried from restored states, as the callbacks do: they need the whole state twice more for that moment.
 """
 
-import argparse
 import gc
 import json
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import Peak, gpt_of, resident
-from gpt import GPT, VOCABULARY, GPTConfig, build_optimizer, load_corpus, loss_on
+from common import gpt_of, parsed, reset_peak, resident
+from gpt import VOCABULARY, GPTConfig, build_optimizer, load_corpus, loss_on
 
 import shrinkpoint
 
-CASES = ("auto", "lossless", "inshrinkerator")
-_BLOCK = 32
-_SAVES = 3
-_STEPS = 5
+CASES = ["auto", "lossless", "inshrinkerator"]
+_BLOCK, _SAVES, _STEPS = 32, 3, 5
 
 
-def measure(
-    scheme: str, width: int, layers: int, vocabulary: int, resumed: bool, scratch: str | None
-) -> dict[str, object]:
-    """Train and save in this process."""
-    torch.set_num_threads(1)
+def train_and_save(
+    scheme: str, config: GPTConfig, vocabulary: int, resumed: bool, scratch: str | None
+) -> dict[str, Any]:
+    """Train in this process; what memory its saves took."""
     torch.manual_seed(0)
-    config = GPTConfig(width=width, layers=layers, heads=8, block=_BLOCK, batch=1)
     model = gpt_of(config, vocabulary)
     optimizer = build_optimizer(model, config)[0]
     text, held_out = load_corpus(max_bytes=400_000)
     batches = [text[at : at + _BLOCK + 1].long()[None] for at in range(0, 40 * _BLOCK, _BLOCK)]
     evaluated = [held_out[: _BLOCK + 1].long()[None]]
 
-    def train(steps: int) -> None:
-        for step in range(steps):
+    def train() -> None:
+        for step in range(_STEPS):
             optimizer.zero_grad()
             model.loss(batches[step % len(batches)]).backward()
             optimizer.step()
 
-    train(_STEPS)
+    train()
     loss_on(model, evaluated)
     gc.collect()
-    alone = resident()
-    load_coders(scheme)
-    gc.collect()
     before = resident()
-    peak = Peak()
     state = sum(3 * parameter.nbytes for parameter in model.parameters())
-    rows = []
+    rows: list[dict[str, Any]] = []
+    more = {"train_loss": lambda i: model.loss(batches[i % len(batches)])} if resumed else {}
+    advanced = shrinkpoint.Advanced(scratch_folder=scratch)
     with tempfile.TemporaryDirectory() as folder:
         checkpointer = shrinkpoint.Checkpointer(
             folder,
             model,
             optimizer,
             scheme=scheme,
-            advanced=shrinkpoint.Advanced(scratch_folder=scratch),
+            advanced=advanced,
             evaluate=lambda: loss_on(model, evaluated),
-            **({"train_loss": lambda i: model.loss(batches[i % len(batches)])} if resumed else {}),
+            **more,
         )
         checkpointer.resume()
         for number in range(1, _SAVES + 1):
-            train(_STEPS)
-            peak.reset()
+            train()
+            reset_peak()
             checkpointer.save(number * _STEPS, wait=True)
             gc.collect()
-            report = checkpointer.reports()[-1]
-            rows.append(
-                {
-                    "kind": report.kind,
-                    "ratio": report.ratio,
-                    "blocked": report.blocked_s,
-                    "peak": (peak.bytes - before) / state,
-                    "after": (resident() - before) / state,
-                }
-            )
+            report, peak = checkpointer.reports()[-1], resident("VmHWM")
+            told = {"kind": report.kind, "ratio": report.ratio, "blocked": report.blocked_s}
+            rows.append(told | {"peak": (peak - before) / state, "after": (resident() - before) / state})
         checkpointer.close()
-    return {"state": state, "training": alone, "libraries": before - alone, "rows": rows}
+    return {"state": state, "training": before, "rows": rows}
 
 
-def load_coders(scheme: str) -> None:
-    """Make some saves of a small model."""
-    config = GPTConfig(width=64, layers=2, heads=2, block=_BLOCK, batch=1)
-    model = GPT(config)
-    optimizer = build_optimizer(model, config)[0]
-    batch = torch.randint(0, 256, (1, _BLOCK + 1))
-    with tempfile.TemporaryDirectory() as folder:
-        checkpointer = shrinkpoint.Checkpointer(
-            folder,
-            model,
-            optimizer,
-            scheme=scheme,
-            evaluate=lambda: loss_on(model, [batch]),
-        )
-        checkpointer.resume()
-        for step in range(1, _SAVES + 1):
-            optimizer.zero_grad()
-            model.loss(batch).backward()
-            optimizer.step()
-            checkpointer.save(step, wait=True)
-        checkpointer.close()
+def measure(options: Any) -> dict[str, Any]:
+    """Of one scheme, in this process."""
+    torch.set_num_threads(1)
+    small = GPTConfig(width=64, layers=2, heads=2, block=_BLOCK, batch=1)
+    config = GPTConfig(width=options.width, layers=options.layers, heads=8, block=_BLOCK, batch=1)
+    gc.collect()
+    alone = resident()
+    train_and_save(options.case, small, VOCABULARY, False, None)
+    gc.collect()
+    libraries = resident() - alone
+    found = train_and_save(options.case, config, options.vocabulary, options.resumed, options.scratch)
+    return found | {"libraries": libraries}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=12, help="12 of width 512 are 38 M parameters")
-    parser.add_argument(
-        "--vocabulary",
-        type=int,
-        default=VOCABULARY,
-        help="GPT-2 has 50257 tokens and a width of 768: one tensor is then a third of the state",
-    )
-    parser.add_argument("--schemes", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--resumed", action="store_true", help="try steps from restored states")
-    parser.add_argument("--scratch", metavar="FOLDER", help="as of Advanced.scratch_folder")
-    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    sizes = {"width": 512, "layers": 12, "vocabulary": VOCABULARY}
+    options = parsed(__doc__, **sizes, schemes=CASES, resumed=False, scratch=None, case="")
     if options.case:
-        sizes = options.width, options.layers, options.vocabulary
-        print(json.dumps(measure(options.case, *sizes, options.resumed, options.scratch)))
+        print(json.dumps(measure(options)))
         return
     print(f"{'scheme':15} {'save':6} {'ratio':>6} {'peak':>7} {'after':>7} {'blocked':>9}")
     for scheme in options.schemes:
-        command = [sys.executable, __file__, "--case", scheme, "--layers", str(options.layers)]
-        command += ["--width", str(options.width), "--vocabulary", str(options.vocabulary)]
+        command = [sys.executable, __file__, "--case", scheme]
+        command += [text for name in sizes for text in (f"--{name}", str(getattr(options, name)))]
         command += ["--resumed"] if options.resumed else []
         command += ["--scratch", options.scratch] if options.scratch else []
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         for row in found["rows"]:
-            print(
-                f"{scheme:15} {row['kind']:6} {row['ratio']:6.1f} {row['peak']:6.2f}x {row['after']:6.2f}x"
-                f" {1000 * row['blocked']:6.0f} ms",
-                flush=True,
-            )
-    print(
-        f"x: {found['state'] / 1e6:.0f} MB of state; the training had {found['training'] / 1e6:.0f} MB resident, coders and"
-        f" libraries {found['libraries'] / 1e6:.0f} MB",
-        flush=True,
-    )
+            shares = f"{row['ratio']:6.1f} {row['peak']:6.2f}x {row['after']:6.2f}x"
+            print(f"{scheme:15} {row['kind']:6} {shares} {1000 * row['blocked']:6.0f} ms", flush=True)
+    megabytes = (f"{found[name] / 1e6:.0f} MB" for name in ("state", "training", "libraries"))
+    print("x: {} of state; the training had {} resident, coders and libraries {}".format(*megabytes))
 
 
 if __name__ == "__main__":

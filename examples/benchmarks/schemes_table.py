@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cells import Cell
-from demo_report import markdown_table
+from common import markdown_table
 
 BOUND = 0.005
 """Of the loss after the last mark's resumed steps."""
@@ -118,15 +118,7 @@ def best_under(
 ) -> Best | None:
     """Find the smallest setting among rows of one scheme and training whose loss rises by at most `bound`.
 
-    Args:
-        rows: the settings.
-        part: the kind of cell that tells.
-        rise: of the loss, from a cell.
-        bound: such a rise, as a share.
-        size: a ratio, the more the smaller the files, from a cell.
-
-    Returns:
-        None if for some seed no setting holds the bound.
+    A kind of cell, `part`, tells the `rise` of the loss and the `size`, a ratio. None if for some seed no setting holds the bound.
     """
     best, seeds = Best({}, {}), set()
     for row in rows:
@@ -158,8 +150,17 @@ def _percent(spread: Spread | None) -> str:
 
 
 def _table(rows: Sequence[Row], marks: Sequence[int]) -> list[str]:
-    headings = ["scheme", "setting", "base", "delta", "chain"]
-    headings += ["weights: base", "delta", "chain", "at a restore"]
+    headings = [
+        "scheme",
+        "setting",
+        "base",
+        "delta",
+        "chain",
+        "weights: base",
+        "delta",
+        "chain",
+        "at a restore",
+    ]
     headings += [f"+{mark}" for mark in marks if mark] + ["restored n times", "its deltas", "its chain"]
     lines = []
     for row in rows:
@@ -229,12 +230,7 @@ def _verdicts(rows: Sequence[Row], mark: int) -> list[str]:
 
 
 def document(rows: Sequence[Row], marks: Sequence[int]) -> str:
-    """Write all tables.
-
-    Args:
-        rows: of all trainings.
-        marks: the resumed steps after which losses were compared.
-    """
+    """Write all tables; losses were compared after the resumed steps of the marks."""
     after = ", ".join(f"+{mark}" for mark in marks if mark)
     seeds = max((len(row.chain) for row in rows), default=0)
     lines = [_HEAD.format(seeds=seeds, marks=after)]
@@ -246,14 +242,13 @@ def document(rows: Sequence[Row], marks: Sequence[int]) -> str:
             *_seeds(of_it),
             "",
         ]
-        lines += [*_verdicts(of_it, marks[-1]), ""]
         said = f"The smallest settings under {100 * BOUND:g} % after {marks[-1]} resumed steps, for every seed by itself"
         lines += [
+            *_verdicts(of_it, marks[-1]),
+            "",
             said,
             f"(restored n times: under {100 * RESTORES_BOUND:g} %):",
             "",
-            *_smallest(of_it, marks[-1]),
-            "",
         ]
-        lines += ["All settings:", "", *_table(of_it, marks), ""]
+        lines += [*_smallest(of_it, marks[-1]), "", "All settings:", "", *_table(of_it, marks), ""]
     return "\n".join(lines).rstrip()

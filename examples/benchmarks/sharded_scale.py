@@ -8,19 +8,13 @@ one container and as the parts of 2 to 16 ranks, in the same run; the time that 
 in bytes. ``--width 208`` is the demo's GPT, ``--width 768 --layers 14`` has 100 million parameters.
 """
 
-import argparse
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import torch
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (0, 1)]
-
-from common import TextTraining
-from demo_report import markdown_table
+from common import TextTraining, parsed, show
 from gpt import GPTConfig
 
 from shrinkpoint.coding.encode import encode_state
@@ -50,32 +44,27 @@ POST = 700  # bytes of a rank's report, about
 def llama(width: int, hidden: int, layers: int, vocab: int, keys: int) -> dict[str, TensorSpec]:
     """The specs of weights, moments and step counts."""
     shapes = {"embed.weight": (vocab, width), "head.weight": (vocab, width), "norm.weight": (width,)}
-    for layer in range(layers):
-        shapes |= {
-            f"layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "q": (width, width),
-                "k": (keys, width),
-                "v": (keys, width),
-                "o": (width, width),
-                "gate": (hidden, width),
-                "up": (hidden, width),
-                "down": (width, hidden),
-                "norm1": (width,),
-                "norm2": (width,),
-            }.items()
-        }
+    layer = {
+        "q": (width, width),
+        "k": (keys, width),
+        "v": (keys, width),
+        "o": (width, width),
+        "gate": (hidden, width),
+    }
+    layer |= {"up": (hidden, width), "down": (width, hidden), "norm1": (width,), "norm2": (width,)}
+    for number in range(layers):
+        shapes |= {f"layers.{number}.{name}.weight": shape for name, shape in layer.items()}
     specs: dict[str, TensorSpec] = {}
     for index, (name, shape) in enumerate(shapes.items()):
         below = f"optimizers/0/state/{index}"
-        for full, role in (
-            (f"model/{name}", Role.WEIGHT),
-            (f"{below}/exp_avg", Role.EXP_AVG),
-            (f"{below}/exp_avg_sq", Role.EXP_AVG_SQ),
-        ):
-            specs[full] = TensorSpec(
-                name=full, dtype=torch.float32, shape=shape, tag=Tag(role=role, parameter=name)
-            )
+        roles = {
+            f"model/{name}": Role.WEIGHT,
+            f"{below}/exp_avg": Role.EXP_AVG,
+            f"{below}/exp_avg_sq": Role.EXP_AVG_SQ,
+        }
+        for full, role in roles.items():
+            tag = Tag(role=role, parameter=name)
+            specs[full] = TensorSpec(name=full, dtype=torch.float32, shape=shape, tag=tag)
         specs[f"{below}/step"] = TensorSpec(name=f"{below}/step", dtype=torch.float32, shape=())
     return specs
 
@@ -85,29 +74,18 @@ def record_sizes(world: int) -> tuple[int, int]:
     session = new_nonce()
 
     def ref(parts: int = 0) -> BlobRef:
-        size = 10**9 if not parts else 10**5
-        return BlobRef(
-            key=data_key(10**6, session), size=size, sha256="0" * 64, parts=parts, parts_bytes=parts * 10**9
-        )
+        key, more = data_key(10**6, session), {"parts": parts, "parts_bytes": parts * 10**9}
+        return BlobRef(key=key, size=10**5 if parts else 10**9, sha256="0" * 64, **more)
 
     head = Head(step=10**6, parts=tuple(Part(ref=ref(), state_digest="0" * 32) for _ in range(world)))
     manifest = Manifest(
-        seq=10**4,
-        epoch=3,
-        session=session,
-        step=10**6,
-        kind="delta",
-        chain=tuple(ref(world) for _ in range(CHAIN)),
-        parent_digest="0" * 64,
-        state_digest="0" * 32,
-        wall_time=0.0,
-        library="shrinkpoint",
-        reader_features=("parts",),
-    )
+        seq=10**4, epoch=3, session=session, step=10**6, kind="delta", chain=tuple(ref(world) for _ in range(CHAIN)),
+        parent_digest="0" * 64, state_digest="0" * 32, wall_time=0.0, library="shrinkpoint", reader_features=("parts",),
+    )  # fmt: skip
     return len(head.to_bytes()), len(manifest.to_bytes())
 
 
-def paper() -> list[str]:
+def paper() -> None:
     """The first table."""
     lines = []
     for name, shape in MODELS.items():
@@ -118,28 +96,16 @@ def paper() -> list[str]:
             for spec, rank in owners.values():
                 loads[rank] += spec.nbytes
             head, manifest = record_sizes(world)
-            sizes = (head, manifest, AGREEMENT * world, POST * world)
-            kilobytes = [f"{size / 1e3:.0f} kB" for size in sizes]
+            kilobytes = [f"{size / 1e3:.0f} kB" for size in (head, manifest, AGREEMENT * world, POST * world)]
             planning = f"{planning_s(specs, world, loads.index(max(loads)), owners):.2f} s"
             fullest = f"{max(loads) * world / sum(loads):.3f}", f"{max(loads) / 1e9:.2f} GB"
-            cells = [name, str(world), str(len(owners)), *fullest, *kilobytes[:2]]
-            lines.append([*cells, str(world + 2), *kilobytes[2:], planning])
-    headings = [
-        "parameters",
-        "ranks",
-        "stored tensors",
-        "fullest owner, of the mean",
-        "of the fullest",
-        "head",
-    ]
-    headings += [
-        f"manifest of a chain of {CHAIN}",
-        "puts for a save",
-        "agreement, all ranks",
-        "posts",
-        "planning",
-    ]
-    return markdown_table(headings, lines)
+            cells = [name, world, len(owners), *fullest, *kilobytes[:2], world + 2, *kilobytes[2:]]
+            lines.append([*cells, planning])
+    headings = "parameters | ranks | stored tensors | fullest owner, of the mean | of the fullest | head"
+    headings += (
+        f" | manifest of a chain of {CHAIN} | puts for a save | agreement, all ranks | posts | planning"
+    )
+    show(headings, lines)
 
 
 def fsdp_layout(specs: Mapping[str, TensorSpec], world: int) -> Layout:
@@ -181,21 +147,16 @@ def part_of(state: TrainingState, owners: Mapping[str, tuple[TensorSpec, int]], 
 
 
 def scheme_of(
-    name: str,
-    parts: Sequence[TrainingState],
-    step: int,
-    references: Mapping[int, Mapping[str, ReferenceState]],
+    name: str, parts: Sequence[TrainingState], step: int, references: Mapping[int, Any]
 ) -> list[Scheme]:
     """One for each rank; of ``auto``, whose step sizes depend on sums over all ranks' weights, its mildest settings."""
     if name == "lossless":
         return [Lossless() for _ in parts]
     contexts = [
-        SaveContext(state=part, step=step, reference=references.get(rank)) for rank, part in enumerate(parts)
+        SaveContext(state=part, step=step, reference=references.get(i)) for i, part in enumerate(parts)
     ]
-    total = sum(
-        (Auto(save_context=context).sums(part) for context, part in zip(contexts, parts, strict=True)),
-        WeightSums(),
-    )
+    sums = (Auto(save_context=context).sums(part) for context, part in zip(contexts, parts, strict=True))
+    total = sum(sums, WeightSums())
     return [Auto(save_context=replace(context, sums=total)) for context in contexts]
 
 
@@ -208,18 +169,13 @@ def coded(states: list[TrainingState], world: int, scheme: str = "lossless") -> 
         sizes = []
         parts = [part_of(state, owners, rank) for rank in range(world)]
         for rank, chosen in enumerate(scheme_of(scheme, parts, step, reference)):
+            parent = "0" * 32 if step else None
             encoded = encode_state(
-                parts[rank],
-                chosen,
-                step=step,
-                reference=reference.get(rank),
-                parent="0" * 32 if step else None,
+                parts[rank], chosen, step=step, reference=reference.get(rank), parent=parent
             )
             reference[rank] = dict(encoded.reference)
             part = PartOf(rank, world) if world > 1 else None
-            sizes.append(
-                len(write_container(type(encoded.checkpoint)(**(vars(encoded.checkpoint) | {"part": part}))))
-            )
+            sizes.append(len(write_container(replace(encoded.checkpoint, part=part))))
         found.append((sum(sizes), max(sizes) / sum(sizes)))
     return found
 
@@ -235,29 +191,23 @@ def snapshots(width: int, layers: int) -> list[TrainingState]:
     return states
 
 
-def measured(width: int, layers: int, scheme: str) -> list[str]:
+def measured(width: int, layers: int, scheme: str) -> None:
     """The second table."""
     states = snapshots(width, layers)
-    lines: list[list[str]] = []
-    alone: list[tuple[int, float]] = []
+    lines, alone = [], coded(states, 1, scheme)
     for world in (1, 2, 4, 16):
         found = coded(states, world, scheme)
-        alone = alone or found
         ratio = sum(size for size, _ in found) / sum(size for size, _ in alone)
         share = f"1/{1 / max(share for _, share in found):.1f}"
-        lines.append([str(world), *(str(size) for size, _ in found), f"{ratio:.4f}", share])
-    headings = ["ranks", "base, bytes", "delta, bytes", "of one container's", "largest owner's share"]
+        lines.append([world, *(size for size, _ in found), f"{ratio:.4f}", share])
     title = f"{scheme}, {sum(spec.nbytes for spec in states[0].specs.values()) / 1e6:.1f} MB of state"
-    return [title, "", *markdown_table(headings, lines)]
+    show("ranks | base, bytes | delta, bytes | of one container's | largest owner's share", lines, title)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--scheme", choices=("lossless", "auto"), default="lossless")
-    options = parser.parse_args()
-    print(*paper(), "", *measured(options.width, options.layers, options.scheme), sep="\n")
+    options = parsed(__doc__, width=192, layers=4, scheme="lossless")
+    paper()
+    measured(options.width, options.layers, options.scheme)
 
 
 if __name__ == "__main__":

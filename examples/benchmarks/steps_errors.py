@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import TextTraining
-from demo_report import markdown_table
+from common import TextTraining, show
 from gpt import GPTConfig
 from torch import Tensor
 
@@ -36,11 +35,9 @@ _PAIR_BYTES = 8  # a value and an index of 32 bits each
 
 
 class TopK:
-    """The largest share of a gradient's elements.
+    """The largest share of a gradient's elements, rho of the paper.
 
-    Args:
-        share: rho of the paper.
-        feedback: add what a record leaves out to the next one, in the log only; the paper does not.
+    With feedback, what a record leaves out is added to the next one, in the log only; the paper does not.
     """
 
     def __init__(self, share: float, *, feedback: bool) -> None:
@@ -67,14 +64,8 @@ class TopK:
         return kept.reshape(gradient.shape)
 
 
-def replay(training: TextTraining, records: Sequence[Sequence[Tensor]]) -> None:
-    """One step of the optimizer for each record."""
-    for record in records:
-        _step(training, record)
-
-
-def replay_summed(training: TextTraining, records: Sequence[Sequence[Tensor]], batch: int) -> None:
-    """The published parallel recovery: one step for the sum of each `batch` records."""
+def replay(training: TextTraining, records: Sequence[Sequence[Tensor]], batch: int = 1) -> None:
+    """One step of the optimizer for each record; or for the sum of each `batch` of them, the published parallel recovery."""
     for start in range(0, len(records), batch):
         together = records[start : start + batch]
         _step(training, [torch.stack(parts).sum(0) for parts in zip(*together, strict=True)])
@@ -172,14 +163,8 @@ def small(found: Course, quantization_step: float, off: float = 0.0) -> Row:
             errors[step] = found.error(step, _ordered(reader))
     done = len(found.weights)
     name = f"small, {quantization_step:g} x rms" + (f", base off by {off:g}" if off else "")
-    return Row(
-        name,
-        8 * spent / count / done,
-        errors,
-        found.rise(_ordered(reader)),
-        1e9 * taken / count / done,
-        first,
-    )
+    bits, seconds = 8 * spent / count / done, 1e9 * taken / count / done
+    return Row(name, bits, errors, found.rise(_ordered(reader)), seconds, first)
 
 
 def _ordered(reader: ReadersWeights) -> list[Tensor]:
@@ -207,7 +192,7 @@ def summed(found: Course, batch: int) -> Row:
     """Exact gradients, recovered by the published batches of sums."""
     steps = max(AFTER) // batch * batch
     found.training.load(found.base)
-    replay_summed(found.training, found.gradients[:steps], batch)
+    replay(found.training, found.gradients[:steps], batch)
     weights = found.training.weights()
     name = "exact gradients, step by step" if batch == 1 else f"exact gradients, summed by {batch}"
     return Row(name, 32.0, {steps: found.error(steps, weights)}, float("nan"))
@@ -237,15 +222,9 @@ def report(config: GPTConfig, *, seeds: int, before: int) -> None:
     """Print the table; medians over the seeds, with the range of the last error."""
     for beta2 in (0.95, 0.999):
         every = [rows_of(course(config, seed, beta2, before)) for seed in range(1, seeds + 1)]
-        print(f"\nbeta2 {beta2}, {seeds} seeds, base after {before} steps\n")
-        headings = [
-            "log",
-            "bits per element and step",
-            "ns per element",
-            "weight error after 5, 20, 50 steps",
-        ]
+        headings = "log | bits per element and step | ns per element | weight error after 5, 20, 50 steps | loss at 50"
         lines = [_line(rows) for rows in zip(*every, strict=True)]
-        print(*markdown_table([*headings, "loss at 50"], lines), sep="\n", flush=True)
+        show(headings, lines, f"beta2 {beta2}, {seeds} seeds, base after {before} steps")
 
 
 def _line(rows: Sequence[Row]) -> list[str]:

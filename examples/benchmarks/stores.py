@@ -6,33 +6,27 @@ Everything is measured in one run and shown as ratios. FastCheck's figures 6, 7,
 ``shards``) compare with torch.save to one place where bandwidth is the limit. Here each store is a folder behind a link of ``--rate``
 bytes a second, or of each of ``--rates``: a wrapper that sleeps as long as the bytes would take. The trainings are some of the bench of
 the bound, of 0.1 to 0.7 million parameters, after ``--steps`` steps. Times are those of the stores alone, the shortest of
-``--repeats``; seconds to encode are told beside them, and are spent in the background.
+``--repeats``; latencies are medians of ``--rounds`` commits; seconds to encode are told beside them, and are spent in the background.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
+import itertools
 import os
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (0, 1)]
-
-from cells import names, unknown
-from common import cpu, in_memory_folder
-from demo_report import markdown_table
-from lossless import GROUPS, FastCheck, Tensors
+from common import cpu, in_memory_folder, parsed, replaced, show
+from lossless import GROUPS, Tensors, coded, fastcheck
 from trainings import KINDS
 from trainings.base import Training
 
@@ -45,7 +39,6 @@ from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.striped.objects import StripedObjects
 from shrinkpoint.store.striped.parity import p_of, q_of
 
-Lines = list[str]
 FIVE = ("gpt", "bert", "vit", "lstm", "recommender")
 INTERVALS = (1, 2, 4, 8, 16, 32, 64)
 EVERY = 8
@@ -81,7 +74,7 @@ def run_of(folder: Path, stores: int, **behind: float) -> RunStore:
 # --- latency and parity -------------------------------------------------------------------------------------
 
 
-def latency(folder: Path, options: argparse.Namespace) -> Lines:
+def latency(folder: Path, options: Any) -> None:
     """Commits on three stores and on one, in turns: folders on a disk and in memory, where every sync takes 5 ms longer, and
     where every request takes 20 ms."""
     rows = []
@@ -100,8 +93,7 @@ def latency(folder: Path, options: argparse.Namespace) -> Lines:
                 times = [f"{median * 1e3:.1f} ms" for median in medians]
                 ratios = [f"{three / one:.2f}" for one, three in (medians, fastest)]
                 rows.append([f"{size // 1000:,} kB", name, *times, *ratios])
-    headings = ["container", "stores", "one", "three, `parity=1`", "ratio", "ratio of the fastest"]
-    return markdown_table(headings, rows)
+    show("container | stores | one | three, `parity=1` | ratio | ratio of the fastest", rows)
 
 
 def _commits(base: Path, size: int, rounds: int, request_s: float) -> tuple[list[float], list[float]]:
@@ -119,23 +111,12 @@ def _commits(base: Path, size: int, rounds: int, request_s: float) -> tuple[list
     return times
 
 
-@contextmanager
-def _slow_syncs(seconds: float) -> Iterator[None]:
+def _slow_syncs(seconds: float) -> Any:
     """Let every ``os.fsync`` take so much longer, as on a disk of its own for each folder."""
-    real = os.fsync
-
-    def slow(descriptor: int) -> None:
-        real(descriptor)
-        time.sleep(seconds)
-
-    os.fsync = slow if seconds else real
-    try:
-        yield
-    finally:
-        os.fsync = real
+    return replaced(os, "fsync", lambda real: lambda descriptor: (real(descriptor), time.sleep(seconds)))
 
 
-def parity(folder: Path, options: argparse.Namespace) -> Lines:
+def parity(folder: Path, options: Any) -> None:
     """Of 48 MiB, by CPU time of one thread."""
     rows = []
     for k in (2, 4):
@@ -143,20 +124,16 @@ def parity(folder: Path, options: argparse.Namespace) -> Lines:
         for name, work in (("P (XOR)", p_of), ("Q", q_of)):
             best, _ = cpu(lambda work=work, shards=shards: work(shards), 9)
             rows.append([f"{name}, {k} data shards", f"{48 * 2**20 / best / 1e9:.1f}"])
-    return markdown_table(["parity, 48 MiB, one thread", "GB/s of data"], rows)
+    show(["parity, 48 MiB, one thread", "GB/s of data"], rows)
 
 
 # --- where bandwidth is the limit ---------------------------------------------------------------------------
 
 
 class Made:
-    """What one training's state comes to, coded in different ways.
+    """What one training's state comes to after some steps, coded in different ways.
 
-    Args:
-        name: of the training.
-        steps: how long it is trained.
-        intervals: steps between a delta and what it is a difference to.
-        schemes: of this library.
+    Deltas of each scheme are to the states so many steps before, one for each of the intervals.
     """
 
     def __init__(
@@ -171,17 +148,12 @@ class Made:
         self.bases: dict[tuple[str, int], bytes] = {}
         self.deltas: dict[tuple[str, int], bytes] = {}
         self.encode_s: dict[tuple[str, int], float] = {}
+        advanced = Advanced(busy="wait", threads=1, guards=False)
         with tempfile.TemporaryDirectory() as root:
+            trained, ways = (training.model, list(training.optimizers)), itertools.product(schemes, intervals)
             savers = {
-                (scheme, interval): Checkpointer(
-                    f"{root}/{scheme}-{interval}",
-                    training.model,
-                    list(training.optimizers),
-                    scheme=scheme,
-                    advanced=Advanced(busy="wait", threads=1, guards=False),
-                )
-                for scheme in schemes
-                for interval in intervals
+                way: Checkpointer(f"{root}/{way[0]}-{way[1]}", *trained, scheme=way[0], advanced=advanced)
+                for way in ways
             }
             for step in range(1, steps + 1):
                 training.step(step - 1)
@@ -209,7 +181,7 @@ class Made:
 
     def fastcheck(self) -> tuple[bytes, float]:
         """Take as many bytes as its published form comes to, what it does not code as it is; and the seconds of coding."""
-        found = FastCheck().measure(_tensors(self._training), self._before).values()
+        found = coded(fastcheck, _tensors(self._training), self._before).values()
         size = len(self.raw) - sum(part.raw for part in found) + sum(part.size for part in found)
         return self.raw[:size], sum(part.encode_s for part in found)
 
@@ -261,7 +233,7 @@ class Rows:
         return saved, time.perf_counter() - began
 
 
-def models(folder: Path, options: argparse.Namespace) -> Lines:
+def models(folder: Path, options: Any) -> None:
     """Figure 6."""
     rows = []
     for name in options.models:
@@ -269,10 +241,10 @@ def models(folder: Path, options: argparse.Namespace) -> Lines:
         table.add([made.title, "torch.save, one store"], made.raw, 1)
         table.add(["", "lossless delta, 4+1"], made.delta, 5)
         rows += table.rows
-    return markdown_table(["training", "saved as", *Rows.HEADINGS], rows)
+    show(["training", "saved as", *Rows.HEADINGS], rows)
 
 
-def techniques(folder: Path, options: argparse.Namespace) -> Lines:
+def techniques(folder: Path, options: Any) -> None:
     """Figure 7."""
     made = Made("gpt", options.steps, schemes=("lossless", "auto"))
     theirs, seconds = made.fastcheck()
@@ -289,10 +261,10 @@ def techniques(folder: Path, options: argparse.Namespace) -> Lines:
     ):
         way = "one store" if stores == 1 else f"{stores - 1}+1"
         table.add([f"{name}, {way}", "-" if took is None else f"{took:.2f} s"], data, stores)
-    return markdown_table([f"{made.title}, saved as", "encode", *Rows.HEADINGS], table.rows)
+    show([f"{made.title}, saved as", "encode", *Rows.HEADINGS], table.rows)
 
 
-def intervals(folder: Path, options: argparse.Namespace) -> Lines:
+def intervals(folder: Path, options: Any) -> None:
     """Figure 9."""
     wanted = [interval for interval in INTERVALS if interval < options.steps]
     made, table = Made("gpt", options.steps, wanted), Rows(folder, options.rate, options.repeats)
@@ -300,20 +272,20 @@ def intervals(folder: Path, options: argparse.Namespace) -> Lines:
     for interval in wanted:
         delta = made.deltas["lossless", interval]
         table.add([f"{interval}, 4+1", f"{len(made.raw) / len(delta):.2f}"], delta, 5)
-    return markdown_table([f"{made.title}, steps between deltas", "ratio", *Rows.HEADINGS], table.rows)
+    show([f"{made.title}, steps between deltas", "ratio", *Rows.HEADINGS], table.rows)
 
 
-def shards(folder: Path, options: argparse.Namespace) -> Lines:
+def shards(folder: Path, options: Any) -> None:
     """Figure 10."""
     made, table = Made("gpt", options.steps), Rows(folder, options.rate, options.repeats)
     table.add(["torch.save, one store"], made.raw, 1)
     for name, data in (("torch.save", made.raw), ("lossless delta", made.delta)):
         for count in (1, 2, 3, 4, 5):
             table.add([f"{name}, {count}+1"], data, count + 1)
-    return markdown_table([f"{made.title}, data shards", *Rows.HEADINGS], table.rows)
+    show([f"{made.title}, data shards", *Rows.HEADINGS], table.rows)
 
 
-def rates(folder: Path, options: argparse.Namespace) -> Lines:
+def rates(folder: Path, options: Any) -> None:
     """How fast the links may be for stripes to matter: in memory, and in folders of one disk."""
     made, rows = Made("gpt", options.steps), []
     with tempfile.TemporaryDirectory(dir=in_memory_folder()) as root:
@@ -323,38 +295,25 @@ def rates(folder: Path, options: argparse.Namespace) -> Lines:
                 table.add([""], made.raw, 1)
                 table.add([f"{rate / 1e6:g} MB/s, {name}"], made.delta, 5)
                 rows.append(table.rows[1])
-    return markdown_table([f"{made.title}, lossless delta, 4+1", *Rows.HEADINGS], rows)
+    show([f"{made.title}, lossless delta, 4+1", *Rows.HEADINGS], rows)
 
 
 TABLES = {table.__name__: table for table in (latency, parity, models, techniques, intervals, shards, rates)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
-    parser.add_argument("--only", type=names, default=list(TABLES), help=f"default: {','.join(TABLES)}")
-    parser.add_argument("--rounds", type=int, default=40, help="commits of which the latency is the median")
-    parser.add_argument("--models", type=names, default=list(FIVE), help=f"default: {','.join(FIVE)}")
-    parser.add_argument("--rate", type=float, default=4e6, help="bytes a second of each store")
-    parser.add_argument(
-        "--rates", type=lambda text: list(map(float, names(text))), default=[4e6, 20e6, 100e6]
-    )
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
-    if wrong := unknown(options.only, TABLES):
-        parser.error(f"--only {wrong}: the tables are {', '.join(TABLES)}")
+    options = parsed(
+        __doc__, folder=None, only=list(TABLES), rounds=40, models=list(FIVE), rate=4e6, rates=[4e6, 20e6, 100e6], steps=80,
+        repeats=3,
+    )  # fmt: skip
     if options.steps <= EVERY:
-        parser.error(
-            f"--steps {options.steps}: deltas are to the state {EVERY} steps before the last; use more"
-        )
+        sys.exit(f"--steps {options.steps}: deltas are to the state {EVERY} steps before the last; use more")
     warnings.simplefilter("ignore", ShrinkpointWarning)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         for name in options.only:
-            print(*TABLES[name](Path(root), options), "", sep="\n", flush=True)
+            TABLES[name](Path(root), options)
+            print(flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def modules(monkeypatch):
 
 def test_settings_have_keys_and_labels_of_their_own():
     from baselines import BASELINES
-    from schemes_settings import SETTINGS
+    from schemes_run import SETTINGS
 
     from shrinkpoint.schemes.catalogue import SCHEMES
 
@@ -34,7 +34,7 @@ def test_settings_have_keys_and_labels_of_their_own():
 
 
 def test_settings_are_chosen_by_scheme_or_in_full():
-    from schemes_settings import SETTINGS, chosen, known
+    from schemes_run import SETTINGS, chosen, known
 
     assert chosen(SETTINGS, known([])) == list(SETTINGS)
     assert {s.scheme for s in chosen(SETTINGS, known(["topn,scar"]))} == {"topn", "scar"}
@@ -178,22 +178,22 @@ def test_document_says_who_is_smaller_and_who_misses_the_bound(rows):
 )
 def test_unknown_names_are_refused(monkeypatch, capsys, arguments, said):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the script would set it for good
-    from schemes import parsed
+    from schemes import read
 
     with pytest.raises(SystemExit) as refused:
-        parsed(arguments)
-    assert refused.value.code == 2
-    assert said in capsys.readouterr().err
+        read(arguments)
+    assert refused.value.code
+    assert said in f"{refused.value.code}{capsys.readouterr().err}"
 
 
 def test_settings_that_are_named_in_full_are_restored_too(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    from schemes import parsed, tasks
+    from schemes import read, tasks
 
     given = ["--models", "gpt", "--seeds", "1", "--every", "50", "--parts", "restores"]
-    asked = {task.setting.label for task in tasks(parsed(given))}
+    asked = {task.setting.label for task in tasks(read(given))}
     named = [
-        task.setting.label for task in tasks(parsed([*given, "--only", "lc-checkpoint:3 bit, moments too"]))
+        task.setting.label for task in tasks(read([*given, "--only", "lc-checkpoint:3 bit, moments too"]))
     ]
     assert named == ["3 bit, moments too"]
     assert named[0] not in asked

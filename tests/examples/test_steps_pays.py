@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
-from steps_pays import Costs, LogCosts, best_interval, waste_with_log, waste_without_log
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path += [str(EXAMPLES), str(EXAMPLES / "benchmarks")]
+from steps_waste import Costs, LogCosts, best_interval, waste_with_log, waste_without_log
 
 # seconds: a demo on two cores; 1.3 B on a spot GPU; 7 B on 64 GPUs; 70 B on 1024
 CASES = {

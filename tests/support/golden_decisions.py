@@ -78,14 +78,14 @@ def chosen(
 def record(name: str, folder: Path) -> dict[str, Any]:
     """Train, and write down what was measured and chosen."""
     sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
-    from bound_trainings import KINDS
+    from trainings import KINDS
 
     training, options = RECORDED[name]
     kind, losses = KINDS[training], list[list[float]]()
 
     def make() -> Any:
         losses.append([])
-        made = kind.build(1, kind, True)
+        made = kind.make(1, quick=True)
 
         def probe() -> float:
             losses[-1].append(float(f"{made.probe():.7g}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,10 @@ Measure = Callable[[], float]
 """A held-out loss of a training as it is; changes nothing in it."""
 Rate = Callable[[int], float]
 """The factor of the learning rate after so many steps."""
+Batch = Callable[[torch.Generator], Any]
+"""Draws a batch."""
+Made = Callable[[Any], Optimizer]
+"""An optimizer of some parameters."""
 
 PROBE = 3
 """Held-out batches of the probe."""
@@ -90,10 +95,9 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a training is built for."""
+    """What a training is built for; its seed varies the initial weights and the order of the data, not what there is to learn."""
 
     seed: int
-    """Varies the initial weights and the order of the data; what there is to learn is the same for all seeds."""
     steps: int
     every: int
     """Steps between two evenly spread checkpoints."""
@@ -104,7 +108,7 @@ class Run:
         return quick if self.quick else real
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kind:
     """One training of the bench, for any seed."""
 
@@ -137,18 +141,16 @@ class Kind:
         return self.SAVES * self.interval(quick)
 
     def save_steps(self, part: str, quick: bool) -> list[int]:
-        """The steps after which checkpoints are written, the last one being the end; none for the undisturbed run.
-
-        Args:
-            part: ``spread`` over the run, ``late`` for the last tenth, or ``plain``.
-            quick: whether the quick form is meant.
-        """
+        """The steps after which a part's checkpoints are written: ``spread``, the ``late`` last tenth, or ``plain``, none."""
         steps, interval = self.steps(quick), self.interval(quick)
         if part == "plain":
             return []
         if part == "late":
             interval = max(1, steps // 10 // (self.SAVES - 1))
         return [steps - interval * left for left in reversed(range(self.SAVES))]
+
+
+# --- batches and losses -------------------------------------------------------------------------------------
 
 
 def generator(seed: int, index: int) -> torch.Generator:
@@ -159,41 +161,6 @@ def generator(seed: int, index: int) -> torch.Generator:
 def held_out(batch: Callable[[torch.Generator], _T], first: int, count: int) -> list[_T]:
     """Held-out batches, which are drawn as those of a training are; from 10 on for a probe, from 100 on for the truth."""
     return [batch(generator(0, first + number)) for number in range(count)]
-
-
-def training(
-    model: nn.Module,
-    loss: Callable[[Any], Tensor],
-    batch: Callable[[torch.Generator], Any],
-    seed: int,
-    probe: Sequence[Any],
-    truth: Sequence[Any],
-    *optimizers: Optimizer,
-    rate: Rate | None = None,
-    **more: Any,
-) -> Training:
-    """A training on batches that are drawn afresh, or from a set.
-
-    Args:
-        model: to be trained.
-        loss: of a batch.
-        batch: draws one.
-        seed: of the run.
-        probe: batches.
-        truth: batches.
-        optimizers: the schedule is the first one's.
-        rate: the schedule.
-        more: fields of `Training`.
-    """
-    return Training(
-        model=model,
-        optimizers=optimizers,
-        train_loss=lambda index: loss(batch(generator(seed, index))),
-        probe=mean_loss(model, loss, probe),
-        final=mean_loss(model, loss, truth),
-        scheduler=None if rate is None else LambdaLR(optimizers[0], rate),
-        **more,
-    )
 
 
 def chosen(data: tuple[Tensor, ...], batch: int) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
@@ -226,9 +193,53 @@ def mean_loss(model: nn.Module, loss: Callable[[Any], Tensor], batches: Sequence
     return measure
 
 
+def training(
+    run: Run, model: Any, loss: Callable[[Any], Tensor], batch: Batch, held: Any, *optimizers: Optimizer,
+    rate: Rate | None = None, **more: Any,
+) -> Training:  # fmt: skip
+    """Train on batches that are drawn afresh, or from a set.
+
+    Args:
+        run: what it is for.
+        model: to be trained.
+        loss: of a batch.
+        batch: draws one.
+        held: the batches of the probe, and those of the truth.
+        optimizers: the schedule is the first one's.
+        rate: the schedule.
+        more: fields of `Training`.
+    """
+    probe, final = (mean_loss(model, loss, batches) for batches in held)
+    fields = {
+        "train_loss": lambda index: loss(batch(generator(run.seed, index))),
+        "scheduler": None if rate is None else LambdaLR(optimizers[0], rate),
+        "probe": probe,
+        "final": final,
+    }
+    return Training(model=model, optimizers=optimizers, **{**fields, **more})
+
+
+def on_drawn(
+    run: Run, model: Any, batch: Batch, *optimizers: Optimizer, held: tuple[Batch, Batch] | None = None,
+    probe: int = PROBE, truth: tuple[int, int] = (4, 40), **more: Any,
+) -> Training:  # fmt: skip
+    """Train a model with a `loss` of its own on drawn batches; so many of the truth in the quick form, and in the real one."""
+    few, many = held or (batch, batch)
+    drawn = held_out(few, 10, probe), held_out(many, 100, run.size(*truth))
+    return training(run, model, model.loss, batch, drawn, *optimizers, **more)
+
+
+# --- rates, layers ------------------------------------------------------------------------------------------
+
+
 def cosine(steps: int, end: float = 0.0) -> Rate:
     """A cosine to a share `end` of the peak."""
     return lambda step: end + (1 - end) * (1 + math.cos(math.pi * min(1.0, step / steps))) / 2
+
+
+def falling(steps: int, end: float) -> Rate:
+    """By the same factor at every step, to a share `end` of the beginning."""
+    return lambda step: end ** min(1.0, step / steps)
 
 
 def warm_cosine(steps: int, warmup: int, end: float) -> Rate:
@@ -247,8 +258,20 @@ def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Groups of parameters, of which vectors have no weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    groups = {weight_decay: matrices, 0.0: vectors}
+    return [{"params": params, "weight_decay": decay} for decay, params in groups.items() if params]
+
+
+def mlp(*sizes: int, form: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
+    """Linear layers with a form between them."""
+    layers: list[nn.Module] = []
+    for entering, leaving in pairwise(sizes):
+        layers += [nn.Linear(entering, leaving), form()]
+    return nn.Sequential(*layers[:-1])
+
+
+def attention(width: int, inner: int) -> nn.TransformerEncoderLayer:
+    """A layer of a transformer with four heads."""
+    return nn.TransformerEncoderLayer(
+        width, 4, inner, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )

@@ -10,21 +10,6 @@ import torch
 from gpt import load_corpus
 from torch import Tensor
 
-__all__ = [
-    "STATES",
-    "VOCABULARY",
-    "chain_table",
-    "chains",
-    "code_text",
-    "density",
-    "english_text",
-    "graphs",
-    "images",
-    "series",
-    "windows",
-    "zipf",
-]
-
 VOCABULARY = 256
 """One token per byte value."""
 STATES = 24
@@ -36,9 +21,6 @@ SHAPES = 8
 def _drawn(seed: int) -> torch.Generator:
     """Random numbers of the task itself, apart from those of any run."""
     return torch.Generator().manual_seed(777_000_000 + seed)
-
-
-# --- text ---------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -62,16 +44,9 @@ def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -
     return text[begin + torch.arange(length)].long()
 
 
-@cache
-def chain_table() -> Tensor:
-    """Where a Markov chain of `STATES` symbols goes: from each symbol to few others, ``(STATES, STATES)``."""
-    logits = 3 * torch.randn(STATES, STATES, generator=_drawn(1))
-    return logits.softmax(1)
-
-
 def chains(count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Runs of the chain, int64 ``(count, length)``."""
-    table = chain_table()
+    """Runs of a Markov chain that goes from each of its `STATES` symbols to few others, int64 ``(count, length)``."""
+    table = (3 * torch.randn(STATES, STATES, generator=_drawn(1))).softmax(1)
     tokens = torch.empty(count, length, dtype=torch.int64)
     tokens[:, 0] = torch.randint(STATES, (count,), generator=generator)
     for place in range(1, length):
@@ -79,20 +54,11 @@ def chains(count: int, length: int, generator: torch.Generator) -> Tensor:
     return tokens
 
 
-# --- images -------------------------------------------------------------------------------------------------
-
-
 @cache
 def images(part: int, count: int, size: int) -> tuple[Tensor, Tensor]:
     """Discs, rings, boxes, frames, crosses, bars, waves and checks at any place, size and angle, with noise.
 
-    Args:
-        part: another one for other images of the same kinds.
-        count: how many.
-        size: pixels of a side.
-
-    Returns:
-        Images of mean 0 or so, ``(count, 1, size, size)``, and their kinds, int64.
+    Images have a mean of 0 or so, ``(count, 1, size, size)``; their kinds are int64. Another `part` has other images.
     """
     drawn = _drawn(100 + part)
     kinds = torch.randint(SHAPES, (count,), generator=drawn)
@@ -123,9 +89,6 @@ def images(part: int, count: int, size: int) -> tuple[Tensor, Tensor]:
     bright = torch.sigmoid(-edge * size * 0.7)  # one pixel of a slope: no two images are the same
     noise = 0.08 * torch.randn(count, size, size, generator=drawn)
     return ((bright * uniform(0.7, 1.3) - 0.35 + noise)[:, None], kinds)
-
-
-# --- tables -------------------------------------------------------------------------------------------------
 
 
 def zipf(count: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -164,9 +127,7 @@ def series(part: int, count: int, length: int) -> Tensor:
 def graphs(count: int, nodes: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Random graphs on points of the plane, in which near ones are joined, and one node of each is marked.
 
-    Returns:
-        Neighbours as matrices, ``(count, nodes, nodes)``; the mark of each node; its distance from the marked node in
-        edges, int64, 5 for what is farther or cannot be reached.
+    Neighbours are matrices, ``(count, nodes, nodes)``. Distances from the marked node are in edges, 5 for what is farther.
     """
     places = torch.rand(count, nodes, 2, generator=generator)
     near = (torch.cdist(places, places) < 0.24).float()

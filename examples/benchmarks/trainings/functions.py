@@ -13,11 +13,25 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Adam, AdamW, Optimizer
 
-from trainings.base import PROBE, Kind, Rate, Run, Training, cosine, generator, held_out, mean_loss, training
+from trainings.base import (
+    PROBE,
+    Kind,
+    Made,
+    Rate,
+    Run,
+    Training,
+    cosine,
+    falling,
+    generator,
+    held_out,
+    mean_loss,
+    mlp,
+    on_drawn,
+    training,
+)
 
 
 class _Wave(nn.Module):
@@ -77,9 +91,7 @@ class _Poisson(nn.Module):
     def __init__(self, width: int, features: int) -> None:
         super().__init__()
         self.register_buffer("waves", 2.0 * torch.randn(2, features))
-        self.layers = nn.Sequential(
-            nn.Linear(2 * features, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1)
-        )
+        self.layers = mlp(2 * features, width, width, 1, form=nn.SiLU)
 
     def forward(self, points: Tensor) -> Tensor:
         turned = points @ self.waves
@@ -108,10 +120,7 @@ class _Heat(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width),
-            nn.Tanh(), nn.Linear(width, 1),
-        )  # fmt: skip
+        self.layers = mlp(2, width, width, width, 1, form=nn.Tanh)
 
     def forward(self, points: Tensor) -> Tensor:
         found: Tensor = self.layers(points)
@@ -140,6 +149,14 @@ class _Heat(nn.Module):
         return (self(points) - truth).square().mean()
 
 
+class _Surrogate(nn.Sequential):
+    """A network instead of a simulation."""
+
+    def loss(self, cube: Tensor) -> Tensor:
+        """Mean square of what is missed."""
+        return nn.functional.mse_loss(self(cube)[:, 0], _borehole(cube))
+
+
 def _borehole(unit: Tensor) -> Tensor:
     """The flow of water through a borehole by eight parameters of a cube from 0 to 1, near 0 with a spread near 1.
 
@@ -162,31 +179,17 @@ def _points(count: int, drawn: torch.Generator) -> Tensor:
 
 
 def _sines(run: Run) -> Training:
-    width = run.size(16, 64)
-    model = _Waves((2, width, width, width, 3), 20.0)
+    model = _Waves((2, *3 * (run.size(16, 64),), 3), 20.0)
 
     def batch(drawn: torch.Generator, count: int = 1024) -> tuple[Tensor, Tensor]:
         places = 2 * _points(count, drawn) - 1
         return places, _picture(places)
 
-    held = held_out(batch, 10, PROBE), held_out(partial(batch, count=4096), 100, 4)
-    adam = torch.optim.Adam(model.parameters(), lr=5e-4)
-    rate = _falling(run, 0.02)
-    return training(model, model.loss, batch, run.seed, *held, adam, rate=rate)
+    held, adam = (batch, partial(batch, count=4096)), Adam(model.parameters(), lr=5e-4)
+    return on_drawn(run, model, batch, adam, held=held, truth=(4, 4), rate=falling(run.steps, 0.02))
 
 
-def _falling(run: Run, end: float) -> Rate:
-    """By the same factor at every step, to a share `end` of the beginning."""
-    return lambda step: end ** min(1.0, step / run.steps)
-
-
-def _fitted(
-    run: Run,
-    data: tuple[Tensor, Tensor],
-    model: _Waves,
-    optimizer: Callable[[Any], Optimizer],
-    rate: Rate,
-) -> Training:
+def _fitted(run: Run, data: tuple[Tensor, Tensor], model: _Waves, optimizer: Made, rate: Rate) -> Training:
     """Fits all of the data; the probe sees parts of it, the truth is the whole."""
     places, values = data
 
@@ -197,67 +200,45 @@ def _fitted(
     def batch(drawn: torch.Generator) -> tuple[Tensor, Tensor]:
         return data if len(places) <= 1024 else some(drawn)
 
-    probe = held_out(partial(some, size=512), 10, PROBE)
-    return training(
-        model, model.loss, batch, run.seed, probe, [data], optimizer(model.parameters()), rate=rate
-    )
+    held = held_out(partial(some, size=512), 10, PROBE), [data]
+    return training(run, model, model.loss, batch, held, optimizer(model.parameters()), rate=rate)
 
 
 def _fitted_picture(run: Run) -> Training:
-    width = run.size(16, 64)
-    model = _Waves((2, width, width, width, 3), 10.0)
-    return _fitted(
-        run, _pixels(run.size(16, 24)), model, partial(torch.optim.Adam, lr=1e-3), cosine(run.steps)
-    )
+    model = _Waves((2, *3 * (run.size(16, 64),), 3), 10.0)
+    return _fitted(run, _pixels(run.size(16, 24)), model, partial(Adam, lr=1e-3), cosine(run.steps))
 
 
 def _fitted_sound(run: Run) -> Training:
-    width = run.size(16, 64)
-    model = _Waves((1, width, width, width, 1), 20.0)
-    return _fitted(
-        run, _sound(run.size(512, 1536)), model, partial(torch.optim.Adam, lr=1e-3), _falling(run, 0.01)
-    )
+    model = _Waves((1, *3 * (run.size(16, 64),), 1), 20.0)
+    return _fitted(run, _sound(run.size(512, 1536)), model, partial(Adam, lr=1e-3), falling(run.steps, 0.01))
 
 
 def _fitted_deep(run: Run) -> Training:
     model = _Waves((2, *5 * (run.size(16, 48),), 3), 10.0)
-    adamw = partial(torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.99), weight_decay=1e-4)
+    adamw = partial(AdamW, lr=1e-3, betas=(0.9, 0.99), weight_decay=1e-4)
     return _fitted(run, _pixels(run.size(16, 40)), model, adamw, cosine(run.steps, 0.01))
 
 
 def _fitted_bells(run: Run) -> Training:
-    width = run.size(16, 64)
-    model = _Waves((2, width, width, width, 3), 6.0, bells=True)
-    adam = partial(torch.optim.Adam, lr=2e-3)
-    return _fitted(run, _pixels(run.size(16, 40)), model, adam, cosine(run.steps, 0.01))
+    model = _Waves((2, *3 * (run.size(16, 64),), 3), 6.0, bells=True)
+    return _fitted(run, _pixels(run.size(16, 40)), model, partial(Adam, lr=2e-3), cosine(run.steps, 0.01))
 
 
 def _on_points(run: Run, model: Any, optimizer: Optimizer, rate: Rate) -> Training:
-    held = held_out(partial(_points, 512), 10, PROBE), held_out(partial(_points, 2048), 100, 4)
-    return training(model, model.loss, partial(_points, 256), run.seed, *held, optimizer, rate=rate)
+    held = partial(_points, 512), partial(_points, 2048)
+    return on_drawn(run, model, partial(_points, 256), optimizer, held=held, truth=(4, 4), rate=rate)
 
 
 def _poisson(run: Run) -> Training:
     model = _Poisson(*run.size((16, 8), (64, 32)))
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    return _on_points(run, model, adamw, rate=cosine(run.steps))
+    return _on_points(run, model, AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4), cosine(run.steps))
 
 
 def _surrogate(run: Run) -> Training:
     width = run.size(16, 96)
-    inner = (
-        nn.Linear(8, width),
-        nn.GELU(),
-        nn.Linear(width, width),
-        nn.GELU(),
-        nn.Linear(width, width),
-        nn.GELU(),
-    )
-    model = nn.Sequential(*inner, nn.Linear(width, 1))
+    model = _Surrogate(*mlp(8, width, width, width, 1))
     known = torch.rand(4096, 8, generator=generator(0, 1))
-
-    def loss(cube: Tensor) -> Tensor:
-        return F.mse_loss(model(cube)[:, 0], _borehole(cube))
 
     def batch(drawn: torch.Generator) -> Tensor:
         return known[torch.randint(len(known), (256,), generator=drawn)]
@@ -265,16 +246,14 @@ def _surrogate(run: Run) -> Training:
     def unknown(count: int, drawn: torch.Generator) -> Tensor:
         return torch.rand(count, 8, generator=drawn)
 
-    held = held_out(partial(unknown, 512), 10, PROBE), held_out(partial(unknown, 4096), 100, 4)
-    adam = torch.optim.Adam(model.parameters(), lr=2e-3)
+    held, adam = (partial(unknown, 512), partial(unknown, 4096)), Adam(model.parameters(), lr=2e-3)
     rate: Rate = lambda step: 0.5 ** (4 * min(1.0, step / run.steps))  # noqa: E731
-    return training(model, loss, batch, run.seed, *held, adam, rate=rate)
+    return on_drawn(run, model, batch, adam, held=held, truth=(4, 4), rate=rate)
 
 
 def _heat(run: Run) -> Training:
     model = _Heat(run.size(16, 64))
-    adam = torch.optim.Adam(model.parameters(), lr=2e-3)
-    made = _on_points(run, model, adam, rate=_falling(run, 0.05))
+    made = _on_points(run, model, Adam(model.parameters(), lr=2e-3), rate=falling(run.steps, 0.05))
     made.also = {"distance to the solution": mean_loss(model, model.error, [_points(8192, generator(0, 50))])}
     return made
 
@@ -307,31 +286,24 @@ class _Closing(Training):
 
 def _heat_closing(run: Run) -> Training:
     made = _heat(run)
-    last = torch.optim.LBFGS(
-        made.model.parameters(), max_iter=4, history_size=10, line_search_fn="strong_wolfe"
-    )
+    last = LBFGS(made.model.parameters(), max_iter=4, history_size=10, line_search_fn="strong_wolfe")
     fields = {**vars(made), "optimizers": [*made.optimizers, last]}
     fixed = _points(512, generator(run.seed, 999_999))
     return _Closing(**fields, closes=run.steps * 6 // 11, fixed=fixed)
 
 
 HEAT = (
-    Kind(name="pinn", title="Equation of heat, Adam", build=_heat, every=200),
-    Kind(name="pinn-lbfgs", title="Equation of heat, Adam, then L-BFGS", build=_heat_closing, every=120),
+    Kind("pinn", "Equation of heat, Adam", _heat, 200),
+    Kind("pinn-lbfgs", "Equation of heat, Adam, then L-BFGS", _heat_closing, 120),
 )
 FIELDS = (
-    Kind(name="sines", title="Picture by a network of sines, Adam", build=_sines, every=160),
-    Kind(name="poisson", title="Poisson's equation, Fourier features, AdamW", build=_poisson, every=160),
-    Kind(name="borehole", title="Function of a simulation, Adam", build=_surrogate, every=300),
+    Kind("sines", "Picture by a network of sines, Adam", _sines, 160),
+    Kind("poisson", "Poisson's equation, Fourier features, AdamW", _poisson, 160),
+    Kind("borehole", "Function of a simulation, Adam", _surrogate, 300),
 )
 FITTED = (
-    Kind(name="sines-fit", title="Picture by heart, sines, Adam, cosine", build=_fitted_picture, every=160),
-    Kind(name="sines-sound", title="Sound by heart, sines, Adam", build=_fitted_sound, every=120),
-    Kind(
-        name="sines-deep",
-        title="Picture by heart, five layers of sines, AdamW",
-        build=_fitted_deep,
-        every=120,
-    ),
-    Kind(name="bells-fit", title="Picture by heart, bells, Adam", build=_fitted_bells, every=120),
+    Kind("sines-fit", "Picture by heart, sines, Adam, cosine", _fitted_picture, 160),
+    Kind("sines-sound", "Sound by heart, sines, Adam", _fitted_sound, 120),
+    Kind("sines-deep", "Picture by heart, five layers of sines, AdamW", _fitted_deep, 120),
+    Kind("bells-fit", "Picture by heart, bells, Adam", _fitted_bells, 120),
 )

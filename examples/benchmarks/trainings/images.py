@@ -11,18 +11,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from trainings.base import (
-    PROBE,
     Kind,
+    Made,
     Run,
     Training,
+    attention,
     chosen,
     cosine,
     generator,
-    held_out,
     mean_loss,
+    mlp,
+    on_drawn,
     split,
     training,
     warm_cosine,
@@ -33,19 +35,22 @@ from trainings.optimizers import Lion
 _SIZE = 20
 
 
-class ViT(nn.Module):
+class _Classifier(nn.Module):
+    """Names what an image shows."""
+
+    def loss(self, pairs: tuple[Tensor, Tensor]) -> Tensor:
+        """Mean cross-entropy of images and kinds."""
+        return F.cross_entropy(self(pairs[0]), pairs[1])
+
+
+class _ViT(_Classifier):
     """A vision transformer that averages its tokens."""
 
     def __init__(self, size: int, patch: int, width: int, layers: int) -> None:
         super().__init__()
         self.patches = nn.Conv2d(1, width, patch, stride=patch)
         self.position = nn.Parameter(0.02 * torch.randn((size // patch) ** 2, width))
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, 4, 3 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(attention(width, 3 * width) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, SHAPES)
 
@@ -69,7 +74,7 @@ class _Residual(nn.Module):
         return (inner + self.skip(x)).relu()
 
 
-class ResNet(nn.Module):
+class _ResNet(_Classifier):
     """Residual blocks with BatchNorm at three sizes of the image."""
 
     def __init__(self, width: int) -> None:
@@ -85,7 +90,7 @@ class ResNet(nn.Module):
         return self.head(self.blocks(self.norm(self.stem(images)).relu()).mean((2, 3)))
 
 
-class Denoiser(nn.Module):
+class _Denoiser(nn.Module):
     """A small U-Net that names the noise in an image, told how much of it there is."""
 
     def __init__(self, width: int) -> None:
@@ -111,28 +116,20 @@ class Denoiser(nn.Module):
         return self.last(F.silu(self.last_norm(joined)))
 
 
-def denoising_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def _denoising_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Mean squared error of the noise, of images, noise of their shape, and how far they are gone, from 0 to 1."""
     images, noise, level = batch
     angle = level[:, None, None, None] * (math.pi / 2)
     return F.mse_loss(model(images * angle.cos() + noise * angle.sin(), level), noise)
 
 
-class Autoencoder(nn.Module):
+class _Autoencoder(nn.Module):
     """A variational autoencoder of fully connected layers; `code` numbers stand for an image."""
 
     def __init__(self, pixels: int, width: int, code: int) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(
-            nn.Linear(pixels, width),
-            nn.GELU(),
-            nn.Linear(width, width),
-            nn.GELU(),
-            nn.Linear(width, 2 * code),
-        )
-        self.decoder = nn.Sequential(
-            nn.Linear(code, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, pixels)
-        )
+        self.encoder = mlp(pixels, width, width, 2 * code)
+        self.decoder = mlp(code, width, width, pixels)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """The negative bound of the likelihood in nats per image, but for a constant, of images and the noise of the draw."""
@@ -173,22 +170,25 @@ class _Sign(torch.autograd.Function):
         return gradients[0], None
 
 
-def _coarse_signs(width: int, threshold: float) -> nn.Sequential:
+class _Stack(nn.Sequential, _Classifier):
+    """Layers that name what an image shows."""
+
+
+def _coarse_signs(width: int, threshold: float = 0.0) -> _Stack:
     layers: list[nn.Module] = []
     for entering, leaving in ((1, width), (width, 2 * width), (2 * width, 2 * width)):
         layers += [_Signs(nn.Conv2d(entering, leaving, 3, 2, 1, bias=False), threshold), nn.Hardtanh()]
-    return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(SHAPES))
+    return _Stack(*layers, nn.Flatten(), nn.LazyLinear(SHAPES))
 
 
-def _fine_signs(width: int) -> nn.Sequential:
+def _fine_signs(width: int) -> _Stack:
     first, second = (nn.Linear(entering, width, bias=False) for entering in (256, width))
     signs = (_Signs(first), nn.Hardtanh(), _Signs(second), nn.Hardtanh())
-    return nn.Sequential(nn.Flatten(), *signs, nn.Linear(width, SHAPES))
+    return _Stack(nn.Flatten(), *signs, nn.Linear(width, SHAPES))
 
 
-def _perceptron(width: int) -> nn.Sequential:
-    inner = (nn.Linear(256, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
-    return nn.Sequential(nn.Flatten(), *inner, nn.Linear(width, SHAPES))
+def _perceptron(width: int) -> _Stack:
+    return _Stack(nn.Flatten(), *mlp(256, width, width, SHAPES))
 
 
 # --- classifiers --------------------------------------------------------------------------------------------
@@ -199,56 +199,43 @@ def _pool(run: Run, count: int, size: int = _SIZE) -> tuple[tuple[Tensor, Tensor
     return images(0, run.size(256, count), size), images(1, 192, size), images(2, run.size(128, 2048), size)
 
 
-def _classifier(
-    model: nn.Module, run: Run, count: int, batch: int, *optimizers: Optimizer, **more: Any
+def _epochs(
+    run: Run, model: _Classifier, count: int, batch: int, optimizer: Optimizer, **more: Any
 ) -> Training:
     """Every epoch takes each of a fixed set once, in another order."""
-    train, probe, truth = _pool(run, count)
-
-    def loss(pairs: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(pairs[0]), pairs[1])
+    train, *held = _pool(run, count)
 
     def train_loss(index: int) -> Tensor:
         each = len(train[0]) // batch
         order = torch.randperm(len(train[0]), generator=generator(run.seed, index // each))
         taken = order[index % each * batch :][:batch]
-        return loss((train[0][taken], train[1][taken]))
+        return model.loss((train[0][taken], train[1][taken]))
 
-    made = training(
-        model, loss, chosen(train, batch), run.seed, split(probe, 64), split(truth, 64), *optimizers, **more
-    )
-    made.train_loss = train_loss
-    return made
+    batches, draw = [split(part, 64) for part in held], chosen(train, batch)
+    return training(run, model, model.loss, draw, batches, optimizer, train_loss=train_loss, **more)
 
 
 def _vit(run: Run) -> Training:
-    model = ViT(_SIZE, 4, *run.size((32, 2), (96, 4)))
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
+    model = _ViT(_SIZE, 4, *run.size((32, 2), (96, 4)))
+    adamw = AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     rate = warm_cosine(run.steps, max(1, run.steps // 6), 0.02)
-    return _classifier(model, run, 16_384, run.size(32, 48), adamw, rate=rate, clip=1.0)
+    return _epochs(run, model, 16_384, run.size(32, 48), adamw, rate=rate, clip=1.0)
 
 
 def resnet(run: Run) -> Training:
     """So few images that their loss comes near zero."""
-    model = ResNet(run.size(8, 20))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    return _classifier(model, run, 800, 40, sgd, rate=cosine(run.steps, 0.002))
+    model = _ResNet(run.size(8, 20))
+    sgd = SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    return _epochs(run, model, 800, 40, sgd, rate=cosine(run.steps, 0.002))
 
 
-def _classified(
-    network: Callable[[int], nn.Module],
-    sizes: tuple[int, int],
-    optimizer: Callable[[Any], Optimizer],
-    run: Run,
-    clamped: bool = True,
+def _drawn(
+    network: Callable[[int], _Stack], sizes: tuple[int, int], optimizer: Made, run: Run, clamped: bool = True
 ) -> Training:
     """Smaller images; weights that are taken by their signs are kept between -1 and 1."""
-    train, probe, truth = _pool(run, 8192, 16)
+    train, *held = _pool(run, 8192, 16)
     model = network(run.size(*sizes))
     model(train[0][:4])  # which sets the size of the last layer
-
-    def loss(pairs: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(pairs[0]), pairs[1])
 
     @torch.no_grad()
     def clamp() -> None:
@@ -256,24 +243,13 @@ def _classified(
             if name.endswith("layer.weight"):
                 parameter.clamp_(-1, 1)
 
-    return training(
-        model,
-        loss,
-        chosen(train, 64),
-        run.seed,
-        split(probe, 64),
-        split(truth, 64),
+    batches, made, rate = (
+        [split(part, 64) for part in held],
         optimizer(model.parameters()),
-        rate=cosine(run.steps, 0.05),
-        after_step=clamp if clamped else None,
+        cosine(run.steps, 0.05),
     )
-
-
-_NADAM = partial(torch.optim.NAdam, lr=2e-3)
-_MLP_NADAM = partial(torch.optim.NAdam, lr=1e-3, betas=(0.95, 0.999))
-_TERNARY = partial(torch.optim.AdamW, lr=2e-3, weight_decay=1e-3)
-_SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-_coarse = partial(_coarse_signs, threshold=0.0)
+    after = clamp if clamped else None
+    return training(run, model, model.loss, chosen(train, 64), batches, made, rate=rate, after_step=after)
 
 
 # --- diffusion, autoencoders --------------------------------------------------------------------------------
@@ -284,12 +260,7 @@ class _Average:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.model.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.model.load_state_dict(state)
+        self.state_dict, self.load_state_dict = self.model.state_dict, self.model.load_state_dict
 
 
 class _WithAverage(nn.Module):
@@ -302,7 +273,7 @@ class _WithAverage(nn.Module):
 
 
 def _diffusion(run: Run, inside: bool) -> Training:
-    network = Denoiser(run.size(8, 32))
+    network = _Denoiser(run.size(8, 32))
     train, probe, truth = (pool[0] for pool in _pool(run, 16_384))
 
     def noised(pictures: Tensor, drawn: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -311,9 +282,6 @@ def _diffusion(run: Run, inside: bool) -> Training:
 
     def batch(drawn: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         return noised(train[torch.randint(len(train), (run.size(16, 32),), generator=drawn)], drawn)
-
-    def batches(pictures: Tensor, part: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return [noised(some, generator(0, part + i)) for i, some in enumerate(pictures.split(64))]
 
     beside = None if inside else _Average(network)
     model = _WithAverage(network) if inside else network
@@ -325,30 +293,25 @@ def _diffusion(run: Run, inside: bool) -> Training:
         for mine, live in zip(average.parameters(), network.parameters(), strict=True):
             mine.lerp_(live, share)
 
-    told, untold = (network, average) if inside else (average, network)
+    def measure(measured: nn.Module, pictures: Tensor, part: int) -> Callable[[], float]:
+        batches = [noised(some, generator(0, part + i)) for i, some in enumerate(pictures.split(64))]
+        return mean_loss(measured, partial(_denoising_loss, measured), batches)
+
+    known, unknown = (network, average) if inside else (average, network)
+    adamw = AdamW(network.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01)
     made = training(
-        model,
-        partial(denoising_loss, network),
-        batch,
-        run.seed,
-        [],
-        [],
-        torch.optim.AdamW(network.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01),
+        run, model, partial(_denoising_loss, network), batch, ([], []), adamw, clip=1.0, after_step=update,
         rate=lambda step: min(1.0, (step + 1) / (run.steps // 10 + 1)),
-        clip=1.0,
         stateful={} if beside is None else {"average": beside},
-        after_step=update,
-    )
-    made.probe = mean_loss(told, partial(denoising_loss, told), batches(probe, 10))
-    made.final = mean_loss(told, partial(denoising_loss, told), batches(truth, 1000))
-    name = "average" if inside else "network"
-    made.also = {name: mean_loss(untold, partial(denoising_loss, untold), batches(truth, 1000))}
+    )  # fmt: skip
+    made.probe, made.final = measure(known, probe, 10), measure(known, truth, 1000)
+    made.also = {"average" if inside else "network": measure(unknown, truth, 1000)}
     return made
 
 
 def _vae_lion(run: Run) -> Training:
     code, batch = 12, 256
-    model = Autoencoder(_SIZE**2, run.size(64, 384), code)
+    model = _Autoencoder(_SIZE**2, run.size(64, 384), code)
     train, probe, truth = (pool[0] for pool in _pool(run, 16_384))
 
     def with_noise(pictures: Tensor, part: int) -> list[tuple[Tensor, ...]]:
@@ -358,89 +321,59 @@ def _vae_lion(run: Run) -> Training:
         taken = train[torch.randint(len(train), (batch,), generator=numbers)]
         return taken, torch.randn(batch, code, generator=numbers)
 
-    lion = Lion(model.parameters(), lr=3e-4, weight_decay=0.0)
-    held = with_noise(probe, 10), with_noise(truth, 20)
-    return training(model, model.loss, drawn, run.seed, *held, lion, rate=cosine(run.steps, 0.1))
+    lion, held = Lion(model.parameters(), lr=3e-4), (with_noise(probe, 10), with_noise(truth, 20))
+    return training(run, model, model.loss, drawn, held, lion, rate=cosine(run.steps, 0.1))
 
 
 def _vae_nadam(run: Run) -> Training:
     size = 16
-    model = Autoencoder(size * size, run.size(32, 160), 8)
-    nadam = torch.optim.NAdam(model.parameters(), lr=1e-3, weight_decay=1e-2, decoupled_weight_decay=True)
+    model = _Autoencoder(size * size, run.size(32, 160), 8)
+    nadam = NAdam(model.parameters(), lr=1e-3, weight_decay=1e-2, decoupled_weight_decay=True)
     train, held = images(0, run.size(256, 4096), size)[0], images(1, run.size(512, 2560), size)[0]
 
-    def of(pool: Tensor) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
-        def drawn(numbers: torch.Generator) -> tuple[Tensor, Tensor]:
-            taken = pool[torch.randint(len(pool), (64,), generator=numbers)]
-            return taken, torch.randn(64, 8, generator=numbers)
+    def drawn(pool: Tensor, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
+        taken = pool[torch.randint(len(pool), (64,), generator=numbers)]
+        return taken, torch.randn(64, 8, generator=numbers)
 
-        return drawn
-
-    made = training(
-        model,
-        model.loss,
-        of(train),
-        run.seed,
-        held_out(of(held[:256]), 10, PROBE),
-        held_out(of(held[256:]), 100, run.size(4, 32)),
-        nadam,
-        rate=cosine(run.steps, 0.1),
-    )
+    parts, rate = (partial(drawn, held[:256]), partial(drawn, held[256:])), cosine(run.steps, 0.1)
+    made = on_drawn(run, model, partial(drawn, train), nadam, held=parts, truth=(4, 32), rate=rate)
     whole = made.train_loss
     made.train_loss = lambda index: whole(index) / 100
     return made
 
 
 IMAGES = (
-    Kind(name="vit", title="ViT with warm-up, AdamW", build=_vit, every=27),
+    Kind("vit", "ViT with warm-up, AdamW", _vit, 27),
+    Kind("resnet", "ResNet with BatchNorm, SGD with Nesterov's momentum, to near-zero loss", resnet, 44, late=True),
+    Kind("diffusion", "Diffusion, average inside the model, the network measured", partial(_diffusion, inside=True), 27),
     Kind(
-        name="resnet",
-        title="ResNet with BatchNorm, SGD with Nesterov's momentum, to near-zero loss",
-        build=resnet,
-        every=44,
-        late=True,
+        "diffusion-average", "Diffusion, average beside the model, only that measured", partial(_diffusion, inside=False), 27
     ),
-    Kind(
-        name="diffusion",
-        title="Diffusion, average inside the model, the network measured",
-        build=partial(_diffusion, inside=True),
-        every=27,
-    ),
-    Kind(
-        name="diffusion-average",
-        title="Diffusion, average beside the model, only that measured",
-        build=partial(_diffusion, inside=False),
-        every=27,
-    ),
-    Kind(name="vae-lion", title="Variational autoencoder, Lion", build=_vae_lion, every=80, late=True),
-)
-VAE_NADAM = Kind(
-    name="vae-nadam", title="Variational autoencoder, NAdam with decay", build=_vae_nadam, every=30
-)
-MLP_NADAM = Kind(
-    name="mlp-nadam",
-    title="Classifier, NAdam (0.95, 0.999)",
-    build=partial(_classified, _perceptron, (32, 128), _MLP_NADAM, clamped=False),
-    every=30,
-)
+    Kind("vae-lion", "Variational autoencoder, Lion", _vae_lion, 80, late=True),
+)  # fmt: skip
+_NADAM = partial(NAdam, lr=2e-3)
+_MLP = partial(_drawn, _perceptron, (32, 128), partial(NAdam, lr=1e-3, betas=(0.95, 0.999)), clamped=False)
+_COARSE, _TERNARY = partial(_drawn, _coarse_signs, (8, 24)), partial(_coarse_signs, threshold=0.05)
+VAE_NADAM = Kind("vae-nadam", "Variational autoencoder, NAdam with decay", _vae_nadam)
+MLP_NADAM = Kind("mlp-nadam", "Classifier, NAdam (0.95, 0.999)", _MLP)
 SIGNS = tuple(
-    Kind(name=name, title=title, build=partial(_classified, network, sizes, optimizer), every=24)
-    for name, title, network, sizes, optimizer in (
-        ("binary", "Signs as weights, convolutions, BatchNorm, NAdam", _coarse, (8, 24), _NADAM),
+    Kind(name, title, build, 24)
+    for name, title, build in (
+        ("binary", "Signs as weights, convolutions, BatchNorm, NAdam", partial(_COARSE, _NADAM)),
         (
             "ternary",
             "Signs and zeros as weights, convolutions, BatchNorm, AdamW",
-            partial(_coarse_signs, threshold=0.05),
-            (8, 24),
-            _TERNARY,
+            partial(_drawn, _TERNARY, (8, 24), partial(AdamW, lr=2e-3, weight_decay=1e-3)),
         ),
-        ("binary-sgd", "Signs as weights, convolutions, BatchNorm, SGD", _coarse, (8, 24), _SGD),
+        (
+            "binary-sgd",
+            "Signs as weights, convolutions, BatchNorm, SGD",
+            partial(_COARSE, partial(SGD, lr=0.05, momentum=0.9)),
+        ),
         (
             "binary-mlp",
             "Signs as weights, BatchNorm, Adam",
-            _fine_signs,
-            (32, 128),
-            partial(torch.optim.Adam, lr=2e-3),
+            partial(_drawn, _fine_signs, (32, 128), partial(Adam, lr=2e-3)),
         ),
     )
 )

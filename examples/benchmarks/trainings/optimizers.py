@@ -3,81 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 
-class Lion(Optimizer):
-    """Moves every weight by the learning rate in the direction of the sign of an average of gradients (arXiv 2302.06675).
+class _Each(Optimizer):
+    """An optimizer that updates each parameter by itself."""
 
-    Args:
-        params: as of any optimizer.
-        lr: a third to a tenth of what Adam would take.
-        betas: of the average whose sign is taken, and of the one that is kept.
-        weight_decay: decoupled, as AdamW's.
-    """
+    OPTIONS: ClassVar[dict[str, Any]] = {"lr": 1e-3}
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        super().__init__(params, {**self.OPTIONS, **options})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One step; `closure` is not called."""
+        """Make one step; `closure` is not called."""
         for group in self.param_groups:
-            fast, slow = group["betas"]
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                average = state["exp_avg"]
-                direction = average.mul(fast).add_(parameter.grad, alpha=1 - fast).sign_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(direction, alpha=-group["lr"])
-                average.mul_(slow).add_(parameter.grad, alpha=1 - slow)
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
 
-
-class Muon(Optimizer):
-    """Momentum whose update is made orthogonal, for matrices (Jordan et al. 2024); a stack of matrices one by one.
-
-    Args:
-        params: matrices, or stacks of them.
-        lr: how far the singular values move at a step.
-        momentum: of the average of gradients; Nesterov's form.
-        weight_decay: decoupled.
-    """
-
-    def __init__(
-        self, params: Iterable[Any], lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.0
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        """Move one parameter."""
+        raise NotImplementedError
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One step; `closure` is not called."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                buffer = state["momentum_buffer"]
-                buffer.lerp_(parameter.grad, 1 - group["momentum"])
-                update = _orthogonal(parameter.grad.lerp(buffer, group["momentum"]))
-                scale = max(1.0, parameter.shape[-2] / parameter.shape[-1]) ** 0.5
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * scale)
+
+class Lion(_Each):
+    """Moves every weight by the learning rate in the direction of the sign of an average of gradients (arXiv 2302.06675)."""
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """See `_Each.update`."""
+        fast, slow = group["betas"]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        average = state["exp_avg"]
+        direction = average.mul(fast).add_(gradient, alpha=1 - fast).sign_()
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(direction, alpha=-group["lr"])
+        average.mul_(slow).add_(gradient, alpha=1 - slow)
+
+
+class Muon(_Each):
+    """Momentum whose update is made orthogonal, for matrices (Jordan et al. 2024); a stack of matrices one by one."""
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """See `_Each.update`."""
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        update = _orthogonal(gradient.lerp(buffer, group["momentum"]))
+        scale = max(1.0, parameter.shape[-2] / parameter.shape[-1]) ** 0.5
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * scale)
 
 
 def _orthogonal(matrix: Tensor, rounds: int = 5) -> Tensor:
@@ -92,99 +83,75 @@ def _orthogonal(matrix: Tensor, rounds: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
-class AdEMAMix(Optimizer):
+class AdEMAMix(_Each):
     """Adam with a second, slow average of gradients beside the first (arXiv 2409.03137), without its warm-ups."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float, float] = (0.9, 0.999, 0.999),
-        alpha: float = 2.0,
+    OPTIONS: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999, 0.999), "alpha": 2.0}
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "alpha": alpha})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Make one step; `closure` is not called."""
-        for group in self.param_groups:
-            fast, second, slow = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = 0
-                    for name in ("exp_avg", "exp_avg_slow", "exp_avg_sq"):
-                        state[name] = torch.zeros_like(parameter)
-                state["step"] += 1
-                state["exp_avg"].lerp_(parameter.grad, 1 - fast)
-                state["exp_avg_slow"].lerp_(parameter.grad, 1 - slow)
-                state["exp_avg_sq"].lerp_(parameter.grad.square(), 1 - second)
-                mean = state["exp_avg"] / (1 - fast ** state["step"]) + group["alpha"] * state["exp_avg_slow"]
-                root = (state["exp_avg_sq"] / (1 - second ** state["step"])).sqrt_().add_(1e-8)
-                parameter.addcdiv_(mean, root, value=-group["lr"])
+        """See `_Each.update`."""
+        fast, second, slow = group["betas"]
+        if not state:
+            state["step"] = 0
+            for name in ("exp_avg", "exp_avg_slow", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter)
+        state["step"] += 1
+        state["exp_avg"].lerp_(gradient, 1 - fast)
+        state["exp_avg_slow"].lerp_(gradient, 1 - slow)
+        state["exp_avg_sq"].lerp_(gradient.square(), 1 - second)
+        mean = state["exp_avg"] / (1 - fast ** state["step"]) + group["alpha"] * state["exp_avg_slow"]
+        root = (state["exp_avg_sq"] / (1 - second ** state["step"])).sqrt_().add_(1e-8)
+        parameter.addcdiv_(mean, root, value=-group["lr"])
 
 
-class RenamedAdam(Optimizer):
+class RenamedAdam(_Each):
     """An optimizer of nobody's, with a first and a second moment of its own names and the updates of Adam."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Make one step; `closure` is not called."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["mu"], state["nu"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-                state["mu"].lerp_(parameter.grad, 0.1)
-                state["nu"].lerp_(parameter.grad.square(), 0.01)
-                parameter.addcdiv_(state["mu"], state["nu"].sqrt().add_(1e-8), value=-group["lr"])
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """See `_Each.update`."""
+        if not state:
+            state["mu"], state["nu"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        state["mu"].lerp_(gradient, 0.1)
+        state["nu"].lerp_(gradient.square(), 0.01)
+        parameter.addcdiv_(state["mu"], state["nu"].sqrt().add_(1e-8), value=-group["lr"])
 
 
 _BLOCK = 256
 
 
-def _map(signed: bool) -> torch.Tensor:
+def _map(signed: bool) -> Tensor:
     """The values of 8-bit codes, in units of a block's largest: denser towards zero, as in 8-bit optimizers (arXiv 2110.02861)."""
-    count = 127 if signed else 255
-    positive = torch.logspace(-6.0 if signed else -7.0, 0.0, count)
-    zero = torch.zeros(1)
-    return torch.cat([-positive.flip(0), zero, positive]) if signed else torch.cat([zero, positive])
+    positive = torch.logspace(-6.0 if signed else -7.0, 0.0, 127 if signed else 255)
+    return torch.cat([*([-positive.flip(0)] if signed else []), torch.zeros(1), positive])
 
 
-class Adam8bit(Optimizer):
+class Adam8bit(_Each):
     """Adam whose moments are 8-bit codes of blocks of 256 elements, laid out and named as bitsandbytes' ``AdamW8bit`` has them.
 
     bitsandbytes itself makes steps on GPUs only.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Make one step; `closure` is not called."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = 0
-                    for number, signed in ((1, True), (2, False)):
-                        blocks = -(-parameter.numel() // _BLOCK)
-                        state[f"qmap{number}"] = _map(signed)
-                        zero = 127 if signed else 0
-                        state[f"state{number}"] = torch.full_like(parameter, zero, dtype=torch.uint8)
-                        state[f"absmax{number}"] = torch.zeros(blocks)
-                state["step"] += 1
-                first = self._moment(state, 1, parameter.grad, 0.9)
-                second = self._moment(state, 2, parameter.grad.square(), 0.999)
-                mean = first / (1 - 0.9 ** state["step"])
-                root = (second / (1 - 0.999 ** state["step"])).sqrt_().add_(1e-8)
-                parameter.addcdiv_(mean, root, value=-group["lr"])
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """See `_Each.update`."""
+        if not state:
+            state["step"] = 0
+            for number, signed in ((1, True), (2, False)):
+                zero, blocks = 127 if signed else 0, -(-parameter.numel() // _BLOCK)
+                state[f"qmap{number}"] = _map(signed)
+                state[f"state{number}"] = torch.full_like(parameter, zero, dtype=torch.uint8)
+                state[f"absmax{number}"] = torch.zeros(blocks)
+        state["step"] += 1
+        first = self._moment(state, 1, gradient, 0.9)
+        second = self._moment(state, 2, gradient.square(), 0.999)
+        mean = first / (1 - 0.9 ** state["step"])
+        root = (second / (1 - 0.999 ** state["step"])).sqrt_().add_(1e-8)
+        parameter.addcdiv_(mean, root, value=-group["lr"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As bitsandbytes does it: torch turns all state into the parameter's dtype, and codes stay bytes."""
@@ -193,7 +160,7 @@ class Adam8bit(Optimizer):
             for name in ("state1", "state2"):
                 state[name] = state[name].to(torch.uint8)
 
-    def _moment(self, state: dict[str, Any], number: int, new: torch.Tensor, beta: float) -> torch.Tensor:
+    def _moment(self, state: dict[str, Any], number: int, new: Tensor, beta: float) -> Tensor:
         """Decode a moment, take a gradient into it, and code it again."""
         codes, points = state[f"state{number}"], state[f"qmap{number}"]
         scale = state[f"absmax{number}"].repeat_interleave(_BLOCK)[: codes.numel()].view_as(codes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -19,11 +18,13 @@ from trainings.base import (
     Kind,
     Run,
     Training,
+    attention,
     decayed,
     generator,
     held_out,
     mean_loss,
-    training,
+    mlp,
+    on_drawn,
     warm_cosine,
 )
 
@@ -42,10 +43,7 @@ class _TwoTowers(nn.Module):
         )
         self.symbols = nn.Embedding(symbols, width)
         self.places = nn.Parameter(0.02 * torch.randn(length, width))
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.text = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.text = nn.TransformerEncoder(attention(width, 2 * width), 2, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width)
         self.out = nn.Linear(width, width, bias=False)
         self.scale = nn.Parameter(torch.tensor(1 / 0.07).log())
@@ -88,21 +86,14 @@ def _pairs(drawn: torch.Generator, count: int = 128) -> tuple[Tensor, Tensor]:
 def _clip(run: Run) -> Training:
     model = _TwoTowers(run.size(16, 96), _TRAITS * _KINDS, _LENGTH, _PIXELS)
     adamw = torch.optim.AdamW(decayed(model, 0.2), lr=1e-3, betas=(0.9, 0.98), eps=1e-6)
-    held = held_out(_pairs, 10, PROBE), held_out(_pairs, 100, run.size(4, 40))
     rate = warm_cosine(run.steps, run.steps // 10, 0.01)
-    return training(model, model.loss, _pairs, run.seed, *held, adamw, rate=rate, after_step=model.limit)
+    return on_drawn(run, model, _pairs, adamw, rate=rate, after_step=model.limit)
 
 
 # --- reinforcement learning -----------------------------------------------------------------------------------
 
 _TORQUES = torch.tensor([-2.0, -0.7, 0.0, 0.7, 2.0])
 _DISCOUNT = 0.97
-
-
-def _values(width: int) -> nn.Sequential:
-    """What each action is worth in a state."""
-    inner = (nn.Linear(3, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
-    return nn.Sequential(*inner, nn.Linear(width, len(_TORQUES)))
 
 
 def _pendulum(angle: Tensor, speed: Tensor, torque: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,7 +204,8 @@ def _anywhere(count: int, number: int) -> Tensor:
 
 
 def _dqn(run: Run, probe: str) -> Training:
-    model = _values(run.size(32, 160))
+    width = run.size(32, 160)
+    model = mlp(3, width, width, len(_TORQUES), form=nn.ReLU)  # what each action is worth in a state
     target = copy.deepcopy(model).requires_grad_(False)
     replay = _Replay(run.size(2_000, 20_000), 32, 1000 + run.seed)
     loss = partial(_difference, model, target)
@@ -252,16 +244,9 @@ class _Game(nn.Module):
 
     def __init__(self, width: int, noise: int) -> None:
         super().__init__()
-        self.generator = nn.Sequential(
-            nn.Linear(noise, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2)
-        )
-        self.critic = nn.Sequential(
-            nn.Linear(2, width),
-            nn.LeakyReLU(0.2),
-            spectral_norm(nn.Linear(width, width)),
-            nn.LeakyReLU(0.2),
-            nn.Linear(width, 1),
-        )
+        self.generator = mlp(noise, width, width, 2, form=nn.ReLU)
+        first, middle = nn.Linear(2, width), spectral_norm(nn.Linear(width, width))
+        self.critic = nn.Sequential(first, nn.LeakyReLU(0.2), middle, nn.LeakyReLU(0.2), nn.Linear(width, 1))
 
     def loss(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         """Both sides' losses at once: each side's gradients are those of its own."""
@@ -290,24 +275,6 @@ def _sliced(made: Tensor, true: Tensor) -> Tensor:
     return ((made @ seen).sort(0).values - (true @ seen).sort(0).values).abs().mean()
 
 
-class _Both:
-    """Schedulers that make a step together."""
-
-    def __init__(self, *schedulers: Any) -> None:
-        self._schedulers = schedulers
-
-    def step(self) -> None:
-        for scheduler in self._schedulers:
-            scheduler.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {str(at): one.state_dict() for at, one in enumerate(self._schedulers)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for at, one in enumerate(self._schedulers):
-            one.load_state_dict(state[str(at)])
-
-
 def _gan(run: Run) -> Training:
     noise = 8
     model = _Game(run.size(24, 128), noise)
@@ -321,30 +288,23 @@ def _gan(run: Run) -> Training:
     made = torch.optim.Adam(model.generator.parameters(), lr=2e-4, betas=(0.0, 0.99))
     judged = torch.optim.Adam(model.critic.parameters(), lr=1e-3, betas=(0.5, 0.99))
     rate = warm_cosine(run.steps, 1, 0.02)
+    judged_rate = LambdaLR(judged, rate)
     return Training(
         model=model,
         optimizers=[made, judged],
         train_loss=lambda index: model.loss(batch(256, generator(run.seed, index))),
         probe=mean_loss(model, distance, held_out(partial(batch, 1024), 10, PROBE)),
         final=mean_loss(model, distance, held_out(partial(batch, 4096), 100, run.size(2, 10))),
-        scheduler=_Both(LambdaLR(made, rate), LambdaLR(judged, rate)),
+        scheduler=LambdaLR(made, rate),
+        stateful={"critic_scheduler": judged_rate},
+        after_step=judged_rate.step,
     )
 
 
+_RETURN, _DIFFERENCE = partial(_dqn, probe="return"), partial(_dqn, probe="difference")
 PLAY = (
-    Kind(name="clip", title="Two towers, AdamW (0.9, 0.98), learned temperature", build=_clip, every=54),
-    *(
-        Kind(name=name, title=title, build=partial(_dqn, probe=probe), every=330, quick_every=12)
-        for name, title, probe in (
-            ("dqn", "Double DQN, Adam, its return measured", "return"),
-            ("dqn-difference", "Double DQN, Adam, the temporal difference measured", "difference"),
-        )
-    ),
-    Kind(
-        name="gan",
-        title="GAN, Adam (0, 0.99) against Adam (0.5, 0.99)",
-        build=_gan,
-        every=240,
-        quick_every=20,
-    ),
+    Kind("clip", "Two towers, AdamW (0.9, 0.98), learned temperature", _clip, 54),
+    Kind("dqn", "Double DQN, Adam, its return measured", _RETURN, 330, 12),
+    Kind("dqn-difference", "Double DQN, Adam, the temporal difference measured", _DIFFERENCE, 330, 12),
+    Kind("gan", "GAN, Adam (0, 0.99) against Adam (0.5, 0.99)", _gan, 240, 20),
 )

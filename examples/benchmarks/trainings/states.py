@@ -44,12 +44,8 @@ class _Replay:
 
 
 def _gpt(
-    run: Run,
-    optimizers: _Optimizers,
-    dtype: torch.dtype = torch.float32,
-    average: _Average | None = None,
-    replay: bool = False,
-) -> Training:
+    run: Run, optimizers: _Optimizers, dtype: torch.dtype = torch.float32, average: _Average | None = None, replay: bool = False
+) -> Training:  # fmt: skip
     """What is measured is the average of the weights, where there is one."""
     width, block = run.size((16, 8), (48, 32))
     model = GPT(GPTConfig(width=width, layers=1, heads=2, block=block)).to(dtype)
@@ -65,7 +61,7 @@ def _gpt(
     def batch(drawn: torch.Generator) -> Tensor:
         return windows(train, _BATCH, block + 1, drawn)
 
-    made = training(model, partial(next_loss, model), batch, run.seed, [], [], *optimizers(model))
+    made = training(run, model, partial(next_loss, model), batch, ([], []), *optimizers(model))
     made.probe, made.final = measure(held[:half], PROBE, 1), measure(held[half:], run.size(4, 24), 2)
     if averaged is not None:
         made.stateful, made.after_step = {"average": averaged}, lambda: averaged.update_parameters(model)
@@ -97,47 +93,46 @@ _RMSPROP, _ADAFACTOR = _of(optim.RMSprop, lr=1e-3), _of(optim.Adafactor, lr=1e-2
 _BF16 = torch.bfloat16
 _EMA = partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.98))
 
-_BUILDS: Mapping[str, Callable[[Run], Training]] = {
-    "AdamW": partial(_gpt, optimizers=_ADAMW),
-    "AdamW, amsgrad": partial(_gpt, optimizers=_of(optim.AdamW, lr=2e-3, amsgrad=True)),
-    "AdamW, an EMA of the weights": partial(_gpt, optimizers=_ADAMW, average=_EMA),
-    "AdamW, SWA": partial(_gpt, optimizers=_ADAMW, average=AveragedModel),
-    "AdamW, a replay buffer that grows": partial(_gpt, optimizers=_ADAMW, replay=True),
-    "AdamW, bfloat16": partial(_gpt, optimizers=_ADAMW, dtype=_BF16),
-    "AdamW, float64": partial(_gpt, optimizers=_ADAMW, dtype=torch.float64),
-    "Adam of 8-bit codes": partial(_gpt, optimizers=_of(Adam8bit, lr=2e-3)),
-    "NAdam": partial(_gpt, optimizers=_of(optim.NAdam, lr=2e-3)),
-    "RAdam": partial(_gpt, optimizers=_of(optim.RAdam, lr=2e-3)),
-    "Adamax": partial(_gpt, optimizers=_of(optim.Adamax, lr=4e-3)),
-    "AdEMAMix": partial(_gpt, optimizers=_of(AdEMAMix, lr=2e-3)),
-    "Adam of other names": partial(_gpt, optimizers=_of(RenamedAdam, lr=2e-3)),
-    "Adafactor": partial(_gpt, optimizers=_ADAFACTOR),
-    "Adafactor, bfloat16": partial(_gpt, optimizers=_ADAFACTOR, dtype=_BF16),
-    "Lion": partial(_gpt, optimizers=_LION),
-    "Lion, bfloat16": partial(_gpt, optimizers=_LION, dtype=_BF16),
-    "Muon, AdamW": partial(_gpt, optimizers=_muon),
-    "Muon, AdamW, bfloat16": partial(_gpt, optimizers=_muon, dtype=_BF16),
-    "SGD": partial(_gpt, optimizers=_SGD),
-    "SGD, bfloat16": partial(_gpt, optimizers=_SGD, dtype=_BF16),
-    "SGD, momentum": partial(_gpt, optimizers=_MOMENTUM),
-    "SGD, momentum, bfloat16": partial(_gpt, optimizers=_MOMENTUM, dtype=_BF16),
-    "SGD, momentum: a ResNet's first steps": _first_steps,
-    "RMSprop": partial(_gpt, optimizers=_RMSPROP),
-    "RMSprop, momentum": partial(_gpt, optimizers=_of(optim.RMSprop, lr=3e-4, momentum=0.9)),
-    "RMSprop, bfloat16": partial(_gpt, optimizers=_RMSPROP, dtype=_BF16),
-    "RMSprop, centered": partial(_gpt, optimizers=_of(optim.RMSprop, lr=1e-3, centered=True)),
-    "Adagrad": partial(_gpt, optimizers=_of(optim.Adagrad, lr=2e-2)),
-    "Adadelta": partial(_gpt, optimizers=_of(optim.Adadelta, lr=1.0)),
-    "ASGD": partial(_gpt, optimizers=_of(optim.ASGD, lr=0.3, t0=100)),
-    "Rprop": partial(_gpt, optimizers=_of(optim.Rprop, lr=1e-4, step_sizes=(1e-7, 1e-3))),
+_BUILDS: Mapping[str, tuple[_Optimizers, dict[str, Any]]] = {
+    "AdamW": (_ADAMW, {}),
+    "AdamW, amsgrad": (_of(optim.AdamW, lr=2e-3, amsgrad=True), {}),
+    "AdamW, an EMA of the weights": (_ADAMW, {"average": _EMA}),
+    "AdamW, SWA": (_ADAMW, {"average": AveragedModel}),
+    "AdamW, a replay buffer that grows": (_ADAMW, {"replay": True}),
+    "AdamW, bfloat16": (_ADAMW, {"dtype": _BF16}),
+    "AdamW, float64": (_ADAMW, {"dtype": torch.float64}),
+    "Adam of 8-bit codes": (_of(Adam8bit, lr=2e-3), {}),
+    "NAdam": (_of(optim.NAdam, lr=2e-3), {}),
+    "RAdam": (_of(optim.RAdam, lr=2e-3), {}),
+    "Adamax": (_of(optim.Adamax, lr=4e-3), {}),
+    "AdEMAMix": (_of(AdEMAMix, lr=2e-3), {}),
+    "Adam of other names": (_of(RenamedAdam, lr=2e-3), {}),
+    "Adafactor": (_ADAFACTOR, {}),
+    "Adafactor, bfloat16": (_ADAFACTOR, {"dtype": _BF16}),
+    "Lion": (_LION, {}),
+    "Lion, bfloat16": (_LION, {"dtype": _BF16}),
+    "Muon, AdamW": (_muon, {}),
+    "Muon, AdamW, bfloat16": (_muon, {"dtype": _BF16}),
+    "SGD": (_SGD, {}),
+    "SGD, bfloat16": (_SGD, {"dtype": _BF16}),
+    "SGD, momentum": (_MOMENTUM, {}),
+    "SGD, momentum, bfloat16": (_MOMENTUM, {"dtype": _BF16}),
+    "RMSprop": (_RMSPROP, {}),
+    "RMSprop, momentum": (_of(optim.RMSprop, lr=3e-4, momentum=0.9), {}),
+    "RMSprop, bfloat16": (_RMSPROP, {"dtype": _BF16}),
+    "RMSprop, centered": (_of(optim.RMSprop, lr=1e-3, centered=True), {}),
+    "Adagrad": (_of(optim.Adagrad, lr=2e-2), {}),
+    "Adadelta": (_of(optim.Adadelta, lr=1.0), {}),
+    "ASGD": (_of(optim.ASGD, lr=0.3, t0=100), {}),
+    "Rprop": (_of(optim.Rprop, lr=1e-4, step_sizes=(1e-7, 1e-3)), {}),
 }
 
-STATES = tuple(
-    Kind(
-        name=f"state-{re.sub('[^a-z0-9]+', '-', title.lower())}",
-        title=title,
-        build=build,
-        every=5 if build is _first_steps else 18,
-    )
-    for title, build in _BUILDS.items()
-)
+
+def _kind(title: str, build: Callable[[Run], Training], every: int = 18) -> Kind:
+    return Kind(f"state-{re.sub('[^a-z0-9]+', '-', title.lower())}", title, build, every)
+
+
+_GPTS = [_kind(title, partial(_gpt, optimizers=made, **more)) for title, (made, more) in _BUILDS.items()]
+_FIRST = _kind("SGD, momentum: a ResNet's first steps", _first_steps, 5)
+_PLACE = [kind.title for kind in _GPTS].index("RMSprop")
+STATES = (*_GPTS[:_PLACE], _FIRST, *_GPTS[_PLACE:])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, SparseAdam
 
-from trainings.base import PROBE, Kind, Run, Training, chosen, cosine, held_out, split, training
+from trainings.base import PROBE, Kind, Made, Run, Training, chosen, cosine, mlp, on_drawn, split, training
 from trainings.data import density, graphs, series, zipf
 
 _ITEMS, _WIDTH, _LIKED = 20_000, 32, 8
@@ -25,7 +24,7 @@ class _Recommender(nn.Module):
     def __init__(self, items: int, width: int, sparse: bool) -> None:
         super().__init__()
         self.items = nn.Embedding(items, width, sparse=sparse)
-        self.layers = nn.Sequential(nn.Linear(3 * width, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.layers = mlp(3 * width, 64, 1, form=nn.ReLU)
         nn.init.normal_(self.items.weight, std=0.1)
 
     def loss(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -63,16 +62,7 @@ class _Flow(nn.Module):
     def __init__(self, width: int, hidden: int, couplings: int) -> None:
         super().__init__()
         self.half = width // 2
-        self.couplings = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(self.half, hidden),
-                nn.GELU(),
-                nn.Linear(hidden, hidden),
-                nn.GELU(),
-                nn.Linear(hidden, width),
-            )
-            for _ in range(couplings)
-        )
+        self.couplings = nn.ModuleList(mlp(self.half, hidden, hidden, width) for _ in range(couplings))
         for coupling in self.couplings:
             nn.init.zeros_(coupling[-1].weight)
         self.scale = nn.Parameter(torch.zeros(width))
@@ -99,7 +89,7 @@ class _Forecaster(nn.Module):
         super().__init__()
         self.ahead = ahead
         self.cells = nn.GRU(1, width, batch_first=True)
-        self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, ahead))
+        self.head = mlp(width, width, ahead)
 
     def loss(self, batch: tuple[Tensor]) -> Tensor:
         """Mean squared error of the last `ahead` values, relative to the last one that was read."""
@@ -116,10 +106,7 @@ class _GraphNetwork(nn.Module):
     def __init__(self, width: int, rounds: int, kinds: int) -> None:
         super().__init__()
         self.first = nn.Linear(2, width)
-        self.rounds = nn.ModuleList(
-            nn.Sequential(nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, width))
-            for _ in range(rounds)
-        )
+        self.rounds = nn.ModuleList(mlp(2 * width, width, width, form=nn.ReLU) for _ in range(rounds))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(rounds))
         self.head = nn.Linear(width, kinds)
 
@@ -180,7 +167,7 @@ class _Summer(nn.Module):
         return (self.head(self.cell(rows)[0][:, -1])[:, 0] - wanted).square().mean()
 
 
-def _marked(count: int, length: int, drawn: torch.Generator) -> Tensor:
+def _marked(length: int, count: int, drawn: torch.Generator) -> Tensor:
     """Numbers from 0 to 1, of which one in each half is marked."""
     numbers = torch.rand(count, length, generator=drawn)
     half = length // 2
@@ -195,7 +182,7 @@ class _Autoencoder(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
+        self.layers = mlp(width, 2 * width, width, form=nn.Tanh)
 
     def loss(self, points: Tensor) -> Tensor:
         """Mean squared error of the points."""
@@ -220,22 +207,23 @@ def _offers(items: int, batch: int, drawn: torch.Generator) -> tuple[Tensor, Ten
     return liked, offered, taken.float()
 
 
-def _recommender(run: Run, optimizer: str) -> Training:
+def _recommender(run: Run, made: Callable[[_Recommender], list[Optimizer]], sparse: bool = False) -> Training:
     items, batch = run.size(500, _ITEMS), run.size(256, 4096)
-    model = _Recommender(items, _WIDTH, sparse=optimizer == "sparse-adam")
-    everything = model.parameters()
-    optimizers: dict[str, Callable[[], list[Optimizer]]] = {
-        "adam": lambda: [torch.optim.Adam(everything, lr=3e-3)],
-        "adagrad": lambda: [torch.optim.Adagrad(everything, lr=0.05)],
-        "sparse-adam": lambda: [
-            torch.optim.SparseAdam(model.items.parameters(), lr=1e-2),
-            torch.optim.Adam(model.layers.parameters(), lr=3e-3),
-        ],
-    }
-    offers = partial(_offers, items, batch)
-    held = held_out(offers, 10, PROBE), held_out(offers, 100, run.size(4, 40))
-    rate = cosine(run.steps, 0.1) if optimizer == "adam" else None
-    return training(model, model.loss, offers, run.seed, *held, *optimizers[optimizer](), rate=rate)
+    model = _Recommender(items, _WIDTH, sparse)
+    rate = cosine(run.steps, 0.1) if made is _adam else None
+    return on_drawn(run, model, partial(_offers, items, batch), *made(model), rate=rate)
+
+
+def _adam(model: _Recommender) -> list[Optimizer]:
+    return [Adam(model.parameters(), lr=3e-3)]
+
+
+def _adagrad(model: _Recommender) -> list[Optimizer]:
+    return [Adagrad(model.parameters(), lr=0.05)]
+
+
+def _sparse_adam(model: _Recommender) -> list[Optimizer]:
+    return [SparseAdam(model.items.parameters(), lr=1e-2), Adam(model.layers.parameters(), lr=3e-3)]
 
 
 @cache
@@ -251,34 +239,29 @@ def _ratings(part: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
 def _factors(run: Run) -> Training:
     model = _Factors(_USERS, _RATED, run.size(8, 24))
     known, unknown = _ratings(0, 600_000), split(_ratings(1, 20_000), 1000)
-    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-    held, rate = (unknown[:PROBE], unknown[PROBE:]), cosine(run.steps, 0.1)
-    return training(model, model.loss, chosen(known, 4096), run.seed, *held, adam, rate=rate)
+    adam, held, rate = (
+        Adam(model.parameters(), lr=1e-2),
+        (unknown[:PROBE], unknown[PROBE:]),
+        cosine(run.steps, 0.1),
+    )
+    return training(run, model, model.loss, chosen(known, 4096), held, adam, rate=rate)
 
 
 def _flow(run: Run) -> Training:
     batch = 512
     model = _Flow(12, *run.size((32, 4), (160, 8)))
     train, probe, truth = density(0, 50_000), density(1, PROBE * batch), density(2, run.size(2048, 16_384))
-    adamax = torch.optim.Adamax(model.parameters(), lr=3e-3)
-    held = split((probe,), batch), split((truth,), 1024)
-    return training(model, model.loss, chosen((train,), batch), run.seed, *held, adamax, clip=5.0)
+    adamax, held = Adamax(model.parameters(), lr=3e-3), (split((probe,), batch), split((truth,), 1024))
+    return training(run, model, model.loss, chosen((train,), batch), held, adamax, clip=5.0)
 
 
-def _forecasting(
-    run: Run,
-    optimizer: Callable[[Any], Optimizer],
-    width: int = 128,
-    length: int = 60,
-    count: int = 8_192,
-    truth: int = 2_048,
-) -> Training:
+def _forecasting(run: Run, made: Made, width: int, length: int, count: int, truth: int) -> Training:
     batch = 64
     model = _Forecaster(run.size(24, width), 12)
     train, probe, rest = series(0, count, length), series(1, PROBE * batch, length), series(2, truth, length)
     held = split((probe,), batch), split((rest,), 256)[: run.size(1, None)]
-    made, rate = optimizer(model.parameters()), cosine(run.steps, 0.05)
-    return training(model, model.loss, chosen((train,), batch), run.seed, *held, made, rate=rate, clip=1.0)
+    optimizer, rate = made(model.parameters()), cosine(run.steps, 0.05)
+    return training(run, model, model.loss, chosen((train,), batch), held, optimizer, rate=rate, clip=1.0)
 
 
 def _hidden_edges(drawn: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,32 +273,27 @@ def _hidden_edges(drawn: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
 
 def _graphs(run: Run) -> Training:
     model = _GraphNetwork(run.size(24, 128), 5, 6)
-    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
-    held = held_out(_hidden_edges, 10, PROBE), held_out(_hidden_edges, 100, run.size(4, 40))
-    return training(model, model.loss, _hidden_edges, run.seed, *held, adam, rate=cosine(run.steps, 0.05))
+    return on_drawn(
+        run, model, _hidden_edges, Adam(model.parameters(), lr=1e-3), rate=cosine(run.steps, 0.05)
+    )
 
 
-def _spoken(
-    run: Run, cell: type[nn.RNNBase], both: bool, optimizer: Callable[[Any], Optimizer], end: float
-) -> Training:
+def _spoken(run: Run, cell: type[nn.RNNBase], both: bool, made: Made, end: float) -> Training:
     model = _Reader(run.size(16, 48), cell, both)
-    held = (
-        held_out(partial(_utterances, 64), 10, PROBE),
-        held_out(partial(_utterances, 256), 100, run.size(1, 8)),
-    )
-    batch, made, rate = partial(_utterances, 32), optimizer(model.parameters()), cosine(run.steps, end)
-    return training(model, model.loss, batch, run.seed, *held, made, rate=rate, clip=1.0)
+    return _sequences(run, model, _utterances, (32, 64, 256), made, end)
 
 
-def _adding(run: Run, cell: type[nn.RNNBase], optimizer: Callable[[Any], Optimizer]) -> Training:
+def _adding(run: Run, cell: type[nn.RNNBase], made: Made) -> Training:
     model = _Summer(run.size(16, 48), cell)
-    length = run.size(8, 16)
-    held = (
-        held_out(partial(_marked, 128, length), 10, PROBE),
-        held_out(partial(_marked, 1024, length), 100, run.size(1, 8)),
-    )
-    batch, made, rate = partial(_marked, 64, length), optimizer(model.parameters()), cosine(run.steps, 0.02)
-    return training(model, model.loss, batch, run.seed, *held, made, rate=rate, clip=1.0)
+    return _sequences(run, model, partial(_marked, run.size(8, 16)), (64, 128, 1024), made, 0.02)
+
+
+def _sequences(
+    run: Run, model: nn.Module, draw: Callable[..., object], sizes: tuple[int, ...], made: Made, end: float
+) -> Training:
+    batch, *held = (partial(draw, size) for size in sizes)
+    optimizer, rate = made(model.parameters()), cosine(run.steps, end)
+    return on_drawn(run, model, batch, optimizer, held=tuple(held), truth=(1, 8), rate=rate, clip=1.0)
 
 
 def _autoencoder(run: Run) -> Training:
@@ -326,84 +304,36 @@ def _autoencoder(run: Run) -> Training:
     def batch(drawn: torch.Generator) -> Tensor:
         return torch.randn(64, width, generator=drawn)
 
-    held = held_out(batch, 10, 4), held_out(batch, 100, 40)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return training(model, model.loss, batch, run.seed, *held, adamw)
+    return on_drawn(run, model, batch, AdamW(model.parameters(), lr=1e-3), probe=4, truth=(40, 40))
 
 
-_ADAM = torch.optim.Adam
-_NADAM = partial(torch.optim.NAdam, lr=2e-3)
+_GRU = partial(_forecasting, made=partial(Adam, lr=3e-3), width=128, length=60, count=8192, truth=2048)
+_NADAM = partial(_forecasting, made=partial(NAdam, lr=2e-3), width=64, length=48, count=4096, truth=1024)
+_BOTH = partial(_spoken, cell=nn.GRU, both=True, made=partial(Adam, lr=2e-3), end=1.0)
+_SPEECH_ADAMW, _SUM_ADAMW = (
+    partial(AdamW, lr=4e-3, betas=(0.9, 0.98)),
+    partial(AdamW, lr=1e-2, betas=(0.9, 0.99)),
+)
+_ONE = partial(_spoken, cell=nn.LSTM, both=False, made=_SPEECH_ADAMW, end=0.05)
+_SPARSE = partial(_recommender, made=_sparse_adam, sparse=True)
 
 TABLES = (
-    *(
-        Kind(name=name, title=title, build=partial(_recommender, optimizer=optimizer), every=72)
-        for name, title, optimizer in (
-            ("recommender", "Recommender, Adam", "adam"),
-            ("recommender-adagrad", "Recommender, Adagrad", "adagrad"),
-            ("recommender-sparse", "Recommender, SparseAdam and Adam", "sparse-adam"),
-        )
-    ),
-    Kind(name="matrix-factorization", title="Matrix factorization, Adam", build=_factors, every=120),
-    Kind(name="flow", title="Normalizing flow, Adamax", build=_flow, every=54),
-    Kind(
-        name="forecasting",
-        title="Forecasting with a GRU, Adam",
-        build=partial(_forecasting, optimizer=partial(_ADAM, lr=3e-3)),
-        every=48,
-    ),
-    Kind(name="graph", title="Graph network, Adam", build=_graphs, every=36),
+    Kind("recommender", "Recommender, Adam", partial(_recommender, made=_adam), 72),
+    Kind("recommender-adagrad", "Recommender, Adagrad", partial(_recommender, made=_adagrad), 72),
+    Kind("recommender-sparse", "Recommender, SparseAdam and Adam", _SPARSE, 72),
+    Kind("matrix-factorization", "Matrix factorization, Adam", _factors, 120),
+    Kind("flow", "Normalizing flow, Adamax", _flow, 54),
+    Kind("forecasting", "Forecasting with a GRU, Adam", _GRU, 48),
+    Kind("graph", "Graph network, Adam", _graphs, 36),
 )
 SHORT = (
-    Kind(
-        name="autoencoder",
-        title="Autoencoder, AdamW, ends while the loss falls by half",
-        build=_autoencoder,
-        every=40,
-    ),
-    Kind(
-        name="autoencoder-short",
-        title="Autoencoder, AdamW, checkpoints ten steps apart",
-        build=_autoencoder,
-        every=10,
-    ),
+    Kind("autoencoder", "Autoencoder, AdamW, ends while the loss falls by half", _autoencoder, 40),
+    Kind("autoencoder-short", "Autoencoder, AdamW, checkpoints ten steps apart", _autoencoder, 10),
 )
-SERIES_NADAM = Kind(
-    name="series-nadam",
-    title="Forecasting with a GRU, NAdam",
-    build=partial(_forecasting, optimizer=_NADAM, width=64, length=48, count=4096, truth=1024),
-    every=24,
-)
+SERIES_NADAM = Kind("series-nadam", "Forecasting with a GRU, NAdam", _NADAM, 24)
 SEQUENCES = (
-    Kind(
-        name="gru-ctc",
-        title="Words by a GRU in both directions, CTC, Adam",
-        build=partial(_spoken, cell=nn.GRU, both=True, optimizer=partial(_ADAM, lr=2e-3), end=1.0),
-        every=40,
-    ),
-    Kind(
-        name="lstm-ctc",
-        title="Words by an LSTM, CTC, AdamW",
-        build=partial(
-            _spoken,
-            cell=nn.LSTM,
-            both=False,
-            optimizer=partial(torch.optim.AdamW, lr=4e-3, betas=(0.9, 0.98)),
-            end=0.05,
-        ),
-        every=40,
-    ),
-    Kind(
-        name="gru-adding",
-        title="Sums by a GRU, Adam",
-        build=partial(_adding, cell=nn.GRU, optimizer=partial(_ADAM, lr=5e-3)),
-        every=60,
-    ),
-    Kind(
-        name="lstm-adding",
-        title="Sums by an LSTM, AdamW",
-        build=partial(
-            _adding, cell=nn.LSTM, optimizer=partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.99))
-        ),
-        every=60,
-    ),
+    Kind("gru-ctc", "Words by a GRU in both directions, CTC, Adam", _BOTH, 40),
+    Kind("lstm-ctc", "Words by an LSTM, CTC, AdamW", _ONE, 40),
+    Kind("gru-adding", "Sums by a GRU, Adam", partial(_adding, cell=nn.GRU, made=partial(Adam, lr=5e-3)), 60),
+    Kind("lstm-adding", "Sums by an LSTM, AdamW", partial(_adding, cell=nn.LSTM, made=_SUM_ADAMW), 60),
 )

@@ -11,9 +11,21 @@ import torch
 import torch.nn.functional as F
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
+from torch.optim import AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
-from trainings.base import PROBE, Kind, Run, Training, decayed, held_out, mean_loss, training, warm_cosine
+from trainings.base import (
+    PROBE,
+    Kind,
+    Run,
+    Training,
+    attention,
+    decayed,
+    mean_loss,
+    on_drawn,
+    training,
+    warm_cosine,
+)
 from trainings.base import generator as numbers_of
 from trainings.data import STATES, VOCABULARY, chains, code_text, english_text, windows
 from trainings.optimizers import Lion, Muon
@@ -75,12 +87,7 @@ class _Masked(nn.Module):
         super().__init__()
         self.token = nn.Embedding(symbols + 1, width)
         self.position = nn.Parameter(0.1 * torch.randn(length, width))
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(attention(width, 4 * width) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, symbols)
         nn.init.normal_(self.token.weight, std=0.1)
@@ -181,40 +188,28 @@ def _held_out(
 
 
 def _on_text(
-    model: nn.Module,
-    run: Run,
-    *optimizers: torch.optim.Optimizer,
-    texts: tuple[Tensor, Tensor] | None = None,
-    length: int = 64,
-    batch: int = _BATCH,
-    end: float | None = 0.1,
-    truth: int = 32,
-) -> Training:
+    model: nn.Module, run: Run, *optimizers: Optimizer, texts: tuple[Tensor, Tensor] | None = None,
+    length: int = 64, batch: int = _BATCH, end: float | None = 0.1, truth: int = 32,
+) -> Training:  # fmt: skip
     """Next-byte prediction; the rate ends at a share `end` of its peak after a warm-up, or stays."""
     train, held = texts or code_text()
-    return training(
-        model,
-        partial(next_loss, model),
-        lambda drawn: windows(train, batch, length + 1, drawn),
-        run.seed,
-        *_held_out(run, held, length + 1, truth),
-        *optimizers,
-        rate=None if end is None else warm_cosine(run.steps, run.steps // 10, end),
-        clip=1.0,
-    )
+
+    def draw(drawn: torch.Generator) -> Tensor:
+        return windows(train, batch, length + 1, drawn)
+
+    loss, batches = partial(next_loss, model), _held_out(run, held, length + 1, truth)
+    rate = None if end is None else warm_cosine(run.steps, run.steps // 10, end)
+    return training(run, model, loss, draw, batches, *optimizers, rate=rate, clip=1.0)
 
 
-def _adamw(model: nn.Module, lr: float, beta2: float = 0.95) -> torch.optim.AdamW:
-    return torch.optim.AdamW(decayed(model, 0.1), lr=lr, betas=(0.9, beta2))
+def _adamw(model: nn.Module, lr: float = 2e-3, beta2: float = 0.95) -> AdamW:
+    return AdamW(decayed(model, 0.1), lr=lr, betas=(0.9, beta2))
 
 
-def _gpt(
-    run: Run, end: float | None = 0.1, optimizer: Callable[[GPT], torch.optim.Optimizer] | None = None
-) -> Training:
+def _gpt(run: Run, end: float | None = 0.1, optimizer: Callable[[GPT], Optimizer] = _adamw) -> Training:
     shape = _shape(run)
     model = GPT(shape)
-    made = _adamw(model, 2e-3) if optimizer is None else optimizer(model)
-    return _on_text(model, run, made, length=shape.block, end=end)
+    return _on_text(model, run, optimizer(model), length=shape.block, end=end)
 
 
 def _lion_gpt(run: Run) -> Training:
@@ -224,7 +219,7 @@ def _lion_gpt(run: Run) -> Training:
 def _nadam_gpt(run: Run) -> Training:
     shape = _shape(run, 96, 2)
     model = GPT(shape)
-    nadam = torch.optim.NAdam(model.parameters(), lr=2e-3)
+    nadam = NAdam(model.parameters(), lr=2e-3)
     return _on_text(model, run, nadam, length=shape.block, batch=12, end=None, truth=24)
 
 
@@ -256,12 +251,12 @@ def _changed_at_resume(run: Run) -> Training:
 
 def _convolutions(run: Run) -> Training:
     model = CausalConvolutions(*run.size((24, 2), (120, 7)))
-    return _on_text(model, run, _adamw(model, 2e-3, 0.999))
+    return _on_text(model, run, _adamw(model, beta2=0.999))
 
 
 def _recurrent(run: Run) -> Training:
     model = _Recurrent(run.size(32, 192))
-    rmsprop = torch.optim.RMSprop(model.parameters(), lr=2e-3, alpha=0.99, momentum=0.0)
+    rmsprop = RMSprop(model.parameters(), lr=2e-3, alpha=0.99, momentum=0.0)
     return _on_text(model, run, rmsprop, batch=32, end=None)
 
 
@@ -272,7 +267,7 @@ def _experts(run: Run) -> Training:
     matrices = [p for name, p in named if p.dim() >= 2 and "router" not in name]
     known = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in known]
-    muon, adamw = Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=2e-3, betas=(0.9, 0.95))
+    muon, adamw = Muon(matrices, lr=0.02), AdamW(rest, lr=2e-3, betas=(0.9, 0.95))
     rate = warm_cosine(run.steps, run.steps // 10, 0.1)
     muon_rate = LambdaLR(muon, rate)
     made = _on_text(model, run, muon, adamw, length=shape.block, end=None)
@@ -289,25 +284,15 @@ def _masked(run: Run) -> Training:
         tokens = chains(32, length, drawn)
         return tokens, torch.rand(tokens.shape, generator=drawn) < 0.15
 
-    return training(
-        model,
-        model.loss,
-        batch,
-        run.seed,
-        held_out(batch, 10, PROBE),
-        held_out(batch, 100, run.size(4, 32)),
-        _adamw(model, 2e-3, 0.98),
-        rate=warm_cosine(run.steps, run.steps // 10, 0.1),
-        clip=1.0,
-    )
+    adamw, rate = _adamw(model, beta2=0.98), warm_cosine(run.steps, run.steps // 10, 0.1)
+    return on_drawn(run, model, batch, adamw, truth=(4, 32), rate=rate, clip=1.0)
 
 
 def _bf16(run: Run) -> Training:
     """Pure bfloat16, and gradients of several batches that its loss adds by itself."""
     shape = _shape(run, 96, 2, 48)
     model = GPT(shape).to(torch.bfloat16)
-    adamw = torch.optim.AdamW(decayed(model, 0.1), lr=2e-3, betas=(0.9, 0.95))
-    made = _on_text(model, run, adamw, length=shape.block)
+    made = _on_text(model, run, _adamw(model), length=shape.block)
 
     def train_loss(index: int) -> Tensor:
         drawn = windows(code_text()[0], 24, shape.block + 1, numbers_of(run.seed, index))
@@ -326,8 +311,9 @@ def _bf16(run: Run) -> Training:
 @cache
 def _pretrained(quick: bool) -> GPT:
     """A GPT that has learnt Python's source text; the same for all seeds."""
-    made = Kind(name="", title="", build=_gpt).make(20_250_101, quick, 8 if quick else _PRETRAINING)
-    for index in range(8 if quick else _PRETRAINING):
+    steps = 8 if quick else _PRETRAINING
+    made = Kind("", "", _gpt).make(20_250_101, quick, steps)
+    for index in range(steps):
         made.step(index)
     made.model.zero_grad()
     assert isinstance(made.model, GPT)
@@ -338,7 +324,7 @@ def _from_base(run: Run, model: nn.Module, lr: float, weight_decay: float) -> Tr
     """Next-byte prediction of English by a model that knows Python; how well it still does is an ability."""
     length = _shape(run).block
     trained = [p for p in model.parameters() if p.requires_grad]
-    adamw = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.999), weight_decay=weight_decay)
+    adamw = AdamW(trained, lr=lr, betas=(0.9, 0.999), weight_decay=weight_decay)
     made = _on_text(model, run, adamw, texts=english_text(), length=length)
     truth = _held_out(run, code_text()[1], length + 1)[1]
     made.abilities = {"old domain": mean_loss(model, partial(next_loss, model), truth)}
@@ -370,33 +356,29 @@ def _adapters(run: Run) -> Training:
 
 
 TEXT = (
-    Kind(name="gpt", title="GPT, AdamW (0.9, 0.95), cosine to a tenth", build=_gpt, every=36),
+    Kind("gpt", "GPT, AdamW (0.9, 0.95), cosine to a tenth", _gpt, 36),
+    Kind("gpt-zero", "GPT, AdamW, cosine to zero", partial(_gpt, end=0.0), 36, late=True),
     Kind(
-        name="gpt-zero", title="GPT, AdamW, cosine to zero", build=partial(_gpt, end=0.0), every=36, late=True
-    ),
-    Kind(
-        name="warm-restarts",
-        title="GPT, AdamW, the rate rises right after each checkpoint",
-        build=_warm_restarts,
-        every=36,
+        "warm-restarts",
+        "GPT, AdamW, the rate rises right after each checkpoint",
+        _warm_restarts,
+        36,
         only_spread=True,
     ),
     Kind(
-        name="changed-schedule",
-        title="GPT, AdamW, three times the rate at every resume",
-        build=_changed_at_resume,
-        every=36,
+        "changed-schedule",
+        "GPT, AdamW, three times the rate at every resume",
+        _changed_at_resume,
+        36,
         only_spread=True,
     ),
-    Kind(name="gpt-lion", title="GPT, Lion", build=_lion_gpt, every=36),
-    Kind(name="moe-muon", title="Mixture of experts, Muon and AdamW", build=_experts, every=32),
-    Kind(name="conv", title="Causal convolutions, AdamW", build=_convolutions, every=32),
-    Kind(name="lstm", title="LSTM, RMSprop, clipped", build=_recurrent, every=36, late=True),
-    Kind(name="bert", title="Masked language model, AdamW", build=_masked, every=36),
-    Kind(name="fine-tuning", title="Fine-tuning, AdamW at 2e-5", build=_fine_tuning, every=24),
-    Kind(name="lora", title="LoRA on a frozen base, AdamW", build=_adapters, every=24),
+    Kind("gpt-lion", "GPT, Lion", _lion_gpt, 36),
+    Kind("moe-muon", "Mixture of experts, Muon and AdamW", _experts, 32),
+    Kind("conv", "Causal convolutions, AdamW", _convolutions, 32),
+    Kind("lstm", "LSTM, RMSprop, clipped", _recurrent, 36, late=True),
+    Kind("bert", "Masked language model, AdamW", _masked, 36),
+    Kind("fine-tuning", "Fine-tuning, AdamW at 2e-5", _fine_tuning, 24),
+    Kind("lora", "LoRA on a frozen base, AdamW", _adapters, 24),
 )
-MORE_TEXT = (
-    Kind(name="gpt-bf16", title="GPT in bfloat16, gradients of three batches, AdamW", build=_bf16, every=36),
-)
-NADAM_TEXT = (Kind(name="gpt-nadam", title="GPT, NAdam", build=_nadam_gpt, every=16),)
+MORE_TEXT = (Kind("gpt-bf16", "GPT in bfloat16, gradients of three batches, AdamW", _bf16, 36),)
+NADAM_TEXT = (Kind("gpt-nadam", "GPT, NAdam", _nadam_gpt, 16),)

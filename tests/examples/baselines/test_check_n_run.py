@@ -1,12 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from baselines.check_n_run import (
-    Adaptive,
-    AdaptiveOptions,
-    CheckNRunWeightCodec,
-    search_bounds,
-)
+from baselines.check_n_run import Adaptive, AdaptiveOptions, CheckNRunWeightCodec, search_bounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chains import check_chain, check_malformed, encode, relative_step, spec_of, walks

@@ -7,22 +7,6 @@ from baselines.partial import PartialCodec, PartialOptions, Scar, ScarOptions, T
 from baselines.qd_compressor import Uniform, UniformCodec, UniformOptions
 from shrinkpoint.schemes.catalogue import SchemeEntry
 
-__all__ = [
-    "ADAPTIVE",
-    "BASELINES",
-    "DELTA_DNN",
-    "GOBO",
-    "SCAR",
-    "TOPN",
-    "UNIFORM",
-    "AdaptiveOptions",
-    "DeltaDnnOptions",
-    "GoboOptions",
-    "PartialOptions",
-    "ScarOptions",
-    "UniformOptions",
-]
-
 UNIFORM = SchemeEntry(lambda options, _: Uniform(options=options), UniformOptions, (UniformCodec,))
 ADAPTIVE = SchemeEntry(lambda options, _: Adaptive(options=options), AdaptiveOptions, (CheckNRunWeightCodec,))
 GOBO = SchemeEntry(lambda options, _: Gobo(options=options), GoboOptions, (GoboCodec,))

@@ -10,7 +10,6 @@ tracking which rows training touched.
 Implemented from the paper's abstract and from descriptions of it; details that these leave open are our choice.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -18,41 +17,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baselines.scheme import WeightScheme, check_choice
 from shrinkpoint.arrays import Float32s, Float64s, UInt8s
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, Staged, TensorCodec
+from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.closed_loop import VALUE, previous_value
 from shrinkpoint.schemes.codec_io import as_float32, check_sections, emit, floats, integer, normal, section
-from shrinkpoint.schemes.recipe import WeightOptions, check_number, described, weight_codecs
+from shrinkpoint.schemes.recipe import WeightOptions, check_number
 from shrinkpoint.schemes.symbol_coders import decode_plane, encode_plane
-from shrinkpoint.state.training import TensorSpec, TrainingState
-from shrinkpoint.state.tree import JSON
+from shrinkpoint.state.training import TensorSpec
 
-__all__ = [
-    "Adaptive",
-    "AdaptiveOptions",
-    "CheckNRunWeightCodec",
-    "search_bounds",
-]
-
-_BINS = {
-    1: 25,
-    2: 25,
-    3: 25,
-    4: 45,
-}  # steps that the range is divided into; wider levels gain nothing by a search
+_BINS = {1: 25, 2: 25, 3: 25, 4: 45}  # steps of the range; wider levels gain nothing by a search
 _CHUNK = 1 << 16  # elements searched at once, so that the temporaries stay in cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveOptions(WeightOptions):
-    """Settings of Check-N-Run's quantization.
-
-    Examples:
-        >>> from baselines import AdaptiveOptions
-        >>> config = shrinkpoint.SaverConfig(scheme=AdaptiveOptions(bits=8))
-    """
+    """Settings of Check-N-Run's quantization."""
 
     bits: int = 4
     """Width of an index. The paper takes 2 for one restore in a run, 3 for up to three, 4 below 20, and 8 from there on."""
@@ -69,8 +51,7 @@ class AdaptiveOptions(WeightOptions):
         check_number(self, "ratio", 0, 1)
         if self.num_bins is not None:
             check_number(self, "num_bins", 1, 10_000, whole=True)
-        if self.coder not in ("packed", "rans"):
-            raise ConfigError(f"coder must be 'packed' or 'rans', not {self.coder!r}")
+        check_choice(self, "coder", "packed", "rans")
 
     @property
     def iterations(self) -> int:
@@ -84,17 +65,7 @@ class AdaptiveOptions(WeightOptions):
 
 
 def search_bounds(rows: Float32s, bits: int, bins: int, iterations: int) -> tuple[Float32s, Float32s]:
-    """The bounds between which each row is quantized with the least squared error, greedily.
-
-    Args:
-        rows: (r, c), finite.
-        bits: width of an index.
-        bins: a step is the range over this.
-        iterations: how many steps inwards are tried.
-
-    Returns:
-        Least and greatest value of each row's levels, (r,) each.
-    """
+    """The bounds between which each row is quantized with the least squared error, greedily, in so many steps of a bin inwards."""
     low, high = rows.min(axis=1), rows.max(axis=1)
     step = (high - low) / np.float32(max(bins, 1))
     best_low, best_high = low.copy(), high.copy()
@@ -149,9 +120,7 @@ class CheckNRunWeightCodec:
             value = _restore(levels, low, scale)
         restored = emit(value.reshape(-1), spec)
         if not bool(torch.isfinite(restored).all()):
-            raise CannotRepresentError(
-                f"{spec.name}: fp32 or {spec.dtype} cannot hold its range: stored exactly"
-            )
+            raise CannotRepresentError(f"{spec.name}: {spec.dtype} cannot hold its range: stored exactly")
         previous = previous_value(context.reference, spec)
         changed = np.ones(rows.shape[0], dtype=np.bool_)
         if previous is not None:
@@ -219,17 +188,10 @@ def _restore(levels: npt.NDArray[Any], low: Float32s, scale: Float32s) -> Float3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adaptive:
-    """The scheme. Tensors that are not weights are stored exactly, unless the options say otherwise."""
+class Adaptive(WeightScheme):
+    """The scheme."""
 
     name: ClassVar[str] = "adaptive"
+    codec: ClassVar[Any] = CheckNRunWeightCodec
 
     options: AdaptiveOptions = field(default_factory=AdaptiveOptions)
-
-    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
-        """See `Scheme.codecs`."""
-        return weight_codecs(state, self.options, lambda _: CheckNRunWeightCodec(options=self.options))
-
-    def describe(self) -> JSON:
-        """See `Scheme.describe`."""
-        return described(self.name, self.options)

@@ -9,37 +9,30 @@ Implemented from the paper's abstract and from descriptions of it; details that 
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from baselines.scheme import WeightScheme, check_choice
 from shrinkpoint.arrays import Float32s, Int32s
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.base import Context, EncodedTensor, TensorCodec
+from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.schemes.base import Context, EncodedTensor
 from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add
 from shrinkpoint.schemes.codec_io import check_sections, integer, normal, number, section
-from shrinkpoint.schemes.recipe import WeightOptions, check_number, described, weight_codecs
+from shrinkpoint.schemes.recipe import WeightOptions, check_number
 from shrinkpoint.schemes.symbol_coders import deflate, inflate
-from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
-
-__all__ = ["DeltaDnn", "DeltaDnnCodec", "DeltaDnnOptions"]
 
 _LIMIT = 1 << 24  # steps on each side, below which fp32 represents every integer
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaDnnOptions(WeightOptions):
-    """Settings of Delta-DNN.
-
-    Examples:
-        >>> from baselines import DeltaDnnOptions
-        >>> config = shrinkpoint.SaverConfig(scheme=DeltaDnnOptions(error_bound=1e-4))
-    """
+    """Settings of Delta-DNN."""
 
     error_bound: float = 1e-3
     """eps: the error is at most ``log(1 + eps)``."""
@@ -51,10 +44,8 @@ class DeltaDnnOptions(WeightOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self, "error_bound", 1e-12, 1e3)
-        if type(self.relative) is not bool:
-            raise ConfigError(f"relative must be True or False, not {self.relative!r}")
-        if self.coder not in ("lzma", "numbers"):
-            raise ConfigError(f"coder must be 'lzma' or 'numbers', not {self.coder!r}")
+        check_choice(self, "relative", True, False)
+        check_choice(self, "coder", "lzma", "numbers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +109,10 @@ def _narrow(steps: Int32s) -> tuple[int, npt.NDArray[Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaDnn:
-    """The scheme. Tensors that are not weights are stored exactly, unless the options say otherwise."""
+class DeltaDnn(WeightScheme):
+    """The scheme."""
 
     name: ClassVar[str] = "delta-dnn"
+    codec: ClassVar[Any] = DeltaDnnCodec
 
     options: DeltaDnnOptions = field(default_factory=DeltaDnnOptions)
-
-    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
-        """See `Scheme.codecs`."""
-        return weight_codecs(state, self.options, lambda _: DeltaDnnCodec(options=self.options))
-
-    def describe(self) -> JSON:
-        """See `Scheme.describe`."""
-        return described(self.name, self.options)

@@ -8,7 +8,6 @@ Implemented from the paper's abstract and from descriptions of it; details that 
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -16,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baselines.scheme import WeightScheme, check_choice
 from shrinkpoint.arrays import Bools, Float32s, UInt8s, widened
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.quantize.clustering import assign
-from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged, TensorCodec
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import (
     WEIGHT_DTYPES,
     as_float32,
@@ -32,13 +32,10 @@ from shrinkpoint.schemes.codec_io import (
     plane_of,
     section,
 )
-from shrinkpoint.schemes.recipe import WeightOptions, check_number, described, weight_codecs
+from shrinkpoint.schemes.recipe import WeightOptions, check_number
 from shrinkpoint.schemes.symbol_coders import decode_plane, encode_plane, uses_previous
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
-from shrinkpoint.state.training import TensorSpec, TrainingState
-from shrinkpoint.state.tree import JSON
-
-__all__ = ["Gobo", "GoboCodec", "GoboOptions", "l1_centroids", "outliers"]
+from shrinkpoint.state.training import TensorSpec
 
 _LEVELS = "levels"
 _OUTLIER = 0  # level ids: 0 = kept in full, 1.. = ascending centroids
@@ -47,12 +44,7 @@ _MAX_ITERATIONS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class GoboOptions(WeightOptions):
-    """Settings of GOBO.
-
-    Examples:
-        >>> from baselines import GoboOptions
-        >>> config = shrinkpoint.SaverConfig(scheme=GoboOptions(bits=5))
-    """
+    """Settings of GOBO."""
 
     bits: int = 3
     """2^bits centroids."""
@@ -68,10 +60,8 @@ class GoboOptions(WeightOptions):
         super().__post_init__()
         check_number(self, "bits", 1, 7, whole=True)
         check_number(self, "threshold", -1000, 0)
-        if type(self.standardized) is not bool:
-            raise ConfigError(f"standardized must be True or False, not {self.standardized!r}")
-        if self.coder not in ("packed", "rans"):
-            raise ConfigError(f"coder must be 'packed' or 'rans', not {self.coder!r}")
+        check_choice(self, "standardized", True, False)
+        check_choice(self, "coder", "packed", "rans")
 
 
 def outliers(values: Float32s, threshold: float, standardized: bool) -> Bools:
@@ -182,17 +172,10 @@ def _previous(reference: ReferenceState | None, spec: TensorSpec, alphabet: int)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gobo:
-    """The scheme. Tensors that are not weights are stored exactly, unless the options say otherwise."""
+class Gobo(WeightScheme):
+    """The scheme."""
 
     name: ClassVar[str] = "gobo"
+    codec: ClassVar[Any] = GoboCodec
 
     options: GoboOptions = field(default_factory=GoboOptions)
-
-    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
-        """See `Scheme.codecs`."""
-        return weight_codecs(state, self.options, lambda _: GoboCodec(options=self.options))
-
-    def describe(self) -> JSON:
-        """See `Scheme.describe`."""
-        return described(self.name, self.options)

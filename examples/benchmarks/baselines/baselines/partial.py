@@ -7,6 +7,7 @@ is quantized: elements that are not replaced keep their old value. Weights only;
 Implemented from the paper's abstract and from descriptions of it; details that these leave open are our choice.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,33 +17,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baselines.scheme import check_choice
 from shrinkpoint.arrays import Bools, Float32s, widened
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.quantize.sketch import QuantileSketch
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState, TensorCodec
 from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, previous_value
 from shrinkpoint.schemes.codec_io import as_float32, check_sections, section
-from shrinkpoint.schemes.recipe import (
-    WeightOptions,
-    check_number,
-    described,
-    reference_value,
-    weight_codecs,
-)
+from shrinkpoint.schemes.recipe import WeightOptions, check_number, described, reference_value, weight_codecs
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
-
-__all__ = [
-    "PartialCodec",
-    "PartialOptions",
-    "Scar",
-    "ScarOptions",
-    "TopN",
-    "distances",
-]
 
 _SKETCH_ERROR = 0.001
 _LARGEST = float(np.finfo(np.float32).max)
@@ -50,12 +37,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, kw_only=True)
 class PartialOptions(WeightOptions):
-    """Settings of ``topn``.
-
-    Examples:
-        >>> from baselines import PartialOptions
-        >>> config = shrinkpoint.SaverConfig(scheme=PartialOptions(fraction=0.5))
-    """
+    """Settings of ``topn``."""
 
     fraction: float = 0.1
     """Share of the elements (or blocks) that a save replaces, at least; ties at the threshold are replaced together."""
@@ -65,18 +47,12 @@ class PartialOptions(WeightOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self, "fraction", 0, 1)
-        if self.scope not in ("global", "tensor"):
-            raise ConfigError(f"scope must be 'global' or 'tensor', not {self.scope!r}")
+        check_choice(self, "scope", "global", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScarOptions(PartialOptions):
-    """Settings of ``scar``; by default an eighth at a time, to be saved eight times as often.
-
-    Examples:
-        >>> from baselines import ScarOptions
-        >>> config = shrinkpoint.SaverConfig(scheme=ScarOptions(fraction=0.25))
-    """
+    """Settings of ``scar``; by default an eighth at a time, to be saved eight times as often."""
 
     fraction: float = 0.125
     """As of `topn`."""
@@ -154,31 +130,6 @@ def _elements(chosen: Bools, spec: TensorSpec) -> Bools:
     return chosen if chosen.size == spec.numel else np.repeat(chosen, spec.numel // chosen.size)
 
 
-def _codecs(
-    state: TrainingState,
-    options: PartialOptions,
-    reference: Mapping[str, ReferenceState] | None,
-    *,
-    rows: bool,
-) -> dict[str, Callable[[], TensorCodec]]:
-    threshold = None
-    if options.scope == "global" and reference is not None:
-        sketch = QuantileSketch(_SKETCH_ERROR)
-        for spec in state.specs.values():
-            own = reference_value(reference, spec, PartialCodec.id)
-            previous = previous_value(own, spec) if options.takes(spec) else None
-            if previous is None:
-                continue
-            try:
-                target = as_float32(state.tensors[spec.name], spec)
-            except CannotRepresentError:  # raised again, and reported, when the tensor is encoded
-                continue
-            sketch.add(torch.from_numpy(distances(target, previous, spec, rows=rows)))
-        threshold = sketch.threshold_below(1 - options.fraction)
-    codec = PartialCodec(rows=rows, fraction=options.fraction, threshold=threshold)
-    return weight_codecs(state, options, lambda _: codec)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TopN:
     """The scheme ``topn``.
@@ -190,13 +141,30 @@ class TopN:
     """
 
     name: ClassVar[str] = "topn"
+    rows: ClassVar[bool] = False
 
     options: PartialOptions = field(default_factory=PartialOptions)
     reference: Mapping[str, ReferenceState] | None = None
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`."""
-        return _codecs(state, self.options, self.reference, rows=False)
+        codec = PartialCodec(rows=self.rows, fraction=self.options.fraction, threshold=self._threshold(state))
+        return weight_codecs(state, self.options, lambda _: codec)
+
+    def _threshold(self, state: TrainingState) -> float | None:
+        """The one of all weights, where they compete."""
+        if self.options.scope != "global" or self.reference is None:
+            return None
+        sketch = QuantileSketch(_SKETCH_ERROR)
+        for spec in filter(self.options.takes, state.specs.values()):
+            previous = previous_value(reference_value(self.reference, spec, PartialCodec.id), spec)
+            with contextlib.suppress(
+                CannotRepresentError
+            ):  # raised again, and reported, when the tensor is encoded
+                if previous is not None:
+                    target = as_float32(state.tensors[spec.name], spec)
+                    sketch.add(torch.from_numpy(distances(target, previous, spec, rows=self.rows)))
+        return sketch.threshold_below(1 - self.options.fraction)
 
     def describe(self) -> JSON:
         """See `Scheme.describe`."""
@@ -204,18 +172,10 @@ class TopN:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scar:
-    """The scheme ``scar``; arguments as `TopN`."""
+class Scar(TopN):
+    """The scheme ``scar``."""
 
     name: ClassVar[str] = "scar"
+    rows: ClassVar[bool] = True
 
     options: ScarOptions = field(default_factory=ScarOptions)
-    reference: Mapping[str, ReferenceState] | None = None
-
-    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
-        """See `Scheme.codecs`."""
-        return _codecs(state, self.options, self.reference, rows=True)
-
-    def describe(self) -> JSON:
-        """See `Scheme.describe`."""
-        return described(self.name, self.options)

@@ -11,16 +11,16 @@ quantized without.
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 
+from baselines.scheme import WeightScheme, check_choice
 from shrinkpoint.arrays import Float32s, UInt8s
-from shrinkpoint.errors import CannotRepresentError, ConfigError
-from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged, TensorCodec
+from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import (
     as_float32,
     check_sections,
@@ -31,24 +31,17 @@ from shrinkpoint.schemes.codec_io import (
     plane_of,
     section,
 )
-from shrinkpoint.schemes.recipe import WeightOptions, check_number, described, weight_codecs
+from shrinkpoint.schemes.recipe import WeightOptions, check_number
 from shrinkpoint.schemes.symbol_coders import decode_plane, encode_plane, uses_previous
-from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
-
-__all__ = ["Uniform", "UniformCodec", "UniformOptions", "entropy_bits"]
 
 _LEVELS = "levels"
 
 
 @dataclass(frozen=True, kw_only=True)
 class UniformOptions(WeightOptions):
-    """Settings of QD-Compressor.
-
-    Examples:
-        >>> from baselines import UniformOptions
-        >>> config = shrinkpoint.SaverConfig(scheme=UniformOptions(bits=8))
-    """
+    """Settings of QD-Compressor."""
 
     bits: int | None = None
     """One width for all layers; None chooses by entropy, as published."""
@@ -62,8 +55,7 @@ class UniformOptions(WeightOptions):
         check_number(self, "max_bits", 1, 8, whole=True)
         if self.bits is not None:
             check_number(self, "bits", 1, 8, whole=True)
-        if self.coder not in ("cyclic", "rans"):
-            raise ConfigError(f"coder must be 'cyclic' or 'rans', not {self.coder!r}")
+        check_choice(self, "coder", "cyclic", "rans")
 
 
 def entropy_bits(values: Float32s, max_bits: int) -> int:
@@ -140,17 +132,10 @@ def _previous(reference: ReferenceState | None, spec: TensorSpec, bits: int) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Uniform:
-    """The scheme. Tensors that are not weights are stored exactly, unless the options say otherwise."""
+class Uniform(WeightScheme):
+    """The scheme."""
 
     name: ClassVar[str] = "uniform"
+    codec: ClassVar[Any] = UniformCodec
 
     options: UniformOptions = field(default_factory=UniformOptions)
-
-    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
-        """See `Scheme.codecs`."""
-        return weight_codecs(state, self.options, lambda _: UniformCodec(options=self.options))
-
-    def describe(self) -> JSON:
-        """See `Scheme.describe`."""
-        return described(self.name, self.options)
