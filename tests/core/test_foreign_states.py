@@ -315,16 +315,6 @@ def test_what_a_tensor_needs_besides_and_no_file_can_hold_is_refused_by_name(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_optimizers_of_torchao_are_resumed_bit_by_bit(tmp_path, name, monkeypatch):
-    optim = pytest.importorskip("torchao.optim")
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    kind = partial(getattr(optim, name), lr=1e-2)
-    require_continued(tmp_path / "exact", lambda: nn.Linear(SIZE, SIZE), optimizer=kind)
-    measured(tmp_path / "measured", lambda: nn.Linear(SIZE, SIZE), optimizer=kind)
-
-
-@pytest.mark.slow
 def test_int8_weights_of_torchao_are_resumed_bit_by_bit(tmp_path):
     quantization = pytest.importorskip("torchao.quantization")
     config = getattr(quantization, "Int8WeightOnlyConfig", None) or quantization.int8_weight_only

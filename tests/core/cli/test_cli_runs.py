@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 
 import shrinkpoint
 from shrinkpoint.cli.app import app
-from shrinkpoint.cli.output import bytes_text
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.saver import Saver
 from shrinkpoint.store.run import RunStore
@@ -110,25 +109,6 @@ def test_every_row_is_one_line_of_80_columns(folder: Path, command: str) -> None
     first = head.split().index("bytes")
     assert all(line.split()[first] for line in lines[:count])
     assert any(("checkpoints in" if command == "ls" else "scalars") in line for line in lines[count:])
-
-
-def test_ls_says_what_the_run_takes_beside_what_it_would(folder: Path) -> None:
-    report = run_json("ls", str(folder))
-    raw = sum(checkpoint["raw_bytes"] for checkpoint in report["checkpoints"])
-    (total,) = [line for line in run("ls", str(folder)).stdout.splitlines() if "on disk" in line]
-    assert f"{bytes_text(report['stored_bytes'])} on disk instead of {bytes_text(raw)}" in total
-    for checkpoint in report["checkpoints"]:
-        row = f"{bytes_text(checkpoint['chain_bytes'])} in {checkpoint['chain_length']}"
-        assert row in run("ls", str(folder)).stdout
-
-
-def test_ls_of_one_checkpoint_is_in_the_singular(tmp_path: Path) -> None:
-    saver = Saver(tmp_path / "run")
-    saver.save({"w": torch.zeros(3)}, step=1, wait=True)
-    saver.close()
-    text = run("ls", str(tmp_path / "run")).stdout
-    assert "1 checkpoint in" in text
-    assert "1 checkpoints" not in text
 
 
 def test_show_sorts_and_sums_up(folder: Path) -> None:

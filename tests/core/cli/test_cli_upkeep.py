@@ -279,16 +279,6 @@ def test_compact_makes_a_base_of_the_newest_delta(folder: Path) -> None:
     assert len(list((folder / "data").iterdir())) == 1
 
 
-def test_compact_leaves_the_order_of_checkpoints_as_it_is(folder: Path) -> None:
-    run("compact", str(folder), "--step", "30", "--yes")
-    assert steps(folder) == [50, 40, 30, 20, 10]
-    listed = run_json("ls", str(folder))["checkpoints"]
-    assert [checkpoint["kind"] for checkpoint in listed] == ["delta", "base", "base", "delta", "base"]
-    run("prune", str(folder), "--keep-last", "3", "--yes", "--grace", "0")
-    assert steps(folder) == [50, 40, 30]
-    run("verify", str(folder), "--all")
-
-
 def test_undelete_brings_back_the_checkpoint_that_is_named(folder: Path) -> None:
     before = steps(folder)
     run("prune", str(folder), "--keep-last", "1", "--yes")

@@ -115,27 +115,6 @@ def test_a_reader_has_values_twice_only_where_somebody_may_write_to_them(scheme)
         assert lasting or not shared
 
 
-def test_moments_are_coded_beside_their_own_weight_whatever_the_groups():
-    torch.manual_seed(0)
-    model = TinyGPT()
-    state = training(model, OPTIMIZERS["AdamW-fused-groups"](model), 1)[0]
-    (checkpoint,), kept = save_chain([state], lossy)
-    assert kept == [{}]
-    for entry in checkpoint.entries:
-        if entry.spec.tag.role is Role.EXP_AVG_SQ and entry.spec.numel >= 2000:
-            assert entry.spec.shape == model.get_parameter(entry.spec.tag.parameter).shape
-            assert entry.encoded.codec == "log-second-moment"
-
-
-def test_tied_weights_are_stored_once_and_restored_tied():
-    model = TinyGPT()
-    state = capture(model)
-    assert "model/head.weight" not in state.tensors
-    (checkpoint,), _ = save_chain([state], lossy)
-    restored = decode_chain([checkpoint]).state.to_object()["model"]
-    assert restored["head.weight"] is restored["wte.weight"]
-
-
 def test_parameters_that_appear_vanish_and_change_shape_or_dtype_along_a_chain():
     generator = torch.Generator().manual_seed(0)
 
@@ -175,18 +154,6 @@ def test_the_scheme_may_change_at_every_checkpoint():
     checkpoints, _ = save_chain(captured, lambda _: next(schemes))
     assert identical(decode_chain(checkpoints).state.to_object(), captured[3].to_object())
     check_restored(captured[2], decode_chain(checkpoints[:3]).state)
-
-
-@pytest.mark.parametrize("coder", ["rans", "rle-huffman"])
-def test_bytes_do_not_depend_on_the_number_of_threads(coder):
-    torch.manual_seed(0)
-    model = TinyGPT()
-    captured = training(model, OPTIMIZERS["AdamW"](model), 2)
-    chains = [save_chain(captured, lambda s: lossy(s, coder=coder), threads)[0] for threads in (1, 2)]
-    files = [[write_container(checkpoint) for checkpoint in chain] for chain in chains]
-    assert files[0] == files[1]
-    first, second = (decode_chain(chains[0], threads=threads).state for threads in (1, 3))
-    assert identical(first.to_object(), second.to_object())
 
 
 def test_references_are_released_when_they_are_used_up():

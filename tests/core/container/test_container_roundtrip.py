@@ -27,11 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:Sp
 PARENT = "0123456789abcdef" * 2
 
 
-def test_nothing():
-    checkpoint = store_raw({})
-    assert read_container(write_container(checkpoint)) == checkpoint
-
-
 @given(states, st.integers(0, 2**63 - 1), st.sampled_from([None, PARENT]))
 def test_any_state_comes_back(state, step, parent):
     checkpoint = store_raw(state, step=step, parent=parent, uses_reference=parent is not None)
@@ -230,26 +225,3 @@ def test_plain_data_beyond_the_limits_is_refused(monkeypatch):
 def test_newer_features_name_the_version_to_install():
     with pytest.raises(UnsupportedFormatError, match=r"'ans4' \(shrinkpoint 0\.7 or newer\).*pip install"):
         layout.check_features({"ans4": "0.7"})
-
-
-def test_header_overhead_per_tensor():
-    """The names, shapes, lengths, checksums and digests of a real model's tensors, and the tree that refers to them."""
-    state = {
-        "state_dict": {
-            f"transformer.h.{i}.{part}.weight": torch.zeros(1)
-            for i in range(12)
-            for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
-        },
-        "optimizer_states": [
-            {
-                "state": {
-                    i: {part: torch.zeros(1) for part in ("step", "exp_avg", "exp_avg_sq")} for i in range(72)
-                }
-            }
-        ],
-    }
-    checkpoint = store_raw(state)
-    overhead = len(write_container(checkpoint)) - sum(entry.encoded.nbytes for entry in checkpoint.entries)
-    per_tensor = overhead / len(checkpoint.entries)
-    print(f"{per_tensor:.1f} bytes per tensor of two sections, {len(checkpoint.entries)} tensors")
-    assert per_tensor < 32 + 12  # index (16 + 2 * 8) and compressed header

@@ -1,7 +1,6 @@
 """A training that adopts its checkpoints is the undisturbed one after any crash, bit for bit."""
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -107,15 +106,6 @@ def test_unplanned_save_is_exact_and_changes_nothing(tmp_path, undisturbed):
     assert_same(again.run(STEPS).end(), true)
 
 
-def test_last_save_is_exact(tmp_path, undisturbed):
-    true, _ = undisturbed
-    first = Training().save_to(tmp_path / "run").run(2 * EVERY + 1)
-    first.checkpointer.close()
-    again = Training().save_to(tmp_path / "run")
-    assert again.reached == 2 * EVERY + 1
-    assert_same(again.run(STEPS).end(), true)
-
-
 def test_continued_from_before_the_first_planned_save(tmp_path, undisturbed):
     """How far the weights have moved since training began is known to the undisturbed run's first save."""
     true, _ = undisturbed
@@ -210,17 +200,6 @@ def test_changed_settings_are_said(tmp_path):
     assert "clip_grad_norm=0.5 instead of None; max_degradation=0.1 instead of 0.2; torch_threads=" in text
 
 
-def test_settings_that_json_has_no_number_for(tmp_path):
-    url = tmp_path / "run"
-    training = Training().save_to(url, search_overhead=math.inf).run(2 * EVERY)
-    training.end()
-    manifests = shrinkpoint.Saver(url).store.manifests()
-    assert [manifest.step for manifest in manifests] == [2 * EVERY, EVERY]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert Training().save_to(url, search_overhead=math.inf).end() is not None
-
-
 def test_run_is_not_switched_without_a_word(tmp_path):
     Training().save_to(tmp_path / "one").run(EVERY).end()
     with pytest.warns(ShrinkpointWarning, match="adopted its checkpoints .* goes on without that"):
@@ -307,19 +286,6 @@ def test_saves_too_close_together_are_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         share.add(9.5, 13.0)
-
-
-def test_references_from_outside_see_what_is_adopted(tmp_path):
-    """As those of an average that holds the optimizer's tensors, and not copies of them."""
-    training = Training().save_to(tmp_path / "run").run(EVERY - 1)
-    moments = [state["exp_avg"] for state in training.optimizers[0].state.values()]
-    training.run(EVERY)
-    now = [state["exp_avg"] for state in training.optimizers[0].state.values()]
-    assert all(one is other for one, other in zip(moments, now, strict=True))
-    training.end()
-    reader = Training().save_to(tmp_path / "run")
-    restored = [state["exp_avg"] for state in reader.optimizers[0].state.values()]
-    assert all(torch.equal(one, other) for one, other in zip(moments, restored, strict=True))
 
 
 class _Copied:
@@ -484,13 +450,3 @@ def test_mapped_expanded_and_other_tensors_that_stay(tmp_path):
     _, rest = _tables(tmp_path, url)
     assert min(rest) == 2 * EVERY + 1
     assert all(torch.equal(a, b) for step in rest for a, b in zip(rest[step], true[step], strict=True))
-
-
-def test_saves_at_every_step_are_said_at_the_second(tmp_path):
-    training = Training(average=False).save_to(tmp_path / "run", every=1, adopt=STEPS)
-    training.run(1)
-    with pytest.warns(
-        ShrinkpointWarning, match=r"training waits for \d+% of its time: .* s at this save, of .* s since"
-    ):
-        training.run(2, quiet=False)
-    training.end()

@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -121,10 +120,36 @@ def test_the_files_are_the_same(tmp_path: Path, disk: Path, scheme: str) -> None
     assert not list(disk.iterdir())
 
 
-@pytest.mark.parametrize("optimizer", sorted({*KINDS} - {"AdamW"}))
-def test_the_files_of_other_optimizers_are_the_same(tmp_path: Path, disk: Path, optimizer: str) -> None:
-    without = Loop(tmp_path / "without", optimizer=optimizer).save(2).close()
-    assert Loop(tmp_path / "with", optimizer=optimizer, scratch_folder=disk).save(2).close() == without
+OTHERS: list[tuple[dict[str, object], int]] = [
+    *(({"optimizer": name}, 0) for name in sorted({*KINDS} - {"AdamW"})),
+    ({"dtype": torch.bfloat16}, 0),
+    ({"dtype": torch.float64}, 0),
+    ({"keep_optimizer": 0}, 0),
+    ({"large": 1 << 40}, 0),  # so that all are small
+    ({}, 1),  # the second one asked for bit-exactly
+    ({}, 2),  # resumed before it
+]
+
+
+@pytest.mark.parametrize(("options", "then"), OTHERS, ids=str)
+def test_the_files_of_other_trainings_are_the_same(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], then: int
+) -> None:
+    if "large" in options:
+        monkeypatch.setattr("shrinkpoint.state.snapshot.LARGE", options["large"])
+
+    def run(name: str, **more: object) -> list[bytes]:
+        given = {key: value for key, value in {**options, **more}.items() if key != "large"}
+        loop = Loop(tmp_path / name, **given).save()
+        loop.exactly = then == 1
+        if then == 2:
+            loop.close()
+            loop = Loop(tmp_path / name, **given)
+        loop.save()
+        assert loop.kinds[-1] == "delta"
+        return loop.close()
+
+    assert run("with", scratch_folder=disk) == run("without")
 
 
 def test_a_probe_trains_from_the_same_states(tmp_path: Path, disk: Path) -> None:
@@ -137,49 +162,6 @@ def test_a_probe_trains_from_the_same_states(tmp_path: Path, disk: Path) -> None
     assert resumed[0][0]
     assert resumed[0] == resumed[1]
     assert without.close() == loop.close()
-
-
-def test_a_search_by_time_restores(tmp_path: Path, disk: Path) -> None:
-    loop = Loop(tmp_path / "run", "inshrinkerator", scratch_folder=disk, guards=False).save(3)
-    loop.close()
-    assert loop.kinds == ["base", "delta", "delta"]
-    assert restores(tmp_path / "run") == 3
-
-
-def test_small_states_and_weights_alone_too(
-    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shrinkpoint.state.snapshot.LARGE", 1 << 40)
-    without = Loop(tmp_path / "without").save(3).close()
-    assert Loop(tmp_path / "with", scratch_folder=disk).save(3).close() == without
-    alone = Loop(tmp_path / "alone", keep_optimizer=0).save(2).close()
-    assert Loop(tmp_path / "alone with", keep_optimizer=0, scratch_folder=disk).save(2).close() == alone
-
-
-def test_a_resumed_run_goes_on_with_the_same_files(tmp_path: Path, disk: Path) -> None:
-    for name, options in (("without", {}), ("with", {"scratch_folder": disk})):
-        Loop(tmp_path / name, **options).save(2).close()
-    found = [
-        Loop(tmp_path / name, **options).save(2)
-        for name, options in (("without", {}), ("with", {"scratch_folder": disk}))
-    ]
-    assert found[1].kinds == ["delta", "delta"]
-    assert found[0].close() == found[1].close()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_files_of_other_dtypes_are_the_same(tmp_path: Path, disk: Path, dtype: torch.dtype) -> None:
-    without = Loop(tmp_path / "without", dtype=dtype).save(2).close()
-    assert Loop(tmp_path / "with", dtype=dtype, scratch_folder=disk).save(2).close() == without
-
-
-def test_exact_files_of_a_lossy_scheme_are_the_same(tmp_path: Path, disk: Path) -> None:
-    def run(name: str, **options: object) -> list[bytes]:
-        loop = Loop(tmp_path / name, **options).save()
-        loop.exactly = True
-        return loop.save(2).close()
-
-    assert run("with", scratch_folder=disk) == run("without")
 
 
 @pytest.mark.parametrize(("kind", "scheme"), [("small", "auto"), ("exact", "lossless")])
@@ -294,26 +276,6 @@ def test_a_full_disk_costs_memory_and_no_save(
     warned_in_background.clear()
 
 
-def test_a_file_that_may_not_grow_is_a_full_disk(
-    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, warned_in_background: list[Warning]
-) -> None:
-    without = Loop(tmp_path / "without").save(2).close()
-    put, most = scratch.ScratchFile.put, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-
-    def limited(self: scratch.ScratchFile, data: object) -> object:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, most))
-        try:
-            return put(self, data)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-
-    loop = Loop(tmp_path / "with", scratch_folder=disk)
-    monkeypatch.setattr(scratch.ScratchFile, "put", limited)
-    with pytest.warns(match="nothing more could be written"):
-        assert loop.save(2).close() == without
-    warned_in_background.clear()
-
-
 def damaged(file: scratch.ScratchFile) -> None:
     """Another byte in the middle of everything that was written."""
     descriptor = file._file.fileno()
@@ -342,26 +304,6 @@ def test_after_damaged_planes_a_base_follows(
     assert restores(tmp_path / "run") == 4
     for step in (2, 3):
         assert Saver(str(tmp_path / "run")).restore(step) is not None
-    warned_in_background.clear()
-
-
-def test_after_planes_that_cannot_be_read_a_base_follows(
-    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, warned_in_background: list[Warning]
-) -> None:
-    loop = Loop(tmp_path / "run", scratch_folder=disk).save(2)
-    broken, read = file_of_planes(loop), scratch.ScratchFile.read
-
-    def reading(self: scratch.ScratchFile, memory: memoryview, offset: int) -> None:
-        if self is broken:
-            raise OSError(5, "Input/output error")
-        read(self, memory, offset)
-
-    monkeypatch.setattr(scratch.ScratchFile, "read", reading)
-    with pytest.warns(match=r"cannot be read \(Input/output error\).* Step 3 is stored as a base"):
-        loop.save()
-    loop.save().close()
-    assert loop.kinds == ["base", "delta", "base", "delta"]
-    assert restores(tmp_path / "run") == 4
     warned_in_background.clear()
 
 

@@ -26,10 +26,6 @@ ADDRESSES = 512 << 20
 """What a damaged pcodec file may reserve, of which it fills nothing: tables of up to 2^25 numbers."""
 
 
-def weights(count: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(0, 0.02, count).astype(np.float32)
-
-
 def patterns(kind: str, dtype: str, count: int = 3000) -> np.ndarray:
     """Numbers of several sorts, each of which some method codes."""
     rng, item = np.random.default_rng(count), np.dtype(dtype).itemsize
@@ -97,15 +93,6 @@ def test_every_sort_of_numbers_in_several_chunks(dtype: str, kind: str, count: i
         np.testing.assert_array_equal(decoded, array)
 
 
-@pytest.mark.parametrize("count", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 2_500_000])
-def test_chunks_and_threads(count: int) -> None:
-    array = weights(count).astype(np.float16).view(np.uint16)
-    payload = encode_numbers(array)
-    assert in_team(3, lambda: encode_numbers(array)) == payload
-    decoded = in_team(3, lambda: decode_numbers(payload, count, np.uint16))
-    np.testing.assert_array_equal(decoded, array)
-
-
 @pytest.mark.parametrize("count", [3000, 1 << 19])
 def test_the_methods(count: int) -> None:
     """Each of them is the shortest for something."""
@@ -117,20 +104,6 @@ def test_any_shape_and_order() -> None:
     array = np.asfortranarray(np.arange(12, dtype=np.uint32).reshape(3, 4))
     assert encode_numbers(array) == encode_numbers(np.arange(12, dtype=np.uint32))
     assert decode_numbers(encode_numbers(np.uint32([7])[0:1].reshape(())), 1, np.uint32).tolist() == [7]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_constants_sparse_and_repeated_numbers_are_small(dtype: str) -> None:
-    count = 10**6
-    for value in (0, 250, np.iinfo(dtype).max // 3):
-        assert len(encode_numbers(np.full(count, value, dtype))) < 100
-    sparse = np.zeros(count, dtype)
-    sparse[::100] = np.random.default_rng(0).integers(0, 256, count // 100)
-    assert len(encode_numbers(sparse)) < 25_000
-    assert (
-        len(encode_numbers(np.resize(patterns("floats", dtype, 1000), count)))
-        < 2000 * np.dtype(dtype).itemsize
-    )
 
 
 @untimed

@@ -299,16 +299,6 @@ def test_a_container_of_another_run_is_refused(tmp_path: Path) -> None:
         decode_selected(chain[1:], lambda header: header.tensors.keys())
 
 
-def test_headers_alone_decide_what_is_needed(folder: Path) -> None:
-    store = RunStore(folder)
-    [base] = store.fetch(store.manifests()[1])
-    reader = ContainerReader(lambda offset, length: base[offset : offset + length], len(base))
-    records = reader.header.tensors.values()
-    names = {name for name in reader.header.tensors if name.startswith("state_dict/")}
-    assert decode.required(names, records) >= names
-    assert decode.required(["absent"], records) == set()
-
-
 def test_what_is_not_finite_is_told(tmp_path: Path) -> None:
     saver = Saver(str(tmp_path / "run"))
     with pytest.warns(ShrinkpointWarning):

@@ -79,13 +79,6 @@ def test_names_follow_the_parameter_through_groups():
         assert model.get_parameter(name) is parameters[index]
 
 
-def test_a_parameter_of_nobody_has_no_name():
-    stranger = nn.Parameter(torch.ones(3))
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([stranger, *model.parameters()], lr=1)
-    assert optimizer_parameter_names(optimizer, model) == {0: None, 1: "weight", 2: "bias"}
-
-
 def describe(model, *optimizers):
     return describe_training(
         model, list(optimizers), model_path=("a", "model"), optimizers_path=("optimizers",)

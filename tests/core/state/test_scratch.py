@@ -90,14 +90,6 @@ def test_it_is_not_written_to(file) -> None:
     assert not kept.any()
 
 
-def test_it_is_read_where_inference_is_made(file) -> None:
-    kept = put_tensor(file, torch.arange(3.0))
-    with torch.inference_mode():
-        assert (kept + 1).tolist() == [1.0, 2.0, 3.0]
-        with pytest.raises(TypeError, match="not written to"):
-            kept.add_(1)
-
-
 def test_nothing_stays_in_memory(file) -> None:
     read: list[weakref.ref[torch.Tensor]] = []
 

@@ -8,7 +8,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.payloads import check_survives, check_truncations, damaged, damages
@@ -17,11 +16,8 @@ from support.teams import in_team
 from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.entropy.lstm.coder import (
     LstmOptions,
-    curves,
     decode_plane,
     encode_plane,
-    new_learner,
-    rarities,
     uses_previous,
 )
 from shrinkpoint.entropy.static.rans import encode_symbols
@@ -82,15 +78,6 @@ def shifted(rows: int, columns: int, alphabet: int) -> tuple[np.ndarray, np.ndar
     return plane.astype(np.uint8).reshape(-1), previous.astype(np.uint8).reshape(-1)
 
 
-def test_the_neighbourhood_is_learned() -> None:
-    plane, previous = shifted(100, 120, 4)
-    alone = len(encode_plane(plane, 4, columns=120, options=SMALL))
-    at_the_place = len(encode_symbols(plane, previous, 4, 4))
-    around_it = encode_plane(plane, 4, columns=120, previous=previous, options=SMALL)
-    assert around_it[0] == 3
-    assert len(around_it) < 0.87 * min(alone, at_the_place)
-
-
 def test_chunks_do_not_depend_on_threads() -> None:
     plane, previous = shifted(60, 120, 4)
     options = LstmOptions(width=8, rate=4, chunk=11)
@@ -144,91 +131,6 @@ def test_other_vector_units_make_the_same_bytes(tmp_path) -> None:
     here = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     assert there == here
     assert here.startswith("03")
-
-
-class Reference(torch.nn.Module):
-    """The same network by torch, in float64."""
-
-    def __init__(self, net) -> None:
-        super().__init__()
-
-        def real(array):
-            return torch.nn.Parameter(torch.from_numpy(array.astype(np.float64) / 2**24))
-
-        self.entry, self.across, self.upward = real(net.entry), real(net.across), real(net.upward)
-        self.bias, self.out, self.prior = real(net.bias), real(net.out), real(net.prior)
-
-    def forward(self, contexts):
-        width = self.upward.shape[0]
-        states = [torch.zeros(2, len(contexts), width, dtype=torch.float64) for _ in range(2)]
-        for t in range(contexts.shape[1]):
-            below = None
-            for layer in range(2):
-                inputs = self.entry[contexts[:, t]] if layer == 0 else self.bias + below @ self.upward
-                output, cell = states[layer]
-                gates = (inputs + output @ self.across[layer]).split(width, 1)
-                i, f, o = (gates[k].sigmoid() for k in (0, 1, 3))
-                cell = f * cell + i * gates[2].tanh()
-                below = o * cell.tanh()
-                states[layer] = torch.stack([below, cell])
-        return below @ self.out + self.prior
-
-
-def test_probabilities_and_gradients_are_those_of_an_lstm() -> None:
-    from shrinkpoint.entropy.lstm import network_kernels
-
-    rng = np.random.default_rng(0)
-    width, alphabet = 8, 5
-    learner = new_learner(rarities(np.array([50, 20, 10, 10, 10])), width, 1 << 18)
-    learner.weights[:] += rng.integers(-(1 << 23), 1 << 23, learner.weights.size).astype(np.int32)
-    contexts = rng.integers(0, alphabet, (20, 9)).astype(np.uint8)
-    symbols = rng.integers(0, alphabet, 20)
-    reference = Reference(learner.net)
-    logits = reference(torch.from_numpy(contexts.astype(np.int64)))
-    torch.nn.functional.cross_entropy(logits, torch.from_numpy(symbols), reduction="sum").backward()
-    expected = torch.softmax(logits, 1).detach().numpy()
-    for context, symbol, wanted in zip(contexts, symbols, expected, strict=True):
-        activations = np.zeros((10, 2, 7, width), np.int32)
-        sums, found = np.empty(4 * width, np.int64), np.empty(alphabet, np.int64)
-        ends = np.empty(alphabet + 1, np.int32)
-        network_kernels.forward(learner.net, curves(), context, activations, sums, found)
-        network_kernels.shares(curves().decay, found, ends)
-        assert ends[-1] == 65536
-        np.testing.assert_allclose(np.diff(ends) / 65536, wanted, atol=5e-4)
-        errors = (np.diff(ends) << 6).astype(np.int32)
-        errors[symbol] -= 1 << 22
-        scratch = (
-            np.empty((2, width), np.int64),
-            np.empty((2, width), np.int64),
-            np.empty(4 * width, np.int32),
-        )
-        network_kernels.backward(learner.net, learner.gradient, context, activations, errors, *scratch)
-    for name, gradient in learner.gradient._asdict().items():
-        wanted = getattr(reference, name).grad.numpy()
-        assert np.abs(gradient / 2.0**37 - wanted).max() < 0.01 * np.abs(wanted).max(), name
-
-
-def test_a_step_is_adams() -> None:
-    from shrinkpoint.entropy.lstm import network_kernels
-
-    rng = np.random.default_rng(0)
-    gradients = rng.standard_normal((3, 6)) * [1e-4, 1e-3, 1e-2, 1e-1, 1, 0]
-    weights, squares = np.zeros(6, np.int32), np.zeros(6, np.int64)
-    wanted, mean = np.zeros(6), np.zeros(6)
-    for seen, gradient in enumerate(gradients):
-        flat = np.round(gradient * 256 * 2.0**37).astype(np.int64)
-        network_kernels.improve(weights, flat, squares, seen, 1 << 18)
-        mean += (gradient**2 - mean) / (seen + 1)
-        wanted -= gradient / (np.sqrt(mean) + 1e-5) / 64
-        assert not flat.any()
-    np.testing.assert_allclose(weights / 2.0**24, wanted, rtol=0.01)
-
-
-def test_tables() -> None:
-    x = np.arange(1025) / 64
-    np.testing.assert_allclose(curves().sigmoid / 32768, 1 / (1 + np.exp(8 - x)), atol=2e-5)
-    np.testing.assert_allclose(curves().decay / 2**24, np.exp(-x), atol=1e-7)
-    assert list(rarities(np.array([8, 4, 2, 1, 1, 0]))) == [8, 16, 24, 32, 32, 160]
 
 
 def test_what_does_not_decode_is_never_written(monkeypatch: pytest.MonkeyPatch) -> None:

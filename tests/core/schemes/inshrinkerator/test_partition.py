@@ -143,23 +143,6 @@ def test_without_a_gradient_the_magnitude_decides() -> None:
     assert bool(pruned.any())
 
 
-def test_sketches_serve_every_configuration() -> None:
-    weights, gradients = {"w": noise(64, 64)}, {"w": noise(64, 64, seed=1)}
-    sketches = ScoreSketches()
-    sketches.add(weights["w"], gradients["w"], "linear")
-    for metric in ("magnitude", "sensitivity"):
-        for prune in (0.0, 0.1, 0.5):
-            for protect in (0.0005, 0.01):
-                alone = layer_type_thresholds(weights, gradients, {"w": "linear"}, metric, prune, protect)
-                assert sketches.thresholds(metric, prune, protect) == alone
-
-
-def test_nothing_is_pruned_or_protected_with_shares_of_zero() -> None:
-    weight, gradient = noise(30, 30), noise(30, 30, seed=1)
-    found = layer_type_thresholds({"w": weight}, {"w": gradient}, {"w": "linear"}, "sensitivity", 0.0, 0.0)
-    assert bool(partition(weight, gradient, found["linear"]).quantized.all())
-
-
 def test_what_is_refused() -> None:
     weight = noise(4, 4)
     with pytest.raises(ConfigError, match="metric"):

@@ -44,26 +44,6 @@ def test_the_recurrence(updates: int, beta: float, dtype: torch.dtype, shape: tu
         torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_adam_holds_the_same_average() -> None:
-    weight = torch.nn.Parameter(noise(5, 7))
-    optimizer = torch.optim.Adam([weight], lr=1e-3, betas=(0.9, 0.999))
-    ema = GradientEMA(beta=0.9)
-    for seed in range(12):
-        optimizer.zero_grad()
-        (weight * noise(5, 7, seed=seed)).sum().backward()
-        assert weight.grad is not None
-        ema.update({"w": weight.grad})
-        optimizer.step()
-    torch.testing.assert_close(ema.result()["w"], optimizer.state[weight]["exp_avg"])
-
-
-def test_the_caller_may_overwrite_its_gradients() -> None:
-    ema, gradient = GradientEMA(beta=0.0), torch.ones(3)
-    ema.update({"w": gradient})
-    gradient.zero_()
-    assert ema.result()["w"].tolist() == [1.0, 1.0, 1.0]
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_an_update_that_is_not_finite_is_skipped_whole(bad: float) -> None:
     ema = GradientEMA(beta=0.5)
@@ -100,11 +80,6 @@ def test_reset_hands_the_average_over() -> None:
     assert ema.result() == {}
     ema.update({"w": torch.full((2,), 5.0)})
     assert handed["w"].tolist() == [1.0, 1.0]
-
-
-def test_only_the_last_steps_count() -> None:
-    ema = GradientEMA(steps=3)
-    assert [step for step in range(-3, 10) if ema.should_collect(step)] == [0, 1, 2]
 
 
 def test_options_are_checked() -> None:
