@@ -47,9 +47,8 @@ from shrinkpoint.store.urls import RunUrl, Stores
 from shrinkpoint.warn import warn
 
 if TYPE_CHECKING:
-    from shrinkpoint.steps.opening import TrainingLog
     from shrinkpoint.steps.options import StepLog
-    from shrinkpoint.steps.replicated import ReplicatedLog
+    from shrinkpoint.steps.training import TrainingLog
 
 __all__ = ["Checkpointer", "Stateful"]
 
@@ -173,7 +172,7 @@ class Checkpointer:
             model = inner
         sharded, several = has_shards(model), world().size > 1
         if config.adopt:
-            check_adoption(config, every, step_log)
+            check_adoption(config, every)
         # Who gives the wrapper calls on every process, and so does who adopts.
         wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
         copied = several and not sharded and bool(wrapped or config.adopt)
@@ -203,22 +202,15 @@ class Checkpointer:
         self._termination = TerminationRequest(more=signals_of(config.signals), answered=self._pace.expected)
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
-        self.step_log: TrainingLog | ReplicatedLog | None = None
+        self.step_log: TrainingLog | None = None
         """The step log; None without one."""
-        if step_log is not None:  # most trainings have no log, and need nothing of it
-            from shrinkpoint.session.replicated_log import log_of_loop
-            from shrinkpoint.steps.options import chosen_log
-
-            self.step_log = log_of_loop(
-                self._objects,
-                stateful,
-                chosen_log(step_log),
-                run_url=url,
-                storage_options=storage_options,
-                config=config,
-                alone=copied or not (sharded or several),
-                read_base=lambda step: weights_of_step(url, step, storage_options),
-            )
+        if step_log is not None:
+            if sharded or (several and not copied):
+                raise ConfigError(
+                    "step_log= needs one process, or a DistributedDataParallel that every process gives to a Checkpointer as"
+                    " the model, and no shards (FSDP2): leave it out elsewhere, or use the callbacks of Lightning and Composer"
+                )
+            self.step_log = self._log(step_log, url, storage_options, config)
         self._committed = 0
         self._overdue = self._warned_of_monitor = self._lacked = False
         self.saver = saver_for(self._objects, url, config, storage_options=storage_options)
@@ -237,6 +229,20 @@ class Checkpointer:
             weakref.finalize(self, self._ending.close)
         if self.step_log is not None:
             self.step_log.open(self.saver.store.run_id())
+
+    def _log(
+        self, step_log: object, url: RunUrl, storage_options: StorageOptions, config: SaverConfig
+    ) -> "TrainingLog":
+        from shrinkpoint.session.replicated_log import log_of_copies  # most trainings have no log
+        from shrinkpoint.steps.options import chosen_log
+        from shrinkpoint.steps.training import TrainingLog
+
+        options, objects = chosen_log(step_log), self._objects
+        run: dict[str, Any] = {"run_url": url, "storage_options": storage_options, "config": config}
+        run["read_base"] = lambda step: weights_of_step(url, step, storage_options)
+        if isinstance(objects, CopiedObjects):
+            return log_of_copies(objects, options, **run)
+        return TrainingLog(objects.model, objects.optimizers, options, stateful=objects.stateful, **run)
 
     def resume(self, step: int | None = None) -> int:
         """Restore the newest sound checkpoint, if the policy allows it.
@@ -297,7 +303,7 @@ class Checkpointer:
             return base
         reached = base
         if wanted and self._policy != "never":
-            reached = self.step_log.recover(base, lambda: way_back(self._objects, self.saver, manifest))
+            reached, _ = self.step_log.recover(base, lambda: way_back(self._objects, self.saver, manifest))
         self.step_log.restart(reached)
         if reached > base:
             self._last_step, self._versions = reached, self._objects.changes
@@ -336,7 +342,7 @@ class Checkpointer:
             owed = self._lacked and config.monitor in (metrics or {}) and not config.adopt
             due |= owed and self._every is not None and self._ending is None
             if self.step_log is not None:
-                self.step_log.end_step(step, since=before, boundary=due)
+                self.step_log.end_step(step, boundary=due)
                 self._warn_log()
             self._versions = self._objects.changes
             self._watch()

@@ -227,8 +227,7 @@ def _logged(
         return None
     # of a logged step alone
     from shrinkpoint.steps.log import near_segments, run_segments
-    from shrinkpoint.steps.logged import LoggedWeights
-    from shrinkpoint.steps.reader import LogReader
+    from shrinkpoint.steps.reader import LoggedWeights, LogReader
 
     segments = run_segments(address.url, storage_options)
     if step_log_url is not None:

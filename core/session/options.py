@@ -85,7 +85,7 @@ def require_states(stateful: Mapping[str, Any], options: Collection[str]) -> Non
             )
 
 
-def check_adoption(config: SaverConfig, every: int | None, step_log: object) -> None:
+def check_adoption(config: SaverConfig, every: int | None) -> None:
     """Check that an adopting training plans its saves.
 
     Raises:
@@ -98,8 +98,6 @@ def check_adoption(config: SaverConfig, every: int | None, step_log: object) -> 
             "adopt=True does not say how many planned saves the whole run has (total steps / every), among which max_degradation"
             " is divided: give their number, as in adopt=200"
         )
-    if step_log is not None:
-        raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")
 
 
 LoopSaver = Saver | ShardedSaver

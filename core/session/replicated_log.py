@@ -1,4 +1,4 @@
-"""The step log of a hand-written loop, also of one that several processes run on copies of a model."""
+"""The step log of a hand-written loop that several processes run on copies of a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,54 +9,57 @@ from shrinkpoint.session.sharded import BUCKETS, CopiedObjects
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.trees import own_of
 from shrinkpoint.state.wrappers import parameters_of
+from shrinkpoint.steps.capture import CannotLogError
 from shrinkpoint.steps.exact import ExactLog
-from shrinkpoint.steps.opening import TrainingLog, log_of_training
 from shrinkpoint.steps.options import StepLog
-from shrinkpoint.steps.replicated import ReplicatedLog, on_host
+from shrinkpoint.steps.training import Captured, TrainingLog, on_host
 
-__all__ = ["log_of_loop"]
+__all__ = ["log_of_copies"]
 
 _RANKS = "ranks"
 
 
-def log_of_loop(
-    objects: LoopObjects, stateful: Mapping[str, Any], options: StepLog, **run: Any
-) -> TrainingLog | ReplicatedLog:
-    """Make the log that a loop asks for.
+def log_of_copies(objects: CopiedObjects, options: StepLog, **run: Any) -> TrainingLog:
+    """Make the log of a training on copies.
 
     Args:
         objects: of the loop.
-        stateful: further objects with a state, by name.
         options: of the log.
-        run: the checkpoints' side, as of `log_of_training`.
+        run: the checkpoints' side, as of `TrainingLog`.
 
     Raises:
         ConfigError: there can be no such log of this training; on every rank.
     """
-    if not isinstance(objects, CopiedObjects):
-        return log_of_training(objects.model, objects.optimizers, stateful, options, **run)
 
-    def capture() -> Mapping[str, Any]:
-        accumulates = isinstance(log.log, ExactLog) and log.log.accumulates()
-        log.states.obstacle = _obstacle(accumulates, objects.stateful_hook)
-        return _of_ranks(objects)
+    def capture() -> Captured:
+        captured, hook = _of_ranks(objects), objects.stateful_hook
+        if isinstance(log.log, ExactLog) and log.log.accumulates():
+            return CannotLogError(
+                "gradients are accumulated over several calls of Checkpointer.step, other ones on each process: call it after"
+                " optimizer.step() only"
+            )
+        if hook is not None:
+            return CannotLogError(
+                f"the state of the DDP communication hook, a {hook}, is each process's own, and not logged here: the callbacks of"
+                " Lightning and Composer log it"
+            )
+        return captured
 
-    def share(step: int) -> None:
+    def share(step: int, captured: Mapping[str, Any]) -> None:
         parameters = [parameter for one in objects.optimizers for parameter in parameters_of(one)]
         state: dict[str, Any] = {}
         gradients = None
         if world().is_first:
-            state = on_host({**LoopObjects.state(objects, step), **log.states.replayed})
+            state = on_host(LoopObjects.state(objects, step))
             gradients = [on_host(parameter.grad) for parameter in parameters]
-        objects.load(_with_own(world().broadcast(state)), "", warns=False)
+        objects.load(_with_own({**world().broadcast(state), **captured}), "", warns=False)
         found = world().broadcast(gradients)
         if not world().is_first:
             for parameter, gradient in zip(parameters, found or (), strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
-    log = ReplicatedLog(
-        objects.model, objects.optimizers, stateful, options, capture=capture, share=share, **run
-    )
+    run |= {"stateful": objects.stateful, "capture": capture, "share": share}
+    log = TrainingLog(objects.model, objects.optimizers, options, **run)
     return log
 
 
@@ -81,17 +84,3 @@ def _with_own(state: dict[str, Any]) -> dict[str, Any]:
         **merged,
         RANKS_KEY: {"stored": len(ranks), "here": here.size, "rank": here.rank},
     }
-
-
-def _obstacle(accumulates: bool, hook: str | None) -> str | None:
-    if accumulates:
-        return (
-            "gradients are accumulated over several calls of Checkpointer.step, other ones on each process: call it after"
-            " optimizer.step() only"
-        )
-    if hook is not None:
-        return (
-            f"the state of the DDP communication hook, a {hook}, is each process's own, and not logged here: the callbacks of"
-            " Lightning and Composer log it"
-        )
-    return None

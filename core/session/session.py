@@ -6,7 +6,7 @@ restores its part. Every method that is not marked as the first rank's must be c
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn import Module
@@ -19,6 +19,7 @@ from shrinkpoint.engine.retention import is_finite, lineage_of
 from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import Distributed, world
+from shrinkpoint.io.loading import weights_of_step
 from shrinkpoint.quality.evaluation import Evaluate, Loss
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.resumed_steps import UntilFailure
@@ -34,7 +35,6 @@ from shrinkpoint.session.hook_states import HookStates, restore_hook_states
 from shrinkpoint.session.probe import LossProbe, StepProbe
 from shrinkpoint.session.reports import BestCheckpoints, metrics_of
 from shrinkpoint.session.settings import RunSettings
-from shrinkpoint.session.step_log import SessionLog
 from shrinkpoint.session.trained import Trained, load_trained
 from shrinkpoint.session.triggers import Schedule, Trigger
 from shrinkpoint.sharded.agreement import refuse_options
@@ -46,6 +46,9 @@ from shrinkpoint.state.frozen import meta_filled
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
+
+if TYPE_CHECKING:
+    from shrinkpoint.steps.training import TrainingLog
 
 __all__ = ["TrainingSession"]
 
@@ -99,8 +102,8 @@ class TrainingSession:
         """The step of this run's last checkpoint, on every rank."""
         self.hooks = HookStates(wanted=settings.saver.scheme == "lossless")
         """The states of DDP's communication hooks, for checkpoints and the log."""
-        self.log = SessionLog(settings, self.hooks)
-        """The step log."""
+        self.log: TrainingLog | None = None
+        """The step log, if one is wanted, once training begins."""
         self.continued: int | None = None
         """The step of the checkpoint that was chosen to continue from; on the first rank."""
         self._saver: Saver | ShardedSaver | None = None
@@ -263,19 +266,22 @@ class TrainingSession:
         """
         adapter = self.adapter
         manifest = self.choose()
-        self.log.begin(adapter.model, adapter.optimizers, self.saver.store)
+        self.begin_log(adapter.model, adapter.optimizers)
         if manifest is None:
             self.require_own_run()
-            self.log.restart(adapter.step)
+            if self.log is not None:
+                self.log.restart(adapter.step)
             return None
         state = self.restore(manifest)
         world().on_first(lambda: adapter.check(state))
         adapter.load(state)
-        rest = self.log.recover(manifest.step, lambda: adapter.load(state)) if self.log.is_wanted else None
-        if rest is not None:
-            state = adapter.completed(rest)
-            adapter.load(state)
-        self.log.restart(adapter.step)
+        if self.log is not None:
+            stored = state
+            reached, rest = self.log.recover(manifest.step, lambda: lambda: adapter.load(stored))
+            if reached > manifest.step:
+                state = adapter.completed(rest)
+                adapter.load(state)
+            self.log.restart(adapter.step)
         self.take(state)
         self.saved_step = manifest.step
         self.remember()
@@ -423,14 +429,49 @@ class TrainingSession:
         if not (self.together or self._dry.knows(optimizers)):
             world().on_every(lambda: self._dry.check(capture, adapter.model, optimizers))
 
+    def begin_log(self, model: Module, optimizers: Sequence[Any]) -> None:
+        """Make the step log, if one is wanted, when model and optimizers exist.
+
+        Raises:
+            ConfigError: there can be no such log of this training.
+            StoreError: it cannot be written.
+        """
+        settings = self.settings
+        if settings.step_log is None:
+            return
+        if settings.step_log.after_step is not None:
+            raise ConfigError(
+                "after_step is for Checkpointer: the callbacks' step logs have no averages of the weights (docs/resuming.md)"
+            )
+        from shrinkpoint.steps.training import TrainingLog  # most trainings have no log
+
+        self._close_log()
+        self.log = TrainingLog(
+            model,
+            optimizers,
+            settings.step_log,
+            more_bytes=lambda: self.hooks.nbytes,
+            run_url=settings.stores,
+            storage_options=settings.storage_options,
+            config=settings.saver,
+            read_base=lambda step: weights_of_step(settings.url, step, settings.storage_options),
+        )
+        self.log.open(world().on_first(self.saver.store.run_id))
+
+    def _close_log(self) -> None:
+        log, self.log = self.log, None
+        if log is not None:
+            log.close(whole=False)
+
     def log_step(self, *, allowed: bool = True) -> None:
         """Take note of a step in the log, if there is one.
 
         Args:
-            allowed: as of `SessionLog.end_step`.
+            allowed: as of `TrainingLog.end_step`.
         """
         adapter = self.adapter
-        self.log.end_step(adapter.step, lambda: adapter.rest(self.captured()), allowed=allowed)
+        if self.log is not None:
+            self.log.end_step(adapter.step, capture=lambda: adapter.rest(self.captured()), allowed=allowed)
 
     def gradients_complete(self, remaining: int | None) -> None:
         """Average the gradients of a step that is about to be made, where settings depend on them.
@@ -474,8 +515,8 @@ class TrainingSession:
             return step == self.saved_step
         self.drain()
         state = self.captured()
-        if self.log.is_wanted:
-            self.log.boundary(step, adapter.rest(state))
+        if self.log is not None:
+            self.log.boundary(step, lambda: adapter.rest(state))
         if self.path is not None and not planned:
             self.path.add_to(state[SESSION])
 
@@ -712,7 +753,10 @@ class TrainingSession:
             restore_hook_states(adapter.wrapped, stored["hooks"])
         self._stored = None
         self.trained.begin(adapter.model, adapter.optimizers)
-        self.warn_once(self.hooks.left_out(adapter.wrapped, exact_log=self.log.is_exact))
+        log = self.settings.step_log
+        self.warn_once(
+            self.hooks.left_out(adapter.wrapped, exact_log=log is not None and log.kind == "exact")
+        )
         self.steps.starts()
         if self.together:
             return
@@ -769,9 +813,10 @@ class TrainingSession:
     def _take_reports(self) -> None:
         new = self.saver.reports()[self._taken :]
         self._taken += len(new)
-        self.log.committed(new)
         self._unreported += new
         for report in new:
+            if self.log is not None:
+                self.log.committed(report.step)
             self.best.add(report.step, report.metrics, finite=report.not_finite is None)
 
     # ---- after training
@@ -818,7 +863,7 @@ class TrainingSession:
             save: called first; its failure is only a warning, since the original error is the one to show.
         """
         self.termination.unwatch()
-        self.log.close()
+        self._close_log()
         if self._saver is None:
             return
         try:
@@ -837,7 +882,7 @@ class TrainingSession:
 
     def close(self) -> None:
         """Release the store when a running save is finished; does not communicate with other ranks."""
-        self.log.close()
+        self._close_log()
         if self._saver is not None:
             self._saver.close()
 

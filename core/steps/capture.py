@@ -30,6 +30,7 @@ __all__ = [
     "Copies",
     "Recorder",
     "frozen_groups",
+    "reason_of",
     "set_groups",
 ]
 
@@ -40,11 +41,16 @@ _ATTRIBUTES = ("grad_scale", "found_inf")
 
 
 class CannotLogError(ShrinkpointError):
-    """This training's steps cannot be logged; the message gives the reason. Never raised into the training."""
+    """This training's steps cannot be logged; never raised into the training."""
+
+
+def reason_of(error: Exception) -> str:
+    """Give the message of an error of the log; with its class where it is not the project's own."""
+    return str(error) if isinstance(error, ShrinkpointError) else f"{type(error).__name__}: {error}"
 
 
 def frozen_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The present hyperparameters of every group."""
+    """Copy the present hyperparameters of every group."""
     return [
         {name: frozen(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -79,17 +85,13 @@ class Copied:
 
     @property
     def state(self) -> TrainingState:
-        """The copies; those from a GPU may be incomplete until `wait` returns."""
+        """The copies; those from a GPU may be incomplete until ``snapshot.wait`` returns."""
         return self.snapshot.state
 
     @cached_property
     def nbytes(self) -> int:
         """Of the tensors."""
         return sum(tensor.nbytes for tensor in self.state.tensors.values())
-
-    def wait(self) -> None:
-        """Wait until every copy has arrived; not on the training's thread."""
-        self.snapshot.wait()
 
 
 class Copies:
@@ -117,24 +119,20 @@ class Recorder:
 
     Args:
         optimizers: all that the training has.
-        failed: called with a message when a step cannot be logged; the training continues.
-        first: called before the first recorded step after `start`, while the state is still the old one; whether to go on.
-        counted: a context in which all time is spent that the training would not spend without the recorder.
+        first: called before the first recorded step after `start`, while the state is still the old one.
+        guarded: a context for all that the training would not do without the recorder; takes any error.
     """
 
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
-        failed: Callable[[str], None],
-        first: Callable[[], bool],
-        counted: Callable[[], AbstractContextManager[None]],
+        first: Callable[[], None],
+        guarded: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._optimizers = list(optimizers)
-        self._failed = failed
-        self._call_first = first
-        self._counted = counted
-        self._copies = Copies()
+        self._call_first, self._guarded = first, guarded
+        self.copies = Copies()
         self._is_first = True
         self._active = False
         self._evaluations = 0
@@ -204,38 +202,30 @@ class Recorder:
             self._pending[1].release()
         self._pending = None
 
-    def _fail(self, reason: str) -> None:
-        self.stop()
-        self._failed(reason)
-
-    def _on_before(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _on_before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Record the step, or wrap its closure, which is then to be called."""
-        if not self._active:
-            return None
-        with self._counted():
-            self._forget_pending()  # of a step that raised and was not completed
-            which = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
-            hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-            if hooks and next(reversed(hooks)) != self._handles[which][0].id:
-                self._fail(
-                    f"a hook was registered on {type(optimizer).__name__} after the log's own, and may change what is logged:"
-                    " register it before the Checkpointer is made"
-                )
-                return None
-            first, self._is_first = self._is_first, False
-            if first and not self._call_first():
-                return None
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if callable(closure):
-                return self._with(closure, which, args, kwargs)
+        changed = None
+        if self._active:
+            with self._guarded():
+                changed = self._before(optimizer, args, kwargs)
+        return changed
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self._forget_pending()  # of a step that raised and was not completed
+        which = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
+        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+        if hooks and next(reversed(hooks)) != self._handles[which][0].id:
+            raise CannotLogError(
+                f"a hook was registered on {type(optimizer).__name__} after the log's own, and may change what is logged:"
+                " register it before the Checkpointer is made"
+            )
+        if self._is_first:
+            self._is_first = False
+            self._call_first()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
             self._record(which, closure=False, loss=None)
             return None
-
-    def _with(
-        self, closure: Callable[[], Any], which: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._evaluations = 0
         # A compiled step traces its closure: the user's part of it as ever, the recorder's not.
         evaluated = torch.compiler.disable(self._on_evaluated)
@@ -253,21 +243,18 @@ class Recorder:
         self._evaluations += 1
         if not self._active:
             return
-        if self._evaluations > 1:
-            name = type(self._optimizers[which]).__name__
-            self._fail(
-                f"{name} evaluates its closure several times in one step, so that its gradients are not those of one moment"
-            )
-            return
-        with self._counted():
+        with self._guarded():
+            if self._evaluations > 1:
+                raise CannotLogError(
+                    f"{type(self._optimizers[which]).__name__} evaluates its closure several times in one step, so that its"
+                    " gradients are not those of one moment"
+                )
             self._record(which, closure=True, loss=loss)
 
-    def _on_after(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _on_after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._pending is None or not self._active:
             return
-        with self._counted():
+        with self._guarded():
             (event, copied), self._pending = self._pending, None
             self._events.append(event)
             self._copied.append(copied)
@@ -279,24 +266,19 @@ class Recorder:
     def _record(self, which: int, *, closure: bool, loss: object) -> None:
         """Copy the gradients, before an optimizer writes to them, as some do."""
         optimizer = self._optimizers[which]
-        try:
-            gradients = [parameter.grad for parameter in parameters_of(optimizer)]
-            copied = self._copies.take(str(which), _tensors_of(gradients))
-            event = Event(
-                optimizer=which,
-                groups=frozen_groups(optimizer),
-                attributes={
-                    name: frozen(getattr(optimizer, name)) for name in _ATTRIBUTES if hasattr(optimizer, name)
-                },
-                closure=closure,
-                loss=_number(loss),
-                gradients=[_gradient(i, live, copied.state.tensors) for i, live in enumerate(gradients)],
-            )
-            self._pending = event, copied
-        except Exception as error:  # noqa: BLE001 - training continues after any error
-            self._fail(
-                str(error) if isinstance(error, CannotLogError) else f"{type(error).__name__}: {error}"
-            )
+        gradients = [parameter.grad for parameter in parameters_of(optimizer)]
+        copied = self.copies.take(str(which), _tensors_of(gradients))
+        event = Event(
+            optimizer=which,
+            groups=frozen_groups(optimizer),
+            attributes={
+                name: frozen(getattr(optimizer, name)) for name in _ATTRIBUTES if hasattr(optimizer, name)
+            },
+            closure=closure,
+            loss=_number(loss),
+            gradients=[_gradient(i, live, copied.state.tensors) for i, live in enumerate(gradients)],
+        )
+        self._pending = event, copied
 
 
 def _number(loss: object) -> Any:

@@ -11,14 +11,16 @@ from torch import nn
 
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.state.wrappers import parameters_of
-from shrinkpoint.steps.capture import CannotLogError, Copied, Copies, Recorder
+from shrinkpoint.steps.capture import CannotLogError, Copied, Recorder
 from shrinkpoint.steps.fingerprint import begin_fingerprint
-from shrinkpoint.steps.log import Log, LogFolder
-from shrinkpoint.steps.options import StepLog, refuse_optimizers, steps_of_segment
-from shrinkpoint.steps.record import Record, TensorTable, encode_record
+from shrinkpoint.steps.log import Log
+from shrinkpoint.steps.options import StepLog
+from shrinkpoint.steps.record import Record, encode_record
 from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.replay import Replay
-from shrinkpoint.steps.segment import Place
+from shrinkpoint.steps.segment import Place, TensorTable
+from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.urls import Location
 from shrinkpoint.warn import warn
 
 __all__ = ["ExactLog"]
@@ -29,18 +31,7 @@ _AT_ONCE_S = 1.0
 
 
 class ExactLog(Log):
-    """Logs every optimizer step between two checkpoints, and replays them after a crash.
-
-    The log only saves time: if it fails, it warns and the training continues without it. All methods are for the
-    training's thread.
-
-    Args:
-        model: the module that is trained.
-        optimizers: all optimizers of the module.
-        stateful: further objects with a state, by name.
-        options: of the log.
-        folder: of its segments.
-        after_step: repeats what the training does to large tensors after each step (averages of the weights).
+    """Logs every optimizer step between two checkpoints, and replays them after a crash; arguments as of `TrainingLog` and `Log`.
 
     Raises:
         ConfigError: this training's steps cannot be logged.
@@ -51,24 +42,15 @@ class ExactLog(Log):
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         stateful: Mapping[str, Any],
-        *,
         options: StepLog,
-        folder: LogFolder,
-        after_step: Callable[[], object] | None = None,
+        location: Location,
+        connect: Callable[[str], ObjectStore],
     ) -> None:
-        super().__init__(folder)
-        refuse_optimizers(optimizers)
-        if after_step is not None and not callable(after_step):
-            raise ConfigError(f"after_step must be a function, not {type(after_step).__name__}")
+        super().__init__(options, location, connect)
+        _refuse(optimizers)
         self._optimizers = list(optimizers)
-        self._options = options
-        self._after_step = after_step
-        self._remainder = Remainder(model, self._optimizers, stateful, after_step)
-        self._remainder.refuse()
-        self._copies = Copies()
-        self._recorder = Recorder(
-            self._optimizers, failed=self._turn_off, first=self._before_first, counted=self.counted
-        )
+        self._remainder = Remainder(model, self._optimizers, stateful, options.after_step)
+        self._recorder = Recorder(self._optimizers, first=self._before_first, guarded=self._guarded)
         self._begin: Callable[[], str] | None = None
         """The digest of the state before the records; None before the first step."""
         self._last: int | None = None
@@ -84,94 +66,59 @@ class ExactLog(Log):
         super().open(run)
         self._recorder.start()
 
-    # ---- resuming
-
     def recover(self, step: int, prepare: Callable[[], Callable[[], None]]) -> int:
-        """Replay the logged steps after a restored state; the next steps are logged as their continuation.
-
-        Args:
-            step: of that state.
-            prepare: called before anything is changed; returns a function that restores the state again.
-
-        Returns:
-            The step of the state afterwards: `step`, or later.
-        """
+        """See `Log.recover`."""
         self._recorder.stop()
-        reader = self._reader()
+        assert self._reader is not None
         try:
-            survey = reader.survey()
+            references, problems = self._reader.survey()
         except StoreError as error:
             warn(f"the step log is not used: {error}")
             return step
-        reached, problems = step, survey.problems
-        if survey.references:
-            replay = Replay(self._optimizers, self._remainder, self._after_step, reader)
-            replayed = replay.run(step, survey.references, prepare)
-            self._inherits, reached = replayed.used, replayed.step
-            problems = problems + replayed.problems
+        reached = step
+        if references:
+            replay = Replay(self._optimizers, self._remainder, self._options.after_step, self._reader)
+            reached, self._inherits, more = replay.run(step, references, prepare)
+            problems += more
         if problems:
-            more = f" (and {len(problems) - _WARNED} more)" if len(problems) > _WARNED else ""
+            others = f" (and {len(problems) - _WARNED} more)" if len(problems) > _WARNED else ""
             warn(
                 f"the step log brings step {step} to {reached}, and the training computes what follows again. Not used:"
-                f" {'; '.join(problems[:_WARNED])}{more}"
+                f" {'; '.join(problems[:_WARNED])}{others}"
             )
         return reached
 
     def restart(self, step: int) -> None:
-        """Start a new record: the state was set to that of `step` by other means than the recorded steps."""
+        """See `Log.restart`."""
         self._recorder.start()
         self._begin = None
         self._forget_records()
-        if self.off is None:
-            with self._guarded():
-                self._begin_at(step)
+        super().restart(step)
 
     def _begin_at(self, step: int) -> None:
-        self._take_turn()
+        super()._begin_at(step)
         self._last = step
 
-    # ---- training
-
-    def end_step(self, step: int, *, since: int, boundary: bool = False) -> None:
-        """Take note that a training step is over.
-
-        Args:
-            step: training steps done so far.
-            since: the step before, where the log has not begun yet.
-            boundary: whether a checkpoint of this step is due.
-        """
-        if self.off is not None:
+    def _end_step(self, step: int, ends: bool) -> None:
+        if self._gap or self._last is None:
             return
-        with self._guarded():
-            if self._writer is None:
-                self._begin_at(since)
-            if self._failed() or self._gap or self._last is None:
-                return
-            if step < self._last:
-                self._leave_gap(f"the steps go from {self._last} back to {step}")
-                return
+        if step < self._last:
+            self._leave_gap(f"the steps go from {self._last} back to {step}")
+            return
+        self._note(step)
+        if ends:
+            self._seal()
+
+    def _boundary(self, step: int) -> None:
+        if self._gap:
+            self._gap = False
+            self._recorder.start()
+            self._begin, self._last = self._digest(), step
+            return
+        if self._last is not None and (self._recorder.pending or step > self._last):
             self._note(step)
-            if boundary or len(self._records) >= self._segment_steps():
-                self._seal()
-
-    def boundary(self, step: int) -> None:
-        """Take note that a checkpoint of this step is being saved: a replay may begin here."""
-        if self.off is not None:
-            return
-        with self._guarded():
-            if self._writer is None:
-                self._begin_at(step)
-            if self._failed():
-                return
-            if self._gap:
-                self._gap = False
-                self._recorder.start()
-                self._begin, self._last = self._digest(), step
-                return
-            if self._last is not None and (self._recorder.pending or step > self._last):
-                self._note(step)
-            if self._records:
-                self._seal()
+        if self._records:
+            self._seal()
 
     def accumulates(self) -> bool:
         """Whether there are gradients that no recorded step has used."""
@@ -182,27 +129,19 @@ class ExactLog(Log):
             return False  # a capture raises it again
 
     def close(self, *, whole: bool) -> None:
-        """Write what is not written yet, and leave the optimizers as they were.
-
-        Args:
-            whole: whether the state is that of the last `end_step`; otherwise its steps since the last segment are dropped.
-        """
+        """See `TrainingLog.close`; leaves the optimizers as they were."""
         if self.off is None and whole and self._records and not self._recorder.pending:
             with self._guarded():
                 self._seal()
         self._recorder.close()
         self._forget_records()
-        if self._writer is not None:
-            self._writer.close()
-            self._failed()
+        super().close(whole=whole)
 
-    def _before_first(self) -> bool:
-        """Take note of the state right before the first recorded step; False where that fails."""
-        with self._guarded():
-            if self._begin is None:
-                self._begin = self._digest()
-            self._remainder.begin()
-        return self.off is None
+    def _before_first(self) -> None:
+        """Take note of the state right before the first recorded step."""
+        if self._begin is None:
+            self._begin = self._digest()
+        self._remainder.begin()
 
     def _note(self, step: int) -> None:
         """Add a record; with ``after_step``, each contains the rest of the state, which that function may read."""
@@ -211,11 +150,11 @@ class ExactLog(Log):
         record = Record(begin=self._last, end=step, events=events)
         self._copied += copied
         self._last = step
-        self._records.append(record if self._after_step is None else self._with_remainder(record))
+        self._records.append(record if self._options.after_step is None else self._with_remainder(record))
 
     def _with_remainder(self, record: Record) -> Record:
         live = self._remainder.capture(self._recorder)
-        copied = self._copies.take("remainder", live.tensors, live.tree)
+        copied = self._recorder.copies.take("remainder", live.tensors, live.tree)
         self._copied.append(copied)
         return replace(record, remainder=copied.state)
 
@@ -233,7 +172,7 @@ class ExactLog(Log):
 
         def write() -> None:
             for one in copied:
-                one.wait()
+                one.snapshot.wait()
             table = TensorTable()
             nodes = [encode_record(record, table) for record in records]
             writer.write(Place(records[0].begin, begin()), Place(records[-1].end, end()), nodes, table)
@@ -262,10 +201,6 @@ class ExactLog(Log):
             return math.inf
         return max(0.0, _AT_ONCE_S + share * (now - self._began) - self._waited_s)
 
-    def _segment_steps(self) -> int:
-        size = sum(copied.nbytes for copied in self._copied) / max(1, len(self._records))
-        return steps_of_segment(self._options, size)
-
     def _digest(self) -> Callable[[], str]:
         return begin_fingerprint(self._optimizers, self._remainder.made())
 
@@ -290,3 +225,19 @@ class ExactLog(Log):
     def _stop(self) -> None:
         self._recorder.stop()
         self._forget_records()
+
+
+def _refuse(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse what evaluates the loss several times in a step: its gradients are not those of one moment."""
+    if not optimizers:
+        raise ConfigError("step_log='exact' logs the steps of optimizers, and there is none: leave it out")
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "step_log='exact' cannot log LBFGS, which computes gradients several times in each step: leave step_log out"
+            )
+        if not hasattr(optimizer, "register_step_pre_hook"):
+            raise ConfigError(
+                f"step_log='exact' needs the step hooks of torch.optim.Optimizer, and {type(optimizer).__name__} has none:"
+                " leave step_log out"
+            )

@@ -15,31 +15,30 @@ from shrinkpoint.state import device_digest
 from shrinkpoint.state.digest import state_digest, tensor_digest
 from shrinkpoint.state.wrappers import parameters_of
 
-__all__ = ["begin_fingerprint", "fingerprint"]
+__all__ = ["begin_digest", "begin_fingerprint", "fingerprint"]
 
 
 def fingerprint(
     optimizers: Sequence[torch.optim.Optimizer], more: Mapping[str, torch.Tensor] | None = None
 ) -> str:
-    """xxh3-128 of weights, optimizer states and further tensors, 32 hexadecimal digits.
-
-    Args:
-        optimizers: their parameters and their states.
-        more: other tensors that a replay must reproduce, by name.
-    """
+    """Give the xxh3-128 of parameters, optimizer states, and other tensors that a replay must reproduce: 32 hexadecimal digits."""
     return begin_fingerprint(optimizers, more or {})()
 
 
 def begin_fingerprint(
     optimizers: Sequence[torch.optim.Optimizer], more: Mapping[str, torch.Tensor]
 ) -> Callable[[], str]:
-    """The `fingerprint` at this place of the devices' work: the host waits for what is in its own memory alone.
+    """Begin the `fingerprint`, as `begin_digest` does."""
+    parts = {name: value for index, one in enumerate(optimizers) for name, value in _parts(index, one)}
+    return begin_digest(parts | {f"more/{name}": value for name, value in more.items()})
+
+
+def begin_digest(parts: Mapping[str, Any]) -> Callable[[], str]:
+    """Begin the digest of tensors and other values at this place of the devices' work; the host does its own part at once.
 
     Returns:
         Waits for the devices, from any thread, and returns the digest.
     """
-    parts = {name: value for index, one in enumerate(optimizers) for name, value in _parts(index, one)}
-    parts |= {f"more/{name}": value for name, value in more.items()}
     there = {name: value for name, value in parts.items() if _is_elsewhere(value)}
     from_devices = device_digest.begin(there, _digest)
     here = {name: _digest(value) for name, value in parts.items() if name not in there}

@@ -6,15 +6,12 @@ segment, and restored when a replay ends there. Large tensors in it must not cha
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.state.device_digest import device_sums
-from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import load_stateful, state_of
 from shrinkpoint.state.training import TrainingState
@@ -27,9 +24,9 @@ from shrinkpoint.steps.capture import (
     frozen_groups,
     set_groups,
 )
-from shrinkpoint.steps.options import nbytes_of
+from shrinkpoint.steps.fingerprint import begin_digest
 
-__all__ = ["Remainder"]
+__all__ = ["Remainder", "nbytes_of"]
 
 _SMALL = 16 * 1024
 _SHARE = 0.01  # of the parameters' bytes
@@ -40,12 +37,11 @@ _EXTRA = "_extra_state"
 class Remainder:
     """Everything of a training except trained weights and optimizer states.
 
-    Args:
-        model: the module.
-        optimizers: all of them.
-        stateful: further objects with a state, by name; ``log_allowance`` of one is how many bytes of it may be logged even
-            where that is much for a small model.
-        after_step: called once for each step; recomputes what neither the optimizers nor the log restore.
+    ``log_allowance`` of an object with a state is how many bytes of it may be logged even where that is much for a small model.
+    ``after_step`` recomputes after each step what neither the optimizers nor the log restore.
+
+    Raises:
+        ConfigError: a replay cannot reproduce the state of an object; names it and its largest tensor.
     """
 
     def __init__(
@@ -59,28 +55,28 @@ class Remainder:
         self._optimizers = optimizers
         self._stateful = dict(stateful)
         self._after_step = after_step
-        self._constant: dict[str, _Constant] = {}
+        self._constant: dict[str, tuple[object, str]] = {}
+        for name in self._early() if after_step is None else ():
+            reason = self._too_large(name, state_of(self._stateful[name]))
+            if reason is not None:
+                raise ConfigError(f"step_log='exact' cannot replay this training: {reason}")
 
     @property
     def _limit(self) -> float:
         return max(_SMALL, _SHARE * nbytes_of(self._optimizers))
 
-    def refuse(self) -> None:
-        """Refuse, before training starts, objects whose states a replay cannot reproduce.
-
-        Raises:
-            ConfigError: names the object and its largest tensor.
-        """
-        for name, value in self._stateful.items():
-            if _warns_at_once(value) and self._after_step is None:
-                reason = self._too_large(name, state_of(value))
-                if reason is not None:
-                    raise ConfigError(f"step_log='exact' cannot replay this training: {reason}")
+    def _early(self) -> list[str]:
+        """The objects whose states may be read at any time: loaders and samplers may start their workers for it."""
+        return [
+            name
+            for name, value in self._stateful.items()
+            if isinstance(value, nn.Module) or not hasattr(value, "__iter__")
+        ]
 
     def _too_large(self, name: str, state: object) -> str | None:
         tensors = TrainingState.capture(state).tensors
         size = sum(tensor.nbytes for tensor in tensors.values())
-        if size <= max(self._limit, getattr(self._stateful.get(name), "log_allowance", 0)):
+        if size <= max(self._limit, getattr(self._stateful[name], "log_allowance", 0)):
             return None
         largest = max(tensors, key=lambda key: tensors[key].nbytes)
         return (
@@ -88,40 +84,35 @@ class Remainder:
             " change it. Give after_step=, a function that does to it what the training does after each step, or leave step_log out"
         )
 
-    def _others(self) -> dict[str, torch.Tensor]:
-        """Buffers, and parameters without an optimizer."""
+    def _others(self, *, large: bool) -> dict[str, torch.Tensor]:
+        """Buffers, and parameters without an optimizer: those that are logged, or the large ones."""
         trained = {id(p) for one in self._optimizers for p in parameters_of(one)}
-        parameters = {name: p.detach() for name, p in named_parameters(self._model) if id(p) not in trained}
-        return parameters | dict(named_buffers(self._model))
+        found = {name: p.detach() for name, p in named_parameters(self._model) if id(p) not in trained}
+        found |= dict(named_buffers(self._model))
+        limit = self._limit
+        return {name: tensor for name, tensor in found.items() if (tensor.nbytes > limit) is large}
 
-    def made(self) -> dict[str, torch.Tensor]:
-        """Large tensors that ``after_step`` updates, by name: a replay must reproduce them too."""
+    def _made_objects(self) -> dict[str, Any]:
+        """The states of the objects that ``after_step`` updates."""
         if self._after_step is None:
             return {}
-        limit = self._limit
-        found = {f"model/{name}": t for name, t in self._others().items() if t.nbytes > limit}
-        for name in self._made_objects():
-            tensors = TrainingState.capture(state_of(self._stateful[name])).tensors
-            found |= {f"{name}/{key}": tensor for key, tensor in tensors.items()}
-        return found
+        states = {name: state_of(self._stateful[name]) for name in self._early()}
+        return {name: state for name, state in states.items() if self._too_large(name, state) is not None}
 
-    def _made_objects(self) -> list[str]:
+    def made(self) -> dict[str, torch.Tensor]:
+        """Give the large tensors that ``after_step`` updates, by name: a replay must reproduce them too."""
         if self._after_step is None:
-            return []
-        return [
-            name
-            for name, value in self._stateful.items()
-            if _warns_at_once(value) and self._too_large(name, state_of(value)) is not None
-        ]
+            return {}
+        found = {f"model/{name}": tensor for name, tensor in self._others(large=True).items()}
+        for name, state in self._made_objects().items():
+            found |= {f"{name}/{key}": t for key, t in TrainingState.capture(state).tensors.items()}
+        return found
 
     def begin(self) -> None:
         """Record the large tensors, which must not change from now on."""
-        self._constant = {}
         if self._after_step is None:
-            limit = self._limit
-            for name, tensor in self._others().items():
-                if tensor.nbytes > limit:
-                    self._constant[name] = _Constant(_looks(tensor), _whole(tensor))
+            large = self._others(large=True)
+            self._constant = {name: (_looks(tensor), _digest(tensor)) for name, tensor in large.items()}
 
     def check(self) -> None:
         """Check that they have not changed.
@@ -129,40 +120,32 @@ class Remainder:
         Raises:
             CannotLogError: one has; the message names it.
         """
-        if not self._constant:
-            return
-        others = self._others()
-        for name, noted in self._constant.items():
+        others = self._others(large=True) if self._constant else {}
+        for name, (looked, digest) in self._constant.items():
             tensor = others.get(name)
             looks = None if tensor is None else _looks(tensor)
-            if tensor is not None and (looks == noted.looks or _whole(tensor) == noted.digest):
-                self._constant[name] = _Constant(looks, noted.digest)
-                continue
-            raise CannotLogError(
-                f"{name!r}, which no optimizer trains, is changed by the training, and a replay does not do that. Give after_step=,"
-                " a function that does it, or leave step_log out"
-            )
+            if tensor is None or not (looks == looked or _digest(tensor) == digest):
+                raise CannotLogError(
+                    f"{name!r}, which no optimizer trains, is changed by the training, and a replay does not do that. Give after_step=,"
+                    " a function that does it, or leave step_log out"
+                )
+            self._constant[name] = looks, digest
 
     def capture(self, recorder: Recorder) -> TrainingState:
-        """The state logged at the end of a segment; live tensors, to be copied at once.
-
-        Args:
-            recorder: knows the gradients.
+        """Take the state that is logged at the end of a segment: live tensors, to be copied at once.
 
         Raises:
             CannotLogError: an object's state is too large.
         """
         made = self._made_objects()
         states = {name: state_of(value) for name, value in self._stateful.items() if name not in made}
-        if self._after_step is None:
-            for name, state in states.items():
-                reason = self._too_large(name, state)
-                if reason is not None:
-                    raise CannotLogError(reason)
-        limit = self._limit
+        for name, state in states.items() if self._after_step is None else ():
+            reason = self._too_large(name, state)
+            if reason is not None:
+                raise CannotLogError(reason)
         return TrainingState.capture(
             {
-                "model": {name: t for name, t in self._others().items() if t.nbytes <= limit},
+                "model": self._others(large=False),
                 "extra": {k: v for k, v in state_of(self._model).items() if k.endswith(_EXTRA)},
                 "stateful": states,
                 "rng": capture_rng(),
@@ -179,7 +162,7 @@ class Remainder:
         Raises:
             StateMismatchError: the model has others.
         """
-        others = self._others()
+        others = self._others(large=False)
         with torch.no_grad():
             for name, value in remainder["model"].items():
                 if name not in others or others[name].shape != value.shape:
@@ -198,8 +181,6 @@ class Remainder:
         if remainder["extra"]:
             with plain_names(self._model) as inner:
                 inner.load_state_dict(remainder["extra"], strict=False)
-        for optimizer, groups in zip(self._optimizers, remainder["groups"], strict=True):
-            set_groups(optimizer, groups)
         for optimizer, fates in zip(self._optimizers, remainder["gradients"], strict=True):
             for parameter, fate in zip(parameters_of(optimizer), fates, strict=True):
                 if fate is None:
@@ -218,26 +199,19 @@ class Remainder:
         restore_rng(remainder["rng"])
 
 
-def _warns_at_once(value: object) -> bool:
-    """Whether an object's state may be read before training: loaders and samplers may start their workers for it."""
-    return isinstance(value, nn.Module) or not hasattr(value, "__iter__")
-
-
-@dataclass(frozen=True)
-class _Constant:
-    looks: object
-    digest: str
-
-
 def _looks(tensor: torch.Tensor) -> object:
     """A cheap signature that almost always changes with a tensor; writes through ``tensor.data`` leave no other
     trace."""
     sample = tensor.detach().reshape(-1)
-    sample = sample[:: max(1, sample.numel() // _SAMPLE)].cpu()
-    return 0 if tensor.is_inference() else tensor._version, tensor_digest(sample)
-
-
-def _whole(tensor: torch.Tensor) -> str:
-    return (
-        tensor_digest(tensor.detach().cpu()) if tensor.is_cpu else str(device_sums(tensor.detach()).tolist())
+    return 0 if tensor.is_inference() else tensor._version, _digest(
+        sample[:: max(1, sample.numel() // _SAMPLE)].cpu()
     )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return begin_digest({"": tensor})()
+
+
+def nbytes_of(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Add up the bytes of all parameters, which the gradients of a step take too."""
+    return sum(parameter.nbytes for one in optimizers for parameter in parameters_of(one))

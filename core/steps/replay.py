@@ -4,57 +4,29 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import optimizer as optimizer_module
 
-from shrinkpoint.errors import FormatError, StateMismatchError, StoreError
+from shrinkpoint.errors import FormatError, StateMismatchError
 from shrinkpoint.state.dtypes import in_memory_order
 from shrinkpoint.state.wrappers import parameters_of
-from shrinkpoint.steps.capture import set_groups
+from shrinkpoint.steps.capture import reason_of, set_groups
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.reader import LogReader
-from shrinkpoint.steps.record import Dense, Event, Gradient, Record, Sparse, decode_record
+from shrinkpoint.steps.record import Dense, Event, Gradient, Record, decode_record
 from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.segment import Place, Reference
 
-__all__ = ["Replay", "Replayed"]
+__all__ = ["Replay"]
 
 _AHEAD = 2
 """Steps that are read and decoded before they are asked for: each takes the memory of its gradients."""
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """The result of a replay."""
-
-    step: int
-    """The step of the state now."""
-    used: list[Reference]
-    """Segments that lead to it, from as far back as there is no gap."""
-    problems: list[str] = field(default_factory=list)
-    """Why it ended there, where that should be reported."""
-
-
-class _StoppedError(Exception):
-    """A segment cannot be replayed; `dirty`: some of it has been."""
-
-    def __init__(self, reason: str, dirty: bool) -> None:
-        super().__init__(reason)
-        self.dirty = dirty
-
-
 class Replay:
-    """Replays segments onto a restored state.
-
-    Args:
-        optimizers: with the restored state in them and in their parameters.
-        remainder: everything else of the training.
-        after_step: called after each step, as the training called it.
-        reader: of the log.
-    """
+    """Replays segments onto a state that was restored in the optimizers, in their parameters, and in the remainder."""
 
     def __init__(
         self,
@@ -71,49 +43,40 @@ class Replay:
 
     def run(
         self, base: int, references: Sequence[Reference], prepare: Callable[[], Callable[[], None]]
-    ) -> Replayed:
+    ) -> tuple[int, list[Reference], list[str]]:
         """Replay the segments that continue the restored state, as far as they are sound.
 
         Args:
             base: the step of that state.
             references: the log's segments.
-            prepare: called before anything is changed; returns a function that restores the state again.
+            prepare: as of `TrainingLog.recover`.
 
         Returns:
-            How far it came: the state is that after the last segment whose digest matches.
+            The step of the state after the last segment whose digest matches; the segments that lead to it, from as far back as there
+            is no gap; and why it ended there, where that should be reported.
         """
         place = Place(base, self._digest())
         first = next((i for i in reversed(range(len(references))) if references[i].begin == place), None)
         if first is None:
-            before = [i for i, reference in enumerate(references) if reference.end == place]
-            return Replayed(
-                base, _run_up(references, before[-1] + 1) if before else [], _unlinked(place, references)
-            )
-        chain = [references[first]]
-        for reference in references[first + 1 :]:
-            if reference.begin != chain[-1].end:
-                break
-            chain.append(reference)
-        problems = _cut_short(references[first + len(chain) :])
+            ends = [i + 1 for i, reference in enumerate(references) if reference.end == place]
+            return base, _run_up(references, ends[-1]) if ends else [], _unlinked(place, references)
+        end = first + 1
+        while end < len(references) and references[end].begin == references[end - 1].end:
+            end += 1
+        problems = _cut_short(references[end:])
         reload = self._with_gradients(prepare())
-        good = len(chain)
-        while good:
-            reached, remainder, problem = self._apply(chain[:good])
-            if problem is not None:
-                problems.insert(0, str(problem))
-            if problem is None or (reached and not problem.dirty):
-                assert remainder is not None
+        while end > first:
+            sound, remainder, problem = self._apply(references[first:end])
+            if problem is None:
                 try:
                     self._remainder.load(remainder)
+                    return references[end - 1].end.step, _run_up(references, end), problems
                 except Exception as error:  # noqa: BLE001 - an object's load_state_dict may raise anything
-                    problems.insert(0, f"the logged state other than the weights does not fit: {error}")
-                    reload()
-                    return Replayed(base, _run_up(references, first), problems)
-                used = [*_run_up(references, first), *chain[:reached]]
-                return Replayed(chain[reached - 1].end.step, used, problems)
-            good = reached
+                    sound, problem = 0, f"the logged state other than the weights does not fit: {error}"
+            problems.insert(0, problem)
+            end = first + sound
             reload()
-        return Replayed(base, _run_up(references, first), problems)
+        return base, _run_up(references, first), problems
 
     def _with_gradients(self, reload: Callable[[], None]) -> Callable[[], None]:
         """As `reload`, which restores what a checkpoint contains; the gradients of before, mostly none, are put back too. A loop that
@@ -128,16 +91,16 @@ class Replay:
 
         return restored
 
-    def _apply(
-        self, chain: Sequence[Reference]
-    ) -> tuple[int, Mapping[str, Any] | None, _StoppedError | None]:
-        remainder: Mapping[str, Any] | None = None
+    def _apply(self, chain: Sequence[Reference]) -> tuple[int, Mapping[str, Any], str | None]:
+        """Replay segments: how many are sound, the remainder after these, and what is wrong with the next one."""
+        remainder: Mapping[str, Any] = {}
         with _read_ahead(self._records(chain)) as records:
             for index, reference in enumerate(chain):
                 try:
                     remainder = self._segment(reference, records)
-                except _StoppedError as stopped:
-                    return index, remainder, stopped
+                except Exception as error:  # noqa: BLE001 - of an optimizer that is another one now
+                    shown = self._reader.show(reference.key)
+                    return index, remainder, f"{shown} could not be replayed: {reason_of(error)}"
         return len(chain), remainder, None
 
     def _records(self, chain: Sequence[Reference]) -> Iterator[Record | None]:
@@ -148,43 +111,30 @@ class Replay:
             StoreError: it cannot be read.
         """
         for reference in chain:
-            yield from self._records_of(reference)
+            head, tensors = self._reader.load(reference)
+            at, last = reference.begin.step, None
+            for node in head.records:
+                last = decode_record(node, tensors, self._shapes_of)
+                if last.begin != at:
+                    raise FormatError(f"its steps are not one after the other: {at}, then {last.begin}")
+                at = last.end
+                yield last
+            if at != reference.end.step or last is None or last.remainder is None:
+                raise FormatError(
+                    "its last step is not the one in its header, or lacks the state other than the weights"
+                )
             yield None
 
-    def _records_of(self, reference: Reference) -> Iterator[Record]:
-        head, tensors = self._reader.load(reference)
-        at, last = reference.begin.step, None
-        for node in head.records:
-            last = decode_record(node, tensors, self._shapes_of)
-            if last.begin != at:
-                raise FormatError(f"its steps are not one after the other: {at}, then {last.begin}")
-            at = last.end
-            yield last
-        if at != reference.end.step or last is None or last.remainder is None:
-            raise FormatError(
-                "its last step is not the one in its header, or lacks the state other than the weights"
-            )
-
     def _segment(self, reference: Reference, records: Iterator[Record | None]) -> Mapping[str, Any]:
-        shown = self._reader.show(reference)
-        dirty = False
-        try:
-            while (record := next(records)) is not None:
-                dirty = True
-                remainder = None if record.remainder is None else record.remainder.to_object()
-                self._make(record.events, remainder)
-        except (FormatError, StoreError, StateMismatchError) as error:
-            raise _StoppedError(f"{shown}: {error}", dirty) from error
-        except Exception as error:
-            raise _StoppedError(
-                f"{shown} could not be replayed: {type(error).__name__}: {error}", dirty
-            ) from error
+        remainder = None
+        while (record := next(records)) is not None:
+            remainder = None if record.remainder is None else record.remainder.to_object()
+            self._make(record.events, remainder)
         if self._digest() != reference.end.digest:
-            raise _StoppedError(
-                f"{shown}: its steps, replayed from step {reference.begin.step} to {reference.end.step}, give another state than"
+            raise StateMismatchError(
+                f"its steps, replayed from step {reference.begin.step} to {reference.end.step}, give another state than"
                 " the training had: another optimizer, another build of torch, or weights that are changed outside of"
-                " optimizer.step()",
-                dirty=True,
+                " optimizer.step()"
             )
         assert isinstance(remainder, Mapping)
         return remainder
@@ -215,33 +165,28 @@ def _make_step(optimizer: torch.optim.Optimizer, event: Event) -> None:
     device = parameters[0].device if parameters else torch.device("cpu")
     for name, value in event.attributes.items():
         setattr(optimizer, name, value.to(device) if isinstance(value, torch.Tensor) else value)
+    arguments = [lambda: event.loss] if event.closure else []
     try:
         with _without_pre_hooks(optimizer):
-            if event.closure:
-                optimizer.step(lambda: event.loss)
-            else:
-                optimizer.step()
+            optimizer.step(*arguments)
     finally:
         for name in event.attributes:
             delattr(optimizer, name)
 
 
 def _live(gradient: Gradient, parameter: torch.Tensor) -> torch.Tensor | None:
+    if isinstance(gradient, Dense):
+        values, order = gradient.values, gradient.order
+        return (values if order is None else in_memory_order(values, order)).to(parameter.device)
     if gradient is None:
         return None
-    if isinstance(gradient, Sparse):
-        return torch.sparse_coo_tensor(
-            gradient.indices,
-            gradient.values,
-            gradient.shape,
-            check_invariants=True,
-            is_coalesced=gradient.coalesced or None,
-        ).to(parameter.device)
-    assert isinstance(gradient, Dense)
-    values = gradient.values
-    return (values if gradient.order is None else in_memory_order(values, gradient.order)).to(
-        parameter.device
-    )
+    return torch.sparse_coo_tensor(
+        gradient.indices,
+        gradient.values,
+        gradient.shape,
+        check_invariants=True,
+        is_coalesced=gradient.coalesced or None,
+    ).to(parameter.device)
 
 
 @contextmanager

@@ -1,17 +1,22 @@
 """The file of some logged steps: prefix, JSON, tensors; no pickle (core/steps/FORMAT.md).
 
 Every segment names its writer and its predecessor, so that files that are truncated, damaged, exchanged, copied, or of
-another run or writer are detected before anything of them is used.
+another run or writer are detected before anything of them is used. Tensors are raw little-endian elements; the sizes that
+a file declares are checked against its length before anything is decoded.
 """
 
+import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
+import torch
 import xxhash
 
+from shrinkpoint.arrays import UInt8s
 from shrinkpoint.container.layout import (
     MAX_HEADER_SIZE,
     MAX_HEADER_VALUES,
@@ -22,26 +27,28 @@ from shrinkpoint.container.layout import (
 )
 from shrinkpoint.errors import CannotRepresentError, CorruptionError, FormatError, UnsupportedFormatError
 from shrinkpoint.runtime.unlocked import join_bytes
-from shrinkpoint.state.tree import JSON
+from shrinkpoint.state.dtypes import dtype_from_name, dtype_name, tensor_from_bytes, tensor_to_bytes
+from shrinkpoint.state.tree import JSON, Path
 
 __all__ = [
-    "MAGIC",
     "PREFIX",
-    "VERSION",
     "ForeignSegmentError",
     "Head",
     "Key",
     "Kind",
     "Place",
     "Reference",
+    "TensorTable",
+    "Tensors",
     "check_payload",
+    "checked_spec",
     "header_end",
     "pack",
     "read_head",
 ]
 
-MAGIC = b"\x89SPL\r\n\x1a\n"
-VERSION = 1
+_MAGIC = b"\x89SPL\r\n\x1a\n"
+_VERSION = 1
 PREFIX = struct.Struct("<8sIIQQ16s16s16s")
 """Magic, version, reserved, bytes of the header, bytes of the payload, the payload's xxh3-128, the seal of the segment before,
 and the seal: xxh3-128 of all of this before it, and of the header."""
@@ -49,7 +56,11 @@ and the seal: xxh3-128 of all of this before it, and of the header."""
 _SEAL_AT = PREFIX.size - 16
 _HEX = frozenset("0123456789abcdef")
 _KEY = re.compile(r"([0-9]{8})-([0-9a-f]{16})-([0-9]{10})\.steps")
-
+_HEADER = (
+    "features", "run", "kind", "key", "begin", "end", "inherits", "layout", "provenance", "records", "tensors",
+)  # fmt: skip
+_MAX_DIMS = 64
+_MAX_NUMEL = 2**48
 
 Kind: TypeAlias = Literal["exact", "small"]
 """``exact``: inputs of optimizer steps; ``small``: quantized weight updates."""
@@ -87,11 +98,7 @@ class Place:
     step: int
     """Training steps done."""
     digest: str
-    """`shrinkpoint.steps.fingerprint` of the state."""
-
-    def to_json(self) -> JSON:
-        """In the form of a header."""
-        return {"step": self.step, "digest": self.digest}
+    """`shrinkpoint.steps.fingerprint` of the state; of a small log, `ReadersWeights.digest`."""
 
     @staticmethod
     def from_json(node: JSON) -> "Place":
@@ -100,10 +107,7 @@ class Place:
         Raises:
             FormatError: it is none.
         """
-        try:
-            step, digest = node["step"], node["digest"]
-        except (KeyError, TypeError):
-            raise FormatError(f"{str(node)[:80]!r} is not a step with a digest") from None
+        step, digest = _members(node, "step", "digest")
         if type(step) is not int or not 0 <= step < 2**63 or not _is_hex(digest, 32):
             raise FormatError(f"{str(node)[:80]!r} is not a step with a digest")
         return Place(step, digest)
@@ -111,7 +115,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference to a segment."""
+    """A reference to a segment, which is not the first one of its writer."""
 
     key: Key
     seal: str
@@ -120,13 +124,8 @@ class Reference:
     end: Place
 
     def to_json(self) -> JSON:
-        """In the form of a header."""
-        return {
-            "key": str(self.key),
-            "seal": self.seal,
-            "begin": self.begin.to_json(),
-            "end": self.end.to_json(),
-        }
+        """Give it in the form of a header."""
+        return {**asdict(self), "key": str(self.key)}
 
     @staticmethod
     def from_json(node: JSON) -> "Reference":
@@ -135,14 +134,17 @@ class Reference:
         Raises:
             FormatError: it is none.
         """
-        try:
-            key, seal, begin, end = node["key"], node["seal"], node["begin"], node["end"]
-        except (KeyError, TypeError):
-            raise FormatError(f"{str(node)[:80]!r} does not refer to a segment") from None
+        key, seal, begin, end = _members(node, "key", "seal", "begin", "end")
         parsed = Key.parse(key) if isinstance(key, str) else None
-        if parsed is None or not _is_hex(seal, 32):
+        if parsed is None or parsed.number == 0 or not _is_hex(seal, 32):
             raise FormatError(f"{str(node)[:80]!r} does not refer to a segment")
         return Reference(parsed, seal, Place.from_json(begin), Place.from_json(end))
+
+
+def _members(node: JSON, *names: str) -> list[JSON]:
+    if not isinstance(node, Mapping) or not all(name in node for name in names):
+        raise FormatError(f"{str(node)[:80]!r} has not the members {', '.join(names)}")
+    return [node[name] for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,34 +182,21 @@ class Head:
 
 
 def pack(head: Head, parts: Sequence[memoryview]) -> tuple[bytes, str]:
-    """The file of a segment.
+    """Make the file of a segment: its bytes, and its seal.
 
     Args:
         head: all but the seal.
         parts: the tensors' bytes, in the order of ``head.tensors``.
 
-    Returns:
-        The bytes, and the seal.
-
     Raises:
         CannotRepresentError: the records do not fit in a header.
     """
     try:
-        header = dump_json(
-            {
-                "features": {},
-                "run": head.run,
-                "kind": head.kind,
-                "key": str(head.key),
-                "begin": head.begin.to_json() if head.begin else None,
-                "end": head.end.to_json() if head.end else None,
-                "inherits": [reference.to_json() for reference in head.inherits],
-                "layout": head.layout,
-                "provenance": head.provenance,
-                "records": list(head.records),
-                "tensors": list(head.tensors),
-            }
-        )
+        places = (None if place is None else asdict(place) for place in (head.begin, head.end))
+        inherits = [reference.to_json() for reference in head.inherits]
+        own = head.layout, head.provenance, list(head.records), list(head.tensors)
+        values = {}, head.run, head.kind, str(head.key), *places, inherits, *own
+        header = dump_json(dict(zip(_HEADER, values, strict=True)))
     except (TypeError, ValueError, RecursionError) as error:
         raise CannotRepresentError(f"steps cannot be written as JSON: {error}") from error
     if len(header) > MAX_HEADER_SIZE or count_values(header) > MAX_HEADER_VALUES:
@@ -218,14 +207,7 @@ def pack(head: Head, parts: Sequence[memoryview]) -> tuple[bytes, str]:
     for part in parts:
         digest.update(part)
     unsealed = PREFIX.pack(
-        MAGIC,
-        VERSION,
-        0,
-        len(header),
-        nbytes,
-        digest.digest(),
-        bytes.fromhex(head.previous),
-        bytes(16),
+        _MAGIC, _VERSION, 0, len(header), nbytes, digest.digest(), bytes.fromhex(head.previous), bytes(16)
     )[:_SEAL_AT]
     seal = xxhash.xxh3_128(unsealed + header).digest()
     first = unsealed + seal + header
@@ -233,19 +215,19 @@ def pack(head: Head, parts: Sequence[memoryview]) -> tuple[bytes, str]:
 
 
 def header_end(data: bytes, size: int) -> int:
-    """Read where the header ends from the first `PREFIX.size` bytes of a file of `size` bytes; it is safe to act upon.
+    """Read where the header ends, from the first `PREFIX.size` bytes of a file of `size` bytes; it is safe to act upon.
 
     Raises:
         FormatError: not a segment. UnsupportedFormatError: of a newer version. CorruptionError: cut short.
     """
-    if not data.startswith(MAGIC):
+    if not data.startswith(_MAGIC):
         raise FormatError(f"not a segment of a step log: it starts with {bytes(data[:8])!r}")
     if len(data) < PREFIX.size:
         raise CorruptionError(f"cut short: {len(data)} bytes do not contain the prefix of a segment")
     _, version, reserved, header, payload, *_ = PREFIX.unpack_from(data)
-    if version != VERSION or reserved:
+    if version != _VERSION or reserved:
         raise UnsupportedFormatError(
-            f"a step log of version {version} (reserved field {reserved:#x}), and this shrinkpoint reads {VERSION}: upgrade it"
+            f"a step log of version {version} (reserved field {reserved:#x}), and this shrinkpoint reads {_VERSION}: upgrade it"
         )
     if PREFIX.size + header + payload != size:
         raise CorruptionError(
@@ -258,13 +240,7 @@ def header_end(data: bytes, size: int) -> int:
 
 
 def read_head(data: bytes, size: int, key: Key, run: str) -> Head:
-    """Read a segment without its tensors.
-
-    Args:
-        data: the first bytes of the file, up to `header_end` at least.
-        size: of the file.
-        key: by which it was found.
-        run: that it must belong to.
+    """Read a segment of some key and run without its tensors, from the file's first bytes, up to `header_end` at least, and its size.
 
     Raises:
         CorruptionError: the seal does not match.
@@ -276,44 +252,31 @@ def read_head(data: bytes, size: int, key: Key, run: str) -> Head:
     if xxhash.xxh3_128(data[:_SEAL_AT] + header).digest() != seal:
         raise CorruptionError("its seal does not match: the file is damaged")
     node = load_json(header)
-    if not isinstance(node, Mapping):
-        raise FormatError("its header is not a JSON object")
-    try:
-        check_features(node["features"])
-        if node["run"] != run:
-            raise ForeignSegmentError("it belongs to another run")
-        if node["key"] != str(key):
-            raise ForeignSegmentError(f"it is the segment {str(node['key'])[:60]!r} under another name")
-        begin, end = (
-            None if node[name] is None else Place.from_json(node[name]) for name in ("begin", "end")
-        )
-        inherits, records, tensors = node["inherits"], node["records"], node["tensors"]
-        layout, provenance = node["layout"], node["provenance"]
-        kind: Kind = node["kind"]
-    except KeyError as error:
-        raise FormatError(f"its header lacks {error}") from error
-    if kind not in get_args(Kind) or not all(
-        isinstance(value, list) for value in (inherits, records, tensors)
+    _members(node, *_HEADER)
+    check_features(node["features"])
+    if node["run"] != run:
+        raise ForeignSegmentError("it belongs to another run")
+    if node["key"] != str(key):
+        raise ForeignSegmentError(f"it is the segment {str(node['key'])[:60]!r} under another name")
+    begin, end = (None if node[name] is None else Place.from_json(node[name]) for name in ("begin", "end"))
+    if node["kind"] not in get_args(Kind) or not all(
+        isinstance(node[name], list) for name in ("inherits", "records", "tensors")
     ):
         raise FormatError("its header is malformed")
-    if (begin is None or end is None) != (key.number == 0) or (key.number == 0 and records):
+    if (begin is None or end is None) != (key.number == 0) or (key.number == 0 and node["records"]):
         raise FormatError("a writer's first segment has no steps, and every other has a beginning and an end")
     if begin is not None and end is not None and begin.step > end.step:
         raise FormatError(f"it goes from step {begin.step} back to {end.step}")
     return Head(
         run=run,
-        kind=kind,
         key=key,
         begin=begin,
         end=end,
-        inherits=tuple(Reference.from_json(item) for item in inherits),
-        records=records,
-        tensors=tensors,
-        layout=layout,
-        provenance=provenance,
+        inherits=tuple(map(Reference.from_json, node["inherits"])),
         previous=previous.hex(),
         seal=seal.hex(),
         payload_digest=digest,
+        **{name: node[name] for name in ("kind", "records", "tensors", "layout", "provenance")},
     )
 
 
@@ -329,3 +292,109 @@ def check_payload(payload: memoryview, head: Head) -> None:
 
 def _is_hex(value: object, digits: int) -> bool:
     return type(value) is str and len(value) == digits and _HEX.issuperset(value)
+
+
+# ---- the tensors of a segment
+
+
+class TensorTable:
+    """Collects the tensors of a segment; JSON refers to them by their numbers."""
+
+    def __init__(self) -> None:
+        self.specs: list[JSON] = []
+        """``[dtype, shape]`` of each."""
+        self.parts: list[memoryview] = []
+        """Their bytes."""
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Take a host tensor; its bytes are not copied."""
+        return self._add(dtype_name(tensor.dtype), list(tensor.shape), tensor_to_bytes(tensor))
+
+    def add_array(self, array: np.ndarray[Any, Any]) -> int:
+        """Add an array of integers."""
+        return self._add(array.dtype.name, [array.size], np.ascontiguousarray(array).view(np.uint8))
+
+    def put(self, path: Path, tensor: torch.Tensor) -> str:
+        """For `encode_tree`."""
+        return str(self.add(tensor.detach().cpu()))
+
+    def _add(self, dtype: str, shape: list[int], data: UInt8s) -> int:
+        self.specs.append([dtype, shape])
+        self.parts.append(data.data)
+        return len(self.specs) - 1
+
+
+class Tensors:
+    """The tensors of a segment that was read.
+
+    Args:
+        specs: as `TensorTable` collected them, from a file.
+        payload: their bytes.
+
+    Raises:
+        FormatError: they do not take exactly these bytes.
+    """
+
+    def __init__(self, specs: JSON, payload: memoryview) -> None:
+        if not isinstance(specs, list):
+            raise FormatError("a segment's tensors are not a list")
+        self._specs = [checked_spec(spec) for spec in specs]
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in self._specs]
+        ends = np.cumsum([0, *sizes], dtype=object).tolist()
+        if ends[-1] != len(payload):
+            raise FormatError(f"a segment's tensors take {ends[-1]} bytes, and it has {len(payload)}")
+        self._ends: list[int] = ends
+        self._payload = payload
+
+    def __call__(self, number: JSON) -> torch.Tensor:
+        """The tensor of this number, in memory of its own.
+
+        Raises:
+            FormatError: there is none.
+        """
+        index = self._index(number)
+        data = self._bytes(index)
+        # torch aligns memory of its own: elsewhere some kernels may sum in another order
+        owned: UInt8s = torch.empty(data.size, dtype=torch.uint8).numpy()
+        owned[:] = data
+        return tensor_from_bytes(owned, *self._specs[index])
+
+    def named(self, name: str) -> torch.Tensor:
+        """For `decode_tree`, whose names are the numbers in decimal."""
+        if not (isinstance(name, str) and name.isascii() and name.isdecimal() and len(name) < 10):
+            raise FormatError(f"a segment refers to a tensor as {str(name)[:40]!r}")
+        return self(int(name))
+
+    def _index(self, number: JSON) -> int:
+        if type(number) is not int or not 0 <= number < len(self._specs):
+            raise FormatError(f"a segment refers to tensor {str(number)[:40]}, and has {len(self._specs)}")
+        return number
+
+    def _bytes(self, index: int) -> UInt8s:
+        return np.frombuffer(self._payload[self._ends[index] : self._ends[index + 1]], dtype=np.uint8)
+
+    def raw(self, number: JSON) -> tuple[torch.dtype, UInt8s]:
+        """Give the dtype and the bytes of the tensor of this number.
+
+        Raises:
+            FormatError: there is none.
+        """
+        index = self._index(number)
+        return self._specs[index][0], self._bytes(index)
+
+
+def checked_spec(spec: JSON) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and the shape of a tensor that a file declares.
+
+    Raises:
+        FormatError: it is none, or has too many elements.
+    """
+    try:
+        name, shape = spec
+    except (TypeError, ValueError):
+        raise FormatError(f"{str(spec)[:80]} is not a dtype with a shape") from None
+    if type(shape) is not list or len(shape) > _MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
+        raise FormatError(f"{str(shape)[:80]} is not a shape")
+    if any(n > _MAX_NUMEL for n in shape) or math.prod(n or 1 for n in shape) > _MAX_NUMEL:
+        raise FormatError(f"the shape {str(shape)[:80]} has too many elements")
+    return dtype_from_name(name), tuple(shape)

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -14,22 +13,20 @@ from shrinkpoint.runtime.processors import processors
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.state.wrappers import plain_names
 from shrinkpoint.steps.capture import CannotLogError, Copied, Copies
-from shrinkpoint.steps.log import Log, LogFolder
-from shrinkpoint.steps.logged import chain_to
-from shrinkpoint.steps.options import StepLog, steps_of_segment
-from shrinkpoint.steps.record import TensorTable
-from shrinkpoint.steps.segment import Place
+from shrinkpoint.steps.log import Log
+from shrinkpoint.steps.options import StepLog
+from shrinkpoint.steps.reader import ReadBase, chain_to
+from shrinkpoint.steps.segment import Place, TensorTable
 from shrinkpoint.steps.updates import Layout, ReadersWeights, UpdateSizes
+from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.urls import Location
 from shrinkpoint.warn import warn
 
-__all__ = ["ReadBase", "SmallLog"]
+__all__ = ["SmallLog"]
 
 _WAITING = 64 * 2**20  # bytes of weights that may wait, however small the model is; of a large one two copies
 _MEASURED = 20  # steps of a measurement of the log's cost
 _MOST = 10_000  # steps between two records
-
-ReadBase: TypeAlias = Callable[[int], Mapping[str, torch.Tensor]]
-"""The weights that a reader of the checkpoint of a step gets; raises NoCheckpointError where there is none."""
 
 
 @dataclass
@@ -42,36 +39,26 @@ class _Chain:
     begin: Place | None = None
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """What the log has taken up to a moment."""
-
-    at: float
-    seconds: float
-    records: int
-
-
 class SmallLog(Log):
     """Logs the weights of a training between two checkpoints in under one bit per element.
 
-    It reads nothing of the optimizers. All methods are for the training's thread; what is quantized and written is so in the
-    writer's.
-
-    Args:
-        model: the module that is trained.
-        options: of the log.
-        folder: of its segments.
-        read_base: the weights that a reader of the checkpoint of a step gets; called in the log's thread.
+    It reads nothing of the optimizers, and a training continues from its checkpoints alone: what is logged is no exact state. The
+    writer's thread quantizes and writes. Arguments are as of `TrainingLog` and `Log`.
     """
 
-    def __init__(self, model: nn.Module, *, options: StepLog, folder: LogFolder, read_base: ReadBase) -> None:
-        super().__init__(folder)
+    def __init__(
+        self,
+        model: nn.Module,
+        options: StepLog,
+        location: Location,
+        connect: Callable[[str], ObjectStore],
+        read_base: ReadBase,
+    ) -> None:
+        super().__init__(options, location, connect)
         self._model = model
-        self._options = options
         self._read_base = read_base
         self._copies = Copies()
-        self._base: int | None = None
-        self._last: int | None = None
+        self._last = 0
         self._layout: Layout | None = None
         self._sizes: UpdateSizes | None = None
         self._sampled = False
@@ -80,9 +67,7 @@ class SmallLog(Log):
         """Steps between two records; raised where `StepLog.overhead` requires it."""
         self.share: float | None = None
         """The share of the training's time that the log took when it was measured last."""
-        self.skipped = 0
-        """Records that were not made, since earlier ones were still being written; the next one contains their updates."""
-        self._since: _Cost | None = None
+        self._since: tuple[float, float, int] | None = None
         self._steps = 0
         # of the writer's thread
         self._chain: _Chain | None = None
@@ -92,65 +77,30 @@ class SmallLog(Log):
         self._records = 0
         self._records_cpu_s = 0.0
 
-    # ---- resuming
-
-    def recover(self, step: int, prepare: Callable[[], Callable[[], None]]) -> int:
-        """Continue from the checkpoint alone: what is logged is no state that a training can continue from exactly.
-
-        Args:
-            step: of the restored state.
-            prepare: of no use here.
-
-        Returns:
-            `step`.
-        """
-        return step
-
-    def restart(self, step: int) -> None:
-        """Log from here: the state is that of `step`."""
-        if self.off is None:
-            with self._guarded():
-                self._begin_at(step)
-                self._rebase(step)
-
     def _begin_at(self, step: int) -> None:
         """Continue what earlier writers have logged since checkpoints that this training continues; none if it begins."""
-        references = self._reader().survey().references if step else []
+        assert self._reader is not None
+        references = self._reader.survey()[0] if step else []
         self._inherits = [
             reference
             for index, reference in enumerate(references)
             if chain_to(references, index)[0].begin.step <= step
         ]
         self._end_segment()
-        self._take_turn()
+        super()._begin_at(step)
         self._chain, self._nodes, self._table = None, [], TensorTable()
         self._last, self._sampled = step, False
+        self._rebase(step)
 
-    # ---- training
-
-    def end_step(self, step: int, *, since: int, boundary: bool = False) -> None:
-        """Take note that a training step is over.
-
-        Args:
-            step: training steps done so far.
-            since: the step before, where the log has not begun yet.
-            boundary: of no meaning here: a new chain begins when a checkpoint is stored.
-        """
-        if self.off is not None:
-            return
-        with self._guarded():
-            if self._writer is None:
-                self._begin_at(since)
-            self._warn_of_problems()
-            if self._failed():
-                return
-            if self._chain is not None:
-                self._log(step)
-            self._last = step
+    def _end_step(self, step: int, ends: bool) -> None:
+        self._warn_of_problems()
+        if self._chain is not None:
+            self._log(step)
+        self._last = step
         self._pace()
 
-    def _is_due(self, step: int, last: int | None) -> bool:
-        return step // self.every > (step - 1 if last is None else last) // self.every
+    def _is_due(self, step: int, last: int) -> bool:
+        return step // self.every > last // self.every
 
     def _log(self, step: int) -> None:
         """Copy the weights of a step that is due; of the one before it a sample, which gives the size of an update."""
@@ -162,7 +112,7 @@ class SmallLog(Log):
         tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
         layout, sizes = self._fitted(tensors)
         if due:
-            logged = {spec.name: tensors[spec.name] for spec in (*layout.coded, *layout.exact)}
+            logged = {spec.name: tensors[spec.name] for spec in layout.specs}
             self._submit(step, layout, sizes, self._copies.take("all", logged))
         else:
             self._submit_sample(step, sizes, self._copies.take("sample", sizes.sample(tensors)))
@@ -182,7 +132,7 @@ class SmallLog(Log):
         assert self._writer is not None
 
         def note() -> None:
-            copied.wait()
+            copied.snapshot.wait()
             sizes.note(step, copied.state.tensors)
 
         self._sampled = self._writer.submit(note, release=copied.release)
@@ -190,11 +140,11 @@ class SmallLog(Log):
     def _submit(self, step: int, layout: Layout, sizes: UpdateSizes, copied: Copied) -> None:
         assert self._writer is not None
         size = layout.nbytes
-        last = self._submitted + 1 >= steps_of_segment(self._options, size)
+        last = self._submitted + 1 >= self._options.steps_of_segment(size)
 
         def record() -> None:
             started = time.thread_time()
-            copied.wait()
+            copied.snapshot.wait()
             self._record(step, layout, sizes, copied.state.tensors)
             if last:
                 self._seal()
@@ -208,9 +158,8 @@ class SmallLog(Log):
             release=copied.release,
         ):
             self._submitted = 0 if last else self._submitted + 1
-        else:
+        else:  # earlier ones are still being written: the next record has these updates too
             copied.release()
-            self.skipped += 1
 
     def _pace(self) -> None:
         """Raise the interval between records until the log is within its share of the training's time.
@@ -218,15 +167,16 @@ class SmallLog(Log):
         Its cost is the time that training waits, and the CPU time of its thread divided among the processors: what it takes from
         a training that uses them all.
         """
-        if self._chain is None or self.off is not None:
+        if self._chain is None:
             return
-        now = _Cost(time.perf_counter(), self.blocked_s + self._records_cpu_s / processors(), self._records)
+        now = time.perf_counter(), self.blocked_s + self._records_cpu_s / processors(), self._records
         self._steps += 1
         if self._since is None:
             self._since, self._steps = now, 0
-        if self._steps < _MEASURED or now.records - self._since.records < 2:
+        at, taken, records = (one - before for one, before in zip(now, self._since, strict=True))
+        if self._steps < _MEASURED or records < 2:
             return
-        self.share = (now.seconds - self._since.seconds) / max(now.at - self._since.at, 1e-9)
+        self.share = taken / max(at, 1e-9)
         self._since, self._steps = now, 0
         overhead = self._options.overhead
         if overhead is None or self.share <= overhead or self.every >= _MOST:
@@ -237,26 +187,17 @@ class SmallLog(Log):
             f" {self.every} steps instead of every {before}"
         )
 
-    def boundary(self, step: int) -> None:
-        """Do nothing: a new chain begins when the checkpoint is stored."""
-
     def committed(self, step: int) -> None:
-        """Let the next records refer to a checkpoint that is stored."""
+        """See `Log.committed`; the next records refer to this checkpoint."""
         if self.off is None:
             self._rebase(step)
         super().committed(step)
 
     def close(self, *, whole: bool) -> None:
-        """Write what is not written yet.
-
-        Args:
-            whole: of no meaning here: every record is of a whole step.
-        """
-        if self._writer is not None:
-            self._end_segment()
-            self._writer.close()
-            self._warn_of_problems()
-            self._failed()
+        """See `TrainingLog.close`; every record is of a whole step."""
+        self._end_segment()
+        super().close(whole=whole)
+        self._warn_of_problems()
 
     def _end_segment(self) -> None:
         if self._writer is not None:

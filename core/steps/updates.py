@@ -8,7 +8,8 @@ and the error of a lossy checkpoint that the log starts from disappears.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +17,11 @@ from xxhash import xxh3_128
 
 from shrinkpoint.arrays import Float32s, Int64s, UInt8s, widened
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
-from shrinkpoint.errors import FormatError
+from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.state.digest import state_digest
 from shrinkpoint.state.dtypes import dtype_name, tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.steps.record import Tensors, TensorTable, checked_spec
+from shrinkpoint.steps.segment import Place, Tensors, TensorTable, checked_spec
 
 __all__ = [
     "Layout",
@@ -28,8 +29,10 @@ __all__ = [
     "Spec",
     "UpdateSizes",
     "advance",
+    "checked_record",
     "pack",
     "quantize",
+    "step_of",
     "symbols_together",
     "unpack",
 ]
@@ -57,11 +60,6 @@ class Spec(NamedTuple):
         """Its elements."""
         return torch.Size(self.shape).numel()
 
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return self.numel * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -74,18 +72,19 @@ class Layout:
     aliases: Mapping[str, str]
     """Further names of tied tensors."""
 
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """All tensors; tied ones once."""
+        return *self.coded, *self.exact
+
     @cached_property
     def nbytes(self) -> int:
-        """Of all tensors; tied ones count once."""
-        return sum(spec.nbytes for spec in (*self.coded, *self.exact))
+        """Of all tensors."""
+        return sum(spec.numel * spec.dtype.itemsize for spec in self.specs)
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> "Layout":
-        """The layout of a model.
-
-        Args:
-            tensors: of its ``state_dict``, on any device; tied ones are the same object, or the same memory.
-        """
+        """Lay out a model's ``state_dict``, on any device; tied tensors are the same object, or the same memory."""
         seen: dict[tuple[object, ...], str] = {}
         aliases: dict[str, str] = {}
         coded: list[Spec] = []
@@ -101,19 +100,15 @@ class Layout:
         return Layout(tuple(coded), tuple(exact), aliases)
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """The name of a tensor that is missing, or has another shape or dtype; None where all fit."""
-        for spec in (*self.coded, *self.exact):
+        """Name a tensor that is missing, or has another shape or dtype; None where all fit."""
+        for spec in self.specs:
             tensor = tensors.get(spec.name)
             if tensor is None or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
                 return spec.name
         return None
 
     def untied(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """A name whose tensor has no longer the memory that it shared with another one; None where all are tied as they were.
-
-        Args:
-            tensors: live ones, of which none is `differing`.
-        """
+        """Name a tensor, of those that are not `differing`, which no longer shares its memory with another one; None where all do."""
         for alias, kept in self.aliases.items():
             tensor = tensors.get(alias)
             if tensor is None or tensor.data_ptr() != tensors[kept].data_ptr():
@@ -121,12 +116,11 @@ class Layout:
         return None
 
     def to_json(self) -> JSON:
-        """In the form of a header."""
-        return {
-            "coded": [[s.name, dtype_name(s.dtype), list(s.shape)] for s in self.coded],
-            "exact": [[s.name, dtype_name(s.dtype), list(s.shape)] for s in self.exact],
-            "aliases": dict(self.aliases),
-        }
+        """Give it in the form of a header."""
+        coded, exact = (
+            [[s.name, dtype_name(s.dtype), list(s.shape)] for s in part] for part in (self.coded, self.exact)
+        )
+        return {"coded": coded, "exact": exact, "aliases": dict(self.aliases)}
 
     @staticmethod
     def from_json(node: JSON) -> "Layout":
@@ -136,87 +130,71 @@ class Layout:
             FormatError: it is none.
         """
         try:
-            coded, exact = (tuple(_spec(item) for item in node[part]) for part in ("coded", "exact"))
+            coded, exact = (
+                tuple(Spec(name, *checked_spec(spec)) for name, *spec in node[part])
+                for part in ("coded", "exact")
+            )
             aliases = dict(node["aliases"])
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"the layout of a log of updates is malformed: {error!r}") from None
         names = [spec.name for spec in (*coded, *exact)]
+        if not all(isinstance(name, str) for name in (*names, *aliases)):
+            raise FormatError("the layout of a log of updates has a name that is no text")
         if len(set(names)) != len(names) or any(spec.dtype not in _FLOATS for spec in coded):
             raise FormatError("the layout of a log of updates has a name twice, or codes what are no numbers")
-        if any(not isinstance(a, str) or kept not in names or a in names for a, kept in aliases.items()):
+        if any(kept not in names or alias in names for alias, kept in aliases.items()):
             raise FormatError("the layout of a log of updates has an alias of nothing")
         return Layout(coded, exact, aliases)
-
-
-def _spec(item: JSON) -> Spec:
-    name, dtype, shape = item
-    if not isinstance(name, str):
-        raise FormatError(f"{str(item)[:80]} is not a name, a dtype and a shape")
-    return Spec(name, *checked_spec([dtype, shape]))
 
 
 class UpdateSizes:
     """Root mean squares of the last step's update, by tensor; all but `sample` is for the log's thread.
 
-    Args:
-        layout: of the model.
-        factor: the quantization step, in root mean squares of an update.
+    The quantization step is `factor` of them.
     """
 
     def __init__(self, layout: Layout, factor: float) -> None:
         rng = np.random.default_rng(_SEED)  # strides would meet some rows or columns only
-        self._places: list[Int64s] = [
-            np.sort(rng.integers(spec.numel, size=min(_SAMPLE, spec.numel))) for spec in layout.coded
-        ]
-        self._names = [spec.name for spec in layout.coded]
-        self._on_device: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._places: dict[str, Int64s] = {
+            spec.name: np.sort(rng.integers(spec.numel, size=min(_SAMPLE, spec.numel)))
+            for spec in layout.coded
+        }
+        self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._factor = factor
-        self._last: list[Float32s | None] = [None] * len(self._names)
-        self._rms = [0.0] * len(self._names)
+        self._rms = dict.fromkeys(self._places, 0.0)
+        self._last: Mapping[str, Float32s] = {}
         self._step = -1
 
     def sample(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Some elements of each coded tensor, on its device; for the training's thread."""
+        """Take some elements of each coded tensor, on its device; for the training's thread."""
         found = {}
-        for index, name in enumerate(self._names):
+        for name, places in self._places.items():
             tensor = tensors[name].detach()
-            key = index, tensor.device
+            key = name, tensor.device
             if key not in self._on_device:
-                self._on_device[key] = torch.from_numpy(self._places[index]).to(tensor.device)
-            found[str(index)] = torch.take(tensor, self._on_device[key])
+                self._on_device[key] = torch.from_numpy(places).to(tensor.device)
+            found[name] = torch.take(tensor, self._on_device[key])
         return found
 
     def note(self, step: int, sampled: Mapping[str, torch.Tensor]) -> None:
         """Take a sample of a step that is not logged itself."""
-        self._last = [
-            sampled[str(index)].to(torch.float32).numpy().copy() for index in range(len(self._names))
-        ]
+        self._last = {name: value.to(torch.float32).numpy().copy() for name, value in sampled.items()}
         self._step = step
 
     def scales(self, step: int, arrays: Sequence[Float32s]) -> list[float]:
-        """The quantization steps for a record.
-
-        Args:
-            step: training steps done.
-            arrays: the values of the coded tensors.
-
-        Returns:
-            Single-precision numbers; 0 for a tensor that no update is known of.
-        """
-        sampled = [values[places] for values, places in zip(arrays, self._places, strict=True)]
+        """Give the quantization steps for a record of the coded tensors' values; 0 for a tensor that no update is known of."""
+        sampled = {
+            name: values[places] for (name, places), values in zip(self._places.items(), arrays, strict=True)
+        }
         if step == self._step + 1:
-            for index, (now, before) in enumerate(zip(sampled, self._last, strict=True)):
-                if before is not None:
-                    self._note_rms(index, now, before)
-        self._last, self._step = list(sampled), step
-        return [float(np.float32(self._factor * rms)) for rms in self._rms]
-
-    def _note_rms(self, index: int, now: Float32s, before: Float32s) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            rms = float(np.sqrt(np.mean(np.square(now.astype(np.float64) - before))))
-        # one step without an update (no gradient) does not make the next ones any smaller
-        if np.isfinite(rms) and np.finfo(np.float32).tiny < rms < 1e30:
-            self._rms[index] = rms
+            for name, before in self._last.items():
+                with np.errstate(over="ignore", invalid="ignore"):
+                    rms = float(np.sqrt(np.mean(np.square(sampled[name].astype(np.float64) - before))))
+                # one step without an update (no gradient) does not make the next ones any smaller
+                if np.isfinite(rms) and np.finfo(np.float32).tiny < rms < 1e30:
+                    self._rms[name] = rms
+        self._last, self._step = sampled, step
+        return [float(np.float32(self._factor * rms)) for rms in self._rms.values()]
 
 
 class ReadersWeights:
@@ -243,15 +221,23 @@ class ReadersWeights:
         ]
 
     def digest(self) -> str:
-        """xxh3-128 of all tensors: 32 hexadecimal digits (core/steps/FORMAT.md)."""
+        """Give the xxh3-128 of all tensors: 32 hexadecimal digits (core/steps/FORMAT.md)."""
         arrays: list[Float32s | UInt8s] = [*self._read, *self._exact]
-        names = [spec.name for spec in (*self.layout.coded, *self.layout.exact)]
         return state_digest(
-            {name: xxh3_128(array.data).hexdigest() for name, array in zip(names, arrays, strict=True)}
+            {s.name: xxh3_128(a.data).hexdigest() for s, a in zip(self.layout.specs, arrays, strict=True)}
         )
 
+    def compare(self, place: Place, message: str) -> None:
+        """Compare the digest with that of a place.
+
+        Raises:
+            CorruptionError: it is another one; with the message.
+        """
+        if self.digest() != place.digest:
+            raise CorruptionError(f"step {place.step}: {message}")
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of the weights, for ``model.load_state_dict``; tied tensors share their memory."""
+        """Copy the weights, for ``model.load_state_dict``; tied tensors share their memory."""
         found = {
             spec.name: torch.from_numpy(array.copy()).to(spec.dtype).reshape(spec.shape)
             for spec, array in zip(self.layout.coded, self._read, strict=True)
@@ -292,46 +278,29 @@ class ReadersWeights:
                     strange[self.layout.coded[index].name] = not_finite
             payloads.append(np.frombuffer(payload, np.uint8))
         changed = self._changed(tensors)
-        return {
-            "step": step,
-            "scales": table.add_array(np.array(scales, dtype=np.float32)),
-            "largest": table.add_array(largest),
-            "lengths": table.add_array(np.array([len(one) for one in payloads], dtype=np.uint64)),
-            "symbols": table.add_array(_joined(payloads)),
-            "changed": table.add_array(np.array([place for place, _ in changed], dtype=np.uint32)),
-            "exact": table.add_array(_joined([data for _, data in changed])),
-            "not_finite": strange,
-            "digest": self.digest(),
-            "remainder": None,
+        columns: dict[str, np.ndarray[Any, Any]] = {
+            "scales": np.array(scales, dtype=np.float32),
+            "largest": largest,
+            "lengths": np.array([len(one) for one in payloads], dtype=np.uint64),
+            "symbols": _joined(payloads),
+            "changed": np.array([*changed], dtype=np.uint32),
+            "exact": _joined([*changed.values()]),
         }
+        numbers = {name: table.add_array(column) for name, column in columns.items()}
+        return {"step": step, **numbers, "not_finite": strange, "digest": self.digest(), "remainder": None}
 
-    def _advance(self, index: int, payload: memoryview, largest: int, scale: float) -> None:
-        read = self._read[index]
-        if not scale:
-            if len(payload):
-                raise FormatError("a tensor without an update has a payload")
-            return
-        alphabet = largest + 1
-        together = symbols_together(alphabet, read.size)
-        packed = decode_symbols(payload, None, -(-read.size // together), alphabet**together, 1)
-        advance(read, unpack(packed, alphabet, together, read.size), np.float32(scale))
-
-    def _changed(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[int, UInt8s]]:
-        """The tensors stored whole whose bytes differ from the reader's, with their places; the reader gets them."""
-        found = []
+    def _changed(self, tensors: Mapping[str, torch.Tensor]) -> dict[int, UInt8s]:
+        """The tensors stored whole whose bytes differ from the reader's, by their places; the reader gets them."""
+        found = {}
         for index, spec in enumerate(self.layout.exact):
             data = tensor_to_bytes(tensors[spec.name]).reshape(-1)
             if not np.array_equal(data, self._exact[index]):
                 self._exact[index][:] = data
-                found.append((index, self._exact[index].copy()))
+                found[index] = self._exact[index].copy()
         return found
 
     def apply(self, record: JSON, tensors: Tensors) -> None:
-        """Advance by one record.
-
-        Args:
-            record: of a segment whose layout is this one.
-            tensors: of the same segment.
+        """Advance by one `checked_record` of a segment with this layout and these tensors.
 
         Raises:
             FormatError: it is malformed; the state is then not to be used.
@@ -340,37 +309,59 @@ class ReadersWeights:
         scales = _column(tensors(record["scales"]), torch.float32, count)
         largest = _column(tensors(record["largest"]), torch.uint8, count)
         lengths = _column(tensors(record["lengths"]), torch.uint64, count)
-        data = _bytes(tensors(record["symbols"]))
         if not np.isfinite(scales).all() or (scales < 0).any() or (largest > _LARGEST_SYMBOL).any():
             raise FormatError("a record has scales or symbols that cannot be")
-        ends = np.cumsum([0, *lengths.tolist()], dtype=object).tolist()
-        if ends[-1] != data.size:
-            raise FormatError(f"a record's payloads take {ends[-1]} bytes, and it has {data.size}")
-        for index in range(count):
-            payload = data[ends[index] : ends[index + 1]].data
-            self._advance(index, payload, int(largest[index]), float(scales[index]))
-        self._apply_exact(record, tensors)
-
-    def _apply_exact(self, record: JSON, tensors: Tensors) -> None:
+        payloads = _parts(tensors(record["symbols"]), lengths.tolist())
+        for read, payload, last, scale in zip(self._read, payloads, largest, scales, strict=True):
+            if scale:
+                alphabet = int(last) + 1
+                together = symbols_together(alphabet, read.size)
+                packed = decode_symbols(payload.data, None, -(-read.size // together), alphabet**together, 1)
+                advance(read, unpack(packed, alphabet, together, read.size), scale)
+            elif payload.size:
+                raise FormatError("a tensor without an update has a payload")
         changed = tensors(record["changed"])
         places = _column(changed, torch.uint32, changed.numel()).tolist()
-        data, at = _bytes(tensors(record["exact"])), 0
-        for place in places:
-            if place >= len(self._exact) or at + self._exact[place].size > data.size:
-                raise FormatError("a record changes a tensor that is not there")
-            self._exact[place][:] = data[at : at + self._exact[place].size]
-            at += self._exact[place].size
-        if at != data.size:
-            raise FormatError(f"a record's tensors take {at} bytes, and it has {data.size}")
+        if any(place >= len(self._exact) for place in places):
+            raise FormatError("a record changes a tensor that is not there")
+        sizes = [self._exact[place].size for place in places]
+        for place, data in zip(places, _parts(tensors(record["exact"]), sizes), strict=True):
+            self._exact[place][:] = data
+
+
+_MEMBERS = {
+    "scales": int, "largest": int, "lengths": int, "symbols": int, "changed": int, "exact": int,
+    "not_finite": dict, "digest": str,
+}  # fmt: skip
+
+
+def checked_record(node: JSON) -> JSON:
+    """Check the members of a record from anywhere.
+
+    Raises:
+        FormatError: one is missing, or of another type.
+    """
+    step_of(node)
+    for name, kind in _MEMBERS.items():
+        if type(node.get(name)) is not kind:
+            raise FormatError(f"a record's {name} is {str(node.get(name))[:40]!r}")
+    return node
+
+
+def step_of(node: JSON) -> int:
+    """Give the step of a record from anywhere.
+
+    Raises:
+        FormatError: it has none.
+    """
+    step = node.get("step") if isinstance(node, dict) else None
+    if type(step) is not int or step < 0:
+        raise FormatError(f"a record is of step {str(step)[:40]!r}")
+    return step
 
 
 def quantize(weights: Float32s, read: Float32s, step: np.float32) -> tuple[UInt8s, int]:
-    """Quantize the difference between the weights and what a reader has, and advance the reader's values.
-
-    Args:
-        weights: of this step.
-        read: the reader's values; advanced by the quantized difference.
-        step: the quantization step, positive.
+    """Quantize the difference between the weights and what a reader has, and advance the reader's values by it.
 
     Returns:
         The symbols: 2k for a multiple k >= 0 of the step, and -2k - 1 for a negative one; and the number of weights that are not
@@ -404,22 +395,17 @@ def advance(read: Float32s, symbols: UInt8s, step: np.float32) -> None:
 
 
 def symbols_together(alphabet: int, count: int) -> int:
-    """How many neighbouring symbols are coded as one: as many as have at most 256 values together."""
-    if count < _GROUPED or alphabet < 2:
-        return 1
+    """Count the neighbouring symbols that are coded as one: as many as have at most 256 values together."""
     together = 1
-    while alphabet ** (together + 1) <= 256:
+    while count >= _GROUPED and alphabet > 1 and alphabet ** (together + 1) <= 256:
         together += 1
     return together
 
 
 def pack(symbols: UInt8s, alphabet: int, together: int) -> UInt8s:
-    """Combine neighbours: several symbols become the digits of one number below 256, the first one the lowest.
+    """Combine neighbours: `together` symbols become the digits of one number below 256, the first one the lowest.
 
-    Args:
-        symbols: each below `alphabet`.
-        alphabet: its power `together` is at most 256.
-        together: how many are combined; missing digits of the last number are zero.
+    Missing digits of the last number are zero.
     """
     if together == 1:
         return symbols
@@ -454,9 +440,13 @@ def _joined(arrays: Sequence[UInt8s]) -> UInt8s:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.uint8)
 
 
-def _bytes(tensor: torch.Tensor) -> UInt8s:
-    data: UInt8s = _column(tensor, torch.uint8, tensor.numel())
-    return data
+def _parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[UInt8s]:
+    """A column of bytes, in parts."""
+    data = _column(tensor, torch.uint8, tensor.numel())
+    ends = np.cumsum([0, *sizes], dtype=object).tolist()
+    if ends[-1] != data.size:
+        raise FormatError(f"a record's parts take {ends[-1]} bytes, and it has {data.size}")
+    return [data[begin:end] for begin, end in pairwise(ends)]
 
 
 def _column(tensor: torch.Tensor, dtype: torch.dtype, count: int) -> np.ndarray:  # type: ignore[type-arg]

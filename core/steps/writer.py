@@ -2,20 +2,33 @@
 
 import math
 import os
+import platform
 import shutil
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from shrinkpoint.errors import ShrinkpointError, StoreError
+import torch
+
+from shrinkpoint.errors import StoreError
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.steps.record import TensorTable
-from shrinkpoint.steps.segment import Head, Key, Kind, Place, Reference, pack
-from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.steps.capture import reason_of
+from shrinkpoint.steps.reader import LogReader
+from shrinkpoint.steps.segment import Head, Key, Place, Reference, TensorTable, pack
+from shrinkpoint.store.keys import new_nonce
+from shrinkpoint.version import __version__
 
 __all__ = ["SegmentWriter", "chain_ends"]
 
+_PROVENANCE = {
+    "shrinkpoint": __version__,
+    "torch": str(torch.__version__),
+    "python": platform.python_version(),
+    "machine": platform.machine(),
+}
 _RESERVE_SHARE, _RESERVE_MOST = 1 / 16, 2**30
 """Of a file system, left to other programs: one that finds no room in ``/dev/shm`` is killed."""
 
@@ -24,37 +37,23 @@ class SegmentWriter:
     """One writer's segments, written in order by a thread of its own.
 
     Args:
-        objects: the log's folder.
-        run: the nonce of the run.
-        kind: of the log.
-        turn: higher than that of every writer before.
-        session: this writer's nonce.
+        reader: of the log's folder.
         inherits: segments that this training continues from.
-        provenance: for people.
         keep: intervals between checkpoints whose segments are kept.
         folder: in whose file system there must be room; None where that is not known.
+
+    Raises:
+        StoreError: the folder cannot be listed, or there is no turn higher than those that are there.
     """
 
     def __init__(
-        self,
-        objects: ObjectStore,
-        *,
-        run: str,
-        kind: Kind,
-        turn: int,
-        session: str,
-        inherits: Sequence[Reference],
-        provenance: JSON,
-        keep: int,
-        folder: str | None = None,
+        self, reader: LogReader, *, inherits: Sequence[Reference], keep: int, folder: str | None
     ) -> None:
-        self._objects = objects
-        self._run, self._kind, self._turn, self._session = run, kind, turn, session
-        self._references = list(inherits)
+        self._objects, self._run, self._kind = reader.objects, reader.run, reader.kind
+        self._turn, self._session, self._number = reader.next_turn(), new_nonce(), 0
         self._inherits = tuple(inherits)
-        self._provenance = provenance
+        self._references = list(inherits)
         self._previous = "0" * 32
-        self._number = 0
         self._bases: deque[int] = deque(maxlen=keep)
         self._folder = folder
         self._is_full = False
@@ -140,10 +139,8 @@ class SegmentWriter:
                 job, size = self._jobs[0]
             try:
                 job()
-            except ShrinkpointError as error:
-                self._fail(str(error))
             except Exception as error:  # noqa: BLE001 - after any error the training continues without a log
-                self._fail(f"{type(error).__name__}: {error}")
+                self._fail(reason_of(error))
             del job
             with self._changed:
                 self._waiting -= size
@@ -155,12 +152,7 @@ class SegmentWriter:
             self.failure = reason
 
     def write(
-        self,
-        begin: Place,
-        end: Place,
-        records: Sequence[JSON],
-        table: TensorTable,
-        layout: JSON = None,
+        self, begin: Place, end: Place, records: Sequence[JSON], table: TensorTable, layout: JSON = None
     ) -> None:
         """Write the next segment; for the thread's own jobs.
 
@@ -168,24 +160,14 @@ class SegmentWriter:
             StoreError: it cannot be written.
             CannotRepresentError: the records do not fit in a header.
         """
-        head = Head(
-            run=self._run,
-            kind=self._kind,
-            key=self._key(),
-            begin=begin,
-            end=end,
-            records=records,
-            tensors=table.specs,
-            layout=layout,
-            provenance=self._provenance,
-            previous=self._previous,
+        head = self._put(
+            table.parts, begin=begin, end=end, records=records, tensors=table.specs, layout=layout
         )
-        seal = self._put(head, table.parts)
-        self._references.append(Reference(head.key, seal, begin, end))
+        self._references.append(head.reference)
         self.written = end.step
 
     def committed(self, step: int) -> None:
-        """A checkpoint of this step is stored: steps before the last few checkpoints are not needed any more."""
+        """Remove the steps before the last few checkpoints, of which this step's is the newest."""
         with self._changed:
             if not self._closed:
                 self._jobs.append((lambda: self._collect(step), 0))
@@ -193,34 +175,31 @@ class SegmentWriter:
 
     def _begin(self) -> None:
         """Write the first segment, which takes the turn, and remove segments that are now useless."""
-        self._put(
-            Head(
-                run=self._run, kind=self._kind, key=self._key(), begin=None, end=None, inherits=self._inherits
-            ),
-            [],
-        )
-        inherited = {str(reference.key) for reference in self._inherits}
+        self._put([], begin=None, end=None, inherits=self._inherits)
+        inherited = {reference.key for reference in self._inherits}
         self._objects.delete(
-            [
-                info.key
-                for info in self._objects.list("")
-                if (key := Key.parse(info.key)) is not None
-                and key.turn < self._turn
-                and info.key not in inherited
-            ]
+            [str(key) for key in self._listed() if key.turn < self._turn and key not in inherited]
         )
 
-    def _key(self) -> Key:
-        return Key(self._turn, self._session, self._number)
+    def _listed(self) -> list[Key]:
+        keys = [Key.parse(info.key) for info in self._objects.list("")]
+        return [key for key in keys if key is not None]
 
-    def _put(self, head: Head, parts: Sequence[memoryview]) -> str:
-        data, seal = pack(head, parts)
+    def _put(self, parts: Sequence[memoryview], **members: Any) -> Head:
+        head = Head(
+            run=self._run,
+            kind=self._kind,
+            key=Key(self._turn, self._session, self._number),
+            previous=self._previous,
+            provenance=_PROVENANCE,
+            **members,
+        )
+        data, self._previous = pack(head, parts)
         self._require_room(len(data))
         self._objects.put(str(head.key), data)
         self.bytes += len(data)
-        self._previous = seal
         self._number += 1
-        return seal
+        return replace(head, seal=self._previous)
 
     def _require_room(self, size: int) -> None:
         if self._folder is None or not os.path.exists(self._folder):
@@ -239,11 +218,7 @@ class SegmentWriter:
         if self.failure is not None and not self._is_full:
             return
         self._bases.append(step)
-        newer = [
-            key
-            for info in self._objects.list("")
-            if (key := Key.parse(info.key)) is not None and key.turn > self._turn and key.number == 0
-        ]
+        newer = [key for key in self._listed() if key.turn > self._turn and key.number == 0]
         if newer:
             self._fail(
                 f"another process has taken over the log of this run ({newer[0]} is its first segment)"

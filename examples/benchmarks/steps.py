@@ -169,7 +169,7 @@ def measure_costs(config: GPTConfig, log: str, blocks: int) -> Measured:
             checkpointer.step_log.flush()
             taken = [now - then for now, then in zip(_taken(checkpointer), marks[name], strict=True)]
             runner.method.bytes, runner.method.waited, runner.method.waited_cpu = taken
-            assert checkpointer.step_log.off is None, checkpointer.step_log.off
+            assert checkpointer.step_log.log.off is None, checkpointer.step_log.log.off
             checkpointer.saver.close()
     methods = {r.method.name: r.method for r in (*runners, *(runner for runner, _ in ours.values()))}
     count = runners[0].training.count
@@ -178,7 +178,7 @@ def measure_costs(config: GPTConfig, log: str, blocks: int) -> Measured:
 
 def _taken(checkpointer: Any) -> tuple[int, float, float]:
     """Bytes of the log, and seconds and CPU seconds that training has waited for it."""
-    log = checkpointer.step_log
+    log = checkpointer.step_log.log
     return log.bytes, log.blocked_s, log.blocked_cpu_s
 
 
@@ -193,7 +193,7 @@ def _bounded(config: GPTConfig, log: str, blocks: int) -> tuple[int, float | Non
         for _ in range(max(6, blocks) * _BLOCK):
             runner.step()
         checkpointer.saver.close()
-        return checkpointer.step_log.every, checkpointer.step_log.share
+        return checkpointer.step_log.log.every, checkpointer.step_log.log.share
 
 
 def _other(name: str, config: GPTConfig, folder: Path) -> _Runner:
@@ -242,7 +242,7 @@ def _begin(runners: list[_Runner], ours: dict[str, tuple[_Runner, Any]]) -> Begu
 
 def _segments(runner: _Runner, checkpointer: Any) -> tuple[float, float]:
     """Of the exact log: seconds that the last step of a segment waits beyond the others, and until it is written."""
-    log = checkpointer.step_log
+    log = checkpointer.step_log.log
     waited: dict[bool, list[float]] = {True: [], False: []}
     lags = []
     for step in range(1, 4 * _BLOCK + 1):

@@ -19,7 +19,7 @@ from gpt import GPTConfig
 from torch import Tensor
 
 from shrinkpoint.steps.options import StepLog
-from shrinkpoint.steps.record import TensorTable
+from shrinkpoint.steps.segment import TensorTable
 from shrinkpoint.steps.updates import Layout, ReadersWeights, UpdateSizes
 
 AFTER = (5, 20, 50)

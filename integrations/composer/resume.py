@@ -25,7 +25,6 @@ from shrinkpoint.integrations.composer.state import (
     trained_module,
 )
 from shrinkpoint.session.session import TrainingSession
-from shrinkpoint.session.step_log import SessionLog
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.warn import warn
 
@@ -83,7 +82,8 @@ def continue_run(
     if manifest is None:
         _require_own_run(run, state)
         start_log(run, state)
-        run.log.restart(int(state.timestamp.batch))
+        if run.log is not None:
+            run.log.restart(int(state.timestamp.batch))
         if loaded is not None:
             run.saved_step = int(state.timestamp.batch)
             run.go_on_with(lineage)
@@ -108,7 +108,7 @@ def continue_run(
     if stores_optimizers:
         _warn_overridden(stored["state"]["optimizers"], state)
     load_state(stored, state, logger, url, optimizers=stores_optimizers)
-    stored = replayed(run.log, stored, state, logger, url)
+    stored = replayed(run, stored, state, logger)
     _take_place(stored, data)
     run.take(stored)
     run.saved_step = manifest.step
@@ -185,11 +185,11 @@ def start_log(run: TrainingSession, state: State) -> None:
         ConfigError: there can be no such log of this training.
         StoreError: it cannot be written.
     """
-    if run.log.is_wanted and state.fsdp_enabled:
+    if run.settings.step_log is not None and state.fsdp_enabled:
         raise ConfigError(
             "step_log= is not available with FSDP, where no process has all gradients: leave it out"
         )
-    run.log.begin(trained_module(state), state.optimizers, run.saver.store)
+    run.begin_log(trained_module(state), state.optimizers)
 
 
 def rest_of(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,29 +198,26 @@ def rest_of(stored: Mapping[str, Any]) -> dict[str, Any]:
     return {**stored, "state": rest}
 
 
-def replayed(
-    log: SessionLog, stored: dict[str, Any], state: State, logger: Logger, url: str
-) -> dict[str, Any]:
+def replayed(run: TrainingSession, stored: dict[str, Any], state: State, logger: Logger) -> dict[str, Any]:
     """Replay the logged steps after a checkpoint that has just been loaded.
 
     Args:
-        log: of the run.
+        run: whose log that is.
         stored: the checkpoint.
         state: of the run.
         logger: for Composer.
-        url: the run's, for messages.
 
     Returns:
         The stored state that the run continues from: the checkpoint's, or that after the last replayed step.
     """
-    if not log.is_wanted:
+    if run.log is None:
         return stored
-    base = int(state.timestamp.batch)
-    rest = log.recover(base, lambda: load_state(stored, state, logger, url))
-    if rest is not None:
+    base, url, checkpoint = int(state.timestamp.batch), run.settings.url, stored
+    reached, rest = run.log.recover(base, lambda: lambda: load_state(checkpoint, state, logger, url))
+    if reached > base:
         now = stored_state(state, [])["state"]
         kept = {key: now[key] for key in _NOT_IN_THE_REST}
         stored = {**rest, "state": {**rest["state"], **kept}}
         load_state(stored, state, logger, url)
-    log.restart(int(state.timestamp.batch))
+    run.log.restart(int(state.timestamp.batch))
     return stored

@@ -141,7 +141,7 @@ class Session:
         if self._active:
             self.run.refer_to(module)
         self.run.load_trained()
-        if self._active and self.run.log.is_wanted:
+        if self._active and self.settings.run.step_log is not None:
             self._start_log(trainer, module)
         loaded = trainer._checkpoint_connector._loaded_checkpoint
         own = POSITION_KEY in loaded and rounded_weights(loaded["state_dict"], module.state_dict()) is None
@@ -168,7 +168,8 @@ class Session:
 
     def _start_log(self, trainer: Trainer, module: LightningModule) -> None:
         step = trainer.global_step
-        self.run.log.begin(module, trainer.optimizers, self.run.saver.store)
+        self.run.begin_log(module, trainer.optimizers)
+        assert self.run.log is not None
         loaded = Address.parse(str(trainer.ckpt_path))
         continues = loaded is not None and loaded.url == self.settings.run.url
         if continues and world().broadcast(self.run.continued is not None):
@@ -352,7 +353,7 @@ class Session:
             self._save_or_end(trainer)
 
     def _is_ranked(self, trainer: Trainer) -> bool:
-        monitor, plain = self.settings.run.saver.monitor, self.run.path is None and not self.run.log.is_wanted
+        monitor, plain = self.settings.run.saver.monitor, self.run.path is None and self.run.log is None
         known = monitor in self.adapter.measured.of_these_weights(trainer)
         return plain and monitor is not None and world().broadcast(known)
 

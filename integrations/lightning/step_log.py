@@ -5,18 +5,20 @@ Lightning loads a checkpoint in two parts: model and callbacks before the optimi
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer import call
 
 from shrinkpoint.integrations.lightning.adapter import LightningAdapter
-from shrinkpoint.session.step_log import SessionLog
+
+if TYPE_CHECKING:
+    from shrinkpoint.steps.training import TrainingLog
 
 __all__ = ["replay"]
 
 
-def replay(log: SessionLog, adapter: LightningAdapter) -> int:
+def replay(log: "TrainingLog", adapter: LightningAdapter) -> int:
     """Replay the logged steps after the checkpoint that Lightning is loading; in ``on_fit_start``, on every rank.
 
     Returns:
@@ -27,8 +29,8 @@ def replay(log: SessionLog, adapter: LightningAdapter) -> int:
     loaded: dict[str, Any] = connector._loaded_checkpoint
     base = int(loaded["global_step"])
     connector.restore_optimizers()
-    rest = log.recover(base, _reloader(connector, module))
-    if rest is None:
+    reached, rest = log.recover(base, lambda: _reloader(connector, module))
+    if reached == base:
         return base
     loaded.clear()
     loaded.update(

@@ -234,7 +234,7 @@ def test_kill_9(tmp_path: Path) -> None:
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 18:
                 saver_of(callback).flush()
-                callback._session.run.log.shared.flush()  # what is written does not depend on the machine's speed
+                callback._session.run.log.flush()  # what is written does not depend on the machine's speed
                 os.kill(os.getpid(), signal.SIGKILL)
 
     child = os.fork()
@@ -268,7 +268,7 @@ def test_the_checkpoint_of_a_step_is_not_replayed(tmp_path: Path) -> None:
 
 
 def test_an_average_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shrinkpoint.steps.replicated._ALLOWANCE", 40 * 1024)
+    monkeypatch.setattr("shrinkpoint.steps.training._ALLOWANCE", 40 * 1024)
     if not hasattr(pl.callbacks, "WeightAveraging"):
         pytest.skip("this Lightning has no WeightAveraging")
     averaging = pl.callbacks.EMAWeightAveraging()
@@ -282,7 +282,7 @@ def test_a_small_log(tmp_path: Path) -> None:
             self.seen: dict[int, dict[str, torch.Tensor]] = {}
 
         def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-            callback._session.run.log.shared.flush()
+            callback._session.run.log.flush()
             self.seen[trainer.global_step] = {k: v.clone() for k, v in module.state_dict().items()}
 
     weights = Weights()
@@ -301,8 +301,8 @@ def test_a_small_log(tmp_path: Path) -> None:
 def test_a_file_system_with_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Flush(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            if callback._session.run.log.shared is not None:
-                callback._session.run.log.shared.flush()
+            if callback._session.run.log is not None:
+                callback._session.run.log.flush()
 
     def there() -> int:
         return sum(path.stat().st_size for path in (tmp_path / "log").rglob("*.steps"))

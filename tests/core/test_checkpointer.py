@@ -129,27 +129,6 @@ def test_fused_optimizers_find_channels_last_as_they_left_them(tmp_path, name, s
     assert identical(again.state_dict(), model.state_dict())
 
 
-def test_a_lossy_run_resumes_from_what_was_evaluated(tmp_path):
-    run = Run(tmp_path, scheme="inshrinkerator")
-    run.checkpointer = Checkpointer(
-        str(tmp_path), run.model, run.optimizer, evaluate=lambda: run.model.loss(0), scheduler=run.scheduler
-    )
-    for step in range(3):
-        run.step(step)
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    run.checkpointer.save(3, wait=True)
-    (report,) = run.checkpointer.reports()
-    assert report.baseline == pytest.approx(run.model.loss(0).item())
-    assert identical(dict(run.model.state_dict()), before)
-    run.checkpointer.close()
-    again = Run(tmp_path)
-    assert again.checkpointer.resume() == 3
-    degradation = again.model.loss(0).item() / run.model.loss(0).item() - 1
-    assert report.measured == "measured"
-    assert report.degradation_low < degradation - report.degradation_noise < report.degradation_high <= 0.01
-    assert 0 < report.overhead < 1
-
-
 def test_every_counts_from_the_start_after_a_resume_in_between(tmp_path):
     run = Run(tmp_path, every=None)
     run.checkpointer.save(4, wait=True)
@@ -337,24 +316,6 @@ def test_a_training_loss_needs_an_evaluation(tmp_path):
     model = TinyMLP()
     with pytest.raises(ConfigError, match="train_loss is of use with evaluate="):
         Checkpointer(str(tmp_path), model, torch.optim.SGD(model.parameters()), train_loss=model.loss)
-
-
-def test_that_the_next_updates_could_not_be_tried_stands_in_the_report(tmp_path):
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer.lock = threading.Lock()  # cannot be copied
-    with Checkpointer(str(tmp_path / "run"), model, optimizer) as checkpointer:
-        for step in range(checkpointer.resume(), 3):
-            loss = model(torch.randn(8, 64)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            checkpointer.step(step + 1)
-        with pytest.warns(ShrinkpointWarning, match="no way to evaluate"):
-            checkpointer.save(3, wait=True)
-    (report,) = checkpointer.reports()
-    assert report.update_error is None
-    assert "was not tried: SGD cannot be stepped" in report.reason
 
 
 # ---- the last step, skipped saves, signals

@@ -24,8 +24,8 @@ def _logged(training: Training, folder: Path, kind: str = "exact", **options: ob
 
 def _crash(training: Training) -> None:
     training.checkpointer.step_log.flush()
-    if hasattr(training.checkpointer.step_log, "_recorder"):
-        training.checkpointer.step_log._recorder.close()
+    if hasattr(training.checkpointer.step_log.log, "_recorder"):
+        training.checkpointer.step_log.log._recorder.close()
     training.checkpointer.saver.close()
 
 
@@ -84,7 +84,7 @@ def test_the_small_log_is_near(tmp_path: Path, implementation: str) -> None:
     training.run(0, 5)
     before = _on_host(dict(training.model.state_dict()))
     training.run(5, 6)
-    while not training.checkpointer.step_log._chain:
+    while not training.checkpointer.step_log.log._chain:
         time.sleep(0.01)
     training.run(6, 9)
     true = _on_host(dict(training.model.state_dict()))

@@ -37,7 +37,7 @@ class SmallLogTraining:
     @property
     def log(self) -> Any:
         """The step log."""
-        return self.checkpointer.step_log
+        return self.checkpointer.step_log.log
 
     def step(self) -> float:
         """One step of training."""

@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 import shrinkpoint
 from shrinkpoint.steps.fingerprint import fingerprint
+from shrinkpoint.steps.writer import SegmentWriter
 
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "loop": {"foreach": False},
@@ -190,7 +192,7 @@ class Training:
     def crash(self) -> None:
         """What remains after a kill -9: all that was written, and no hooks."""
         self.checkpointer.step_log.flush()
-        self.checkpointer.step_log._recorder.close()
+        self.checkpointer.step_log.log._recorder.close()
         self.checkpointer.saver.close()
 
     @property
@@ -201,6 +203,18 @@ class Training:
     def buffers(self) -> list[torch.Tensor]:
         """Copies of the model's."""
         return [buffer.clone() for buffer in self.model.buffers()]
+
+
+def held_up(monkeypatch: Any) -> threading.Event:
+    """Nothing is written until the event is set."""
+    put, go = SegmentWriter._put, threading.Event()
+
+    def held(*arguments, **members) -> object:
+        assert go.wait(600)
+        return put(*arguments, **members)
+
+    monkeypatch.setattr(SegmentWriter, "_put", held)
+    return go
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,9 +265,9 @@ def main(life: Life) -> None:
         first = {
             "resumed": begin,
             "digest": training.digest,
-            "session": checkpointer.step_log._writer._session,
+            "session": checkpointer.step_log.log._writer._session,
         }
-        replayed = [str(reference.key) for reference in checkpointer.step_log._inherits]
+        replayed = [str(reference.key) for reference in checkpointer.step_log.log._inherits]
         journal.write(json.dumps({**first, "replayed": replayed}) + "\n")
         for step in itertools.count(begin):
             if checkpointer._every is not None and (last_save.exists() or stray.exists()):
@@ -264,7 +278,7 @@ def main(life: Life) -> None:
                 training.clip = 1e-3
             loss = training.step(step)
             checkpointer.step(step + 1)
-            log = checkpointer.step_log
+            log = checkpointer.step_log.log
             line = {"step": step + 1, "loss": loss, "digest": training.digest}
             journal.write(
                 json.dumps(

@@ -138,21 +138,6 @@ def test_a_damaged_base_is_done_without_although_most_of_it_is_unchanged(objects
     assert of_newest(training.store)[0].step == 15
 
 
-def test_where_an_anchor_cannot_be_read_the_next_one_is_a_base(objects):
-    training = Training(objects, key_every=2)
-    for _ in range(2):
-        training.commit()
-
-    def fail(called, key):
-        if called == "get" and key.startswith("data/"):
-            raise InjectedError("no")
-
-    objects.before = fail
-    with pytest.warns(ShrinkpointWarning, match="stored as a base"):
-        report = training.commit()
-    assert report.kind == "base"
-
-
 def test_rows_that_moved_since_the_anchor_are_not_taken_from_it(objects):
     training = Training(objects, scheme="auto", key_every=3, optimizer="SGD")
     weight = training.model.inner.weight

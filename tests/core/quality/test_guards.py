@@ -20,7 +20,6 @@ from shrinkpoint.quantize.movement import Movement, MovementTracker, sampled_par
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import EncodedTensor, SaveContext, Staged
 from shrinkpoint.schemes.catalogue import SCHEMES, build
-from shrinkpoint.schemes.exact import Lossless
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
 
@@ -327,11 +326,6 @@ def test_second_moments_that_lengthen_updates_are_refused(trained, factor, refus
 def test_why_updates_were_not_tried_is_told(trained):
     untried = "the optimizers' states are not found in what is saved"
     assert Guard()(trained.save_context, Auto(save_context=trained.save_context)) == Verdict(untried=untried)
-
-
-def test_a_state_without_weights_is_accepted():
-    state = TrainingState.capture({"x": torch.ones(5)})
-    assert Guard()(SaveContext(state=state), Lossless()).reason is None
 
 
 # ---- what is looked at is what is stored

@@ -99,12 +99,6 @@ def test_the_mildest_steps_that_still_break_the_bound_are_not_taken():
     assert "stored exactly" in choice.reason
 
 
-def test_nothing_left_asks_for_nothing():
-    model = Model(0.0)
-    assert Search().choose(model, 0.0, base=True).is_exact
-    assert model.asked == []
-
-
 def test_a_loss_that_only_the_restored_weights_make_infinite():
     def measure(scale):
         return Rise(math.inf) if scale > 0.1 else Model(0.0)(scale)

@@ -105,17 +105,6 @@ def test_nothing_to_cluster() -> None:
     assert optimal_codebooks(empty, empty, []) == {}
 
 
-@settings(deadline=None)
-@given(buckets(), st.floats(0, 1))
-def test_sample_weights(data: tuple[Float64s, Float64s], share: float) -> None:
-    counts = (data[1] * 1000).astype(np.int64) + 1
-    weights = sample_weights(Histogram(values=data[0], counts=counts), share)
-    assert weights.shape == counts.shape
-    assert (weights >= 0).all()
-    if len(counts):
-        assert weights.sum() == pytest.approx(1.0)
-
-
 def test_sample_weights_by_hand() -> None:
     histogram = Histogram(values=np.array([-1.0, 0.0, 3.0]), counts=np.array([1, 2, 1]))
     assert sample_weights(histogram, 0.0).tolist() == [0.25, 0.5, 0.25]

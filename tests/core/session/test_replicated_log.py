@@ -13,7 +13,7 @@ from support.sharded import launch
 import shrinkpoint
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.group.group import Alone
-from shrinkpoint.steps.replicated import ReplicatedLog
+from shrinkpoint.steps.training import TrainingLog
 
 
 class _OneOfSeveral(Alone):
@@ -99,7 +99,7 @@ def test_the_log_is_replayed(every: int, alone: Path) -> None:
     whole = true.run(STEPS).noted
     true.checkpointer.close()
     killed = replica(alone, every=every).run(11)
-    assert isinstance(killed.checkpointer.step_log, ReplicatedLog)
+    assert isinstance(killed.checkpointer.step_log, TrainingLog)
     assert killed.checkpointer.step_log.log.off is None
     crash(killed)
     assert killed.checkpointer.step_log.log.written == 10

@@ -390,7 +390,6 @@ def test_steps_are_tried_with_the_average_that_would_be_restored(tmp_path):
         evaluate=run.evaluate,
         train_loss=run.model.loss,
         average=run.average,
-        clip_grad_norm=1.0,
         advanced=Advanced(search_overhead=math.inf, probe_steps=3),
     )
     run.checkpointer = checkpointer

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.containers import identical
 
 from shrinkpoint.errors import FormatError, ShrinkpointError
-from shrinkpoint.steps.record import Tensors, TensorTable
+from shrinkpoint.steps.segment import Tensors, TensorTable
 from shrinkpoint.steps.updates import (
     Layout,
     ReadersWeights,

@@ -53,7 +53,7 @@ class Training:
     def crash(self) -> None:
         """What remains after a kill -9: all that was written, and no hooks."""
         self.checkpointer.step_log.flush()
-        self.checkpointer.step_log._recorder.close()
+        self.checkpointer.step_log.log._recorder.close()
         self.checkpointer.saver.close()
 
 
@@ -66,7 +66,7 @@ def test_an_optimizers_own_compiled_step_is_replayed(closure: bool):
 
     killed = Training(f"memory://{name}/run", f"memory://{name}/log", own=True, closure=closure)
     assert killed.run(killed.checkpointer.resume(), 6) == losses[:6]
-    assert killed.checkpointer.step_log.off is None
+    assert killed.checkpointer.step_log.log.off is None
     killed.crash()
 
     again = Training(f"memory://{name}/run", f"memory://{name}/log", own=True, closure=closure)

@@ -7,20 +7,14 @@ from uuid import uuid4
 import pytest
 import torch
 from support.small_log import SmallLogTraining
-from support.stepped import Training
+from support.stepped import Training, held_up
 
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.steps import exact, log
 from shrinkpoint.steps.capture import Copies
-from shrinkpoint.steps.writer import SegmentWriter
 
 MB = 10**6
-
-
-def places() -> tuple[str, str]:
-    name = uuid4().hex
-    return f"memory://{name}/run", f"memory://{name}/log"
 
 
 class Clock:
@@ -31,15 +25,14 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
-    def monotonic(self) -> float:
-        return self.now
+    monotonic = perf_counter
 
     def thread_time(self) -> float:
         return self.now / 2
 
 
 @pytest.mark.parametrize("closure", [False, True])
-def test_copies_of_gradients_are_counted_and_the_closure_is_not(monkeypatch, closure):
+def test_copies_of_gradients_are_counted_and_the_closure_is_not(monkeypatch, closure, places):
     clock, taken = Clock(), []
     take = Copies.take
 
@@ -48,7 +41,7 @@ def test_copies_of_gradients_are_counted_and_the_closure_is_not(monkeypatch, clo
         clock.now += 1.0
         return take(*arguments, **options)
 
-    training = Training(closure=closure).log(*places(), every=50, steps=2)
+    training = Training(closure=closure).log(*places, every=50, steps=2)
     batch = training.batches.next
 
     def slow_batch() -> torch.Tensor:
@@ -61,21 +54,21 @@ def test_copies_of_gradients_are_counted_and_the_closure_is_not(monkeypatch, clo
         patch.setattr(Copies, "take", slow)
         patch.setattr(training.batches, "next", slow_batch)
         before, before_cpu = (
-            training.checkpointer.step_log.blocked_s,
-            training.checkpointer.step_log.blocked_cpu_s,
+            training.checkpointer.step_log.log.blocked_s,
+            training.checkpointer.step_log.log.blocked_cpu_s,
         )
         training.run(0, 4)
         assert taken.count("0") == 4  # a copy of the first optimizer's gradients in each step
         assert taken.count("remainder") == 2
-        own = training.checkpointer.step_log
+        own = training.checkpointer.step_log.log
         assert (own.blocked_s - before, own.blocked_cpu_s - before_cpu) == (6.0, 3.0)
     training.crash()
 
 
-def test_a_segment_waits_until_the_one_before_is_written(monkeypatch):
-    training = Training().log(*places(), every=50, steps=2)
+def test_a_segment_waits_until_the_one_before_is_written(monkeypatch, places):
+    training = Training().log(*places, every=50, steps=2)
     training.checkpointer.resume()
-    writer, go = training.checkpointer.step_log._writer, threading.Event()
+    writer, go = training.checkpointer.step_log.log._writer, threading.Event()
     assert writer.submit(go.wait, size=1, patience_s=0.0)
     assert not writer.submit(lambda: None, size=1, patience_s=0.01)
     assert writer.submit(lambda: None, size=1, ahead=1, patience_s=0.0)
@@ -85,11 +78,11 @@ def test_a_segment_waits_until_the_one_before_is_written(monkeypatch):
     training.crash()
 
 
-def test_waiting_is_bounded_by_its_share(monkeypatch):
+def test_waiting_is_bounded_by_its_share(monkeypatch, places):
     """A second at once, then a share of the training's time; what was waited counts."""
     clock = Clock()
     monkeypatch.setattr(exact, "time", clock)
-    training = Training().log(*places(), every=50, steps=1)
+    training = Training().log(*places, every=50, steps=1)
     training.checkpointer.resume()
     allowed, waits = [], [1.0, 0.0, 50.0, 0.0]
 
@@ -98,7 +91,7 @@ def test_waiting_is_bounded_by_its_share(monkeypatch):
         clock.now += waits[len(allowed) - 1]
         return True
 
-    monkeypatch.setattr(training.checkpointer.step_log._writer, "submit", submit)
+    monkeypatch.setattr(training.checkpointer.step_log.log._writer, "submit", submit)
     for step in range(4):
         training.run(step, step + 1) if step == 0 else (
             training.step(step),
@@ -106,31 +99,24 @@ def test_waiting_is_bounded_by_its_share(monkeypatch):
         )
         clock.now += 100.0
     assert allowed == pytest.approx([1.0, 0.02 * 101.0, 0.02 * 201.0 + 0.0, 0.0])
-    training.checkpointer.step_log._recorder.close()
+    training.checkpointer.step_log.log._recorder.close()
 
 
-def test_a_step_waits_for_no_other_work_of_the_writer(monkeypatch):
+def test_a_step_waits_for_no_other_work_of_the_writer(places, monkeypatch):
     """A digest is taken at once, and what is written of it waits."""
-    put, go = SegmentWriter._put, threading.Event()
-
-    def held(*arguments) -> str:
-        assert go.wait(600)
-        return put(*arguments)
-
-    where = places()
-    training = Training().log(*where, every=50, steps=2)
+    training = Training().log(*places, every=50, steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(SegmentWriter, "_put", held)
+        go = held_up(patch)
         training.checkpointer.resume()
         training.run(0, 3)  # one segment and a half: the second one would wait for the first
         assert not go.is_set()
         go.set()
         training.crash()
-    assert Training().log(*where).checkpointer.resume() == 2
+    assert Training().log(*places).checkpointer.resume() == 2
 
 
-def test_no_memory_for_a_copy_turns_the_log_off_and_training_goes_on(monkeypatch):
-    training = Training().log(*places(), every=50, steps=4)
+def test_no_memory_for_a_copy_turns_the_log_off_and_training_goes_on(monkeypatch, places):
+    training = Training().log(*places, every=50, steps=4)
     training.checkpointer.resume()
     training.run(0, 3)
 
@@ -142,7 +128,7 @@ def test_no_memory_for_a_copy_turns_the_log_off_and_training_goes_on(monkeypatch
         with pytest.warns(ShrinkpointWarning, match="step log is off: MemoryError: no memory for this"):
             training.run(3, 4)
     training.run(4, 6)
-    assert "MemoryError" in training.checkpointer.step_log.off
+    assert "MemoryError" in training.checkpointer.step_log.log.off
     training.checkpointer.close()
 
 

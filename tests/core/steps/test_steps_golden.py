@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from shrinkpoint.state.training import TrainingState
-from shrinkpoint.steps.record import Dense, Event, Record, Sparse, TensorTable, encode_record
-from shrinkpoint.steps.segment import Head, Key, Place, Reference, pack
+from shrinkpoint.steps.record import Dense, Event, Record, Sparse, encode_record
+from shrinkpoint.steps.segment import Head, Key, Place, Reference, TensorTable, pack
 from shrinkpoint.steps.updates import Layout, ReadersWeights
 
 RUN = "0123456789abcdef" * 2

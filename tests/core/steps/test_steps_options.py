@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 import torch
 from support.options import grouped
-from support.stepped import Training
+from support.stepped import Training, held_up
 
 import shrinkpoint
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StoreError
@@ -126,21 +126,7 @@ def test_a_full_disk_ends_the_log_and_not_the_training(tmp_path, monkeypatch):
     assert training.checkpointer.saver.reports()[-1].step == 5
 
 
-def held_up(monkeypatch) -> threading.Event:
-    """Nothing is written until the event is set."""
-    put, go = SegmentWriter._put, threading.Event()
-
-    def held(*arguments) -> str:
-        assert go.wait(600)
-        return put(*arguments)
-
-    monkeypatch.setattr(SegmentWriter, "_put", held)
-    return go
-
-
-def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypatch):
-    name = uuid4().hex
-    places = f"memory://{name}/run", f"memory://{name}/log"
+def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypatch, places):
     truth = Training()
     truth.run(0, 8)
     training = Training().log(*places, every=6, steps=1)
@@ -151,7 +137,7 @@ def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypa
         with pytest.warns(ShrinkpointWarning, match="gap after step .*overhead=None") as told:
             training.run(0, 6)
         assert len(told) == 1
-        assert training.checkpointer.step_log.gaps == 1
+        assert training.checkpointer.step_log.log.gaps == 1
         go.set()
         training.checkpointer.step_log.flush()
     training.run(6, 8)
@@ -161,9 +147,7 @@ def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypa
     assert again.digest == truth.digest
 
 
-def test_steps_may_wait_for_the_log(monkeypatch):
-    name = uuid4().hex
-    places = f"memory://{name}/run", f"memory://{name}/log"
+def test_steps_may_wait_for_the_log(monkeypatch, places):
     training = Training().log(*places, step_log=StepLog(segment_steps=1, overhead=None))
     with monkeypatch.context() as patch:
         go = held_up(patch)
@@ -180,8 +164,8 @@ def test_steps_may_wait_for_the_log(monkeypatch):
         training.checkpointer.resume()
         training.run(0, 8)
         training.crash()
-    assert training.checkpointer.step_log.gaps == 0
-    assert training.checkpointer.step_log.blocked_s > 0.25
+    assert training.checkpointer.step_log.log.gaps == 0
+    assert training.checkpointer.step_log.log.blocked_s > 0.25
     assert Training().log(*places).checkpointer.resume() == 8
 
 
@@ -220,9 +204,7 @@ def test_hooks_are_gone_when_training_is_over():
     assert not training.optimizer._optimizer_step_post_hooks
 
 
-def test_a_loop_that_never_resumes_is_logged_too():
-    name = uuid4().hex
-    places = f"memory://{name}/run", f"memory://{name}/log"
+def test_a_loop_that_never_resumes_is_logged_too(places):
     training = Training().log(*places)
     training.run(0, 9)
     digest = training.digest
@@ -232,9 +214,7 @@ def test_a_loop_that_never_resumes_is_logged_too():
     assert again.digest == digest
 
 
-def test_parameters_that_were_added_end_the_replay_there():
-    name = uuid4().hex
-    places = f"memory://{name}/run", f"memory://{name}/log"
+def test_parameters_that_were_added_end_the_replay_there(places):
     training = Training().log(*places, every=50)
     training.checkpointer.resume()
     training.run(0, 4)

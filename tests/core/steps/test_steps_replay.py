@@ -1,7 +1,6 @@
 """Replayed steps give the undisturbed training's state, bit for bit, and its next losses."""
 
 import copy
-from uuid import uuid4
 
 import pytest
 import torch
@@ -21,12 +20,6 @@ QUICK = {
 }
 
 
-@pytest.fixture
-def places() -> tuple[str, str]:
-    name = uuid4().hex
-    return f"memory://{name}/run", f"memory://{name}/log"
-
-
 def compare(
     places: tuple[str, str], make, *, crash_at: int = 9, reached: int = 9, end: int = 12, **options
 ) -> Training:
@@ -38,7 +31,7 @@ def compare(
     killed = make().log(*places, **options)
     assert killed.checkpointer.resume() == 0
     assert killed.run(0, crash_at) == losses[:crash_at]
-    assert killed.checkpointer.step_log.off is None
+    assert killed.checkpointer.step_log.log.off is None
     killed.crash()
     torch.rand(3)
     again = make().log(*places, **options)
@@ -384,7 +377,7 @@ def test_compressed_gradients_take_few_bytes(tmp_path):
         elements - 400 * 400
     )  # of which the gradients are logged in full, beside generators at the end of each segment
     remainder = 8 * 4 * others + 2 * 25_000
-    assert 8 * (training.checkpointer.step_log.bytes - remainder) / (8 * 400 * 400) < 1.1
+    assert 8 * (training.checkpointer.step_log.log.bytes - remainder) / (8 * 400 * 400) < 1.1
     again = make().log(*places, every=50, steps=4)
     assert again.checkpointer.resume() == 8
     assert again.digest == digest

@@ -55,7 +55,7 @@ def test_an_exact_log_beside_the_run(run: dict[str, Any], server: S3Server) -> N
     training.checkpointer.resume()
     training.run(0, 8)
     training.crash()
-    url = training.checkpointer.step_log._folder.location.display
+    url = training.checkpointer.step_log.log._folder.location.display
     again = Training().log(run["url"], url, step_log=log, **options)
     assert again.checkpointer.resume() == 8
     assert again.digest == training.digest

@@ -70,7 +70,7 @@ def test_weights_that_are_put_back_are_logged_on(put):
         warnings.simplefilter("error", ShrinkpointWarning)
         assert training.run(0, 8) == losses[:8]
         training.crash()
-    log = training.checkpointer.step_log
+    log = training.checkpointer.step_log.log
     assert (log.off, log.gaps, log.written) == (None, 0, 8)
     again = Swapped(put).log(*where, every=50)
     assert again.checkpointer.resume() == 8

@@ -60,73 +60,67 @@ def entry(*names):
     return {name: torch.zeros(2) for name in names}
 
 
-ADAMS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam]
-
-
-@pytest.mark.parametrize("kind", ADAMS)
-def test_the_decays_of_adam_and_its_kin(kind):
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
+def test_the_first_decay_of_adam_and_its_kin(kind):
     assert remembered(optimizer(kind, betas=(0.9, 0.999))) == {"0/exp_avg": 9.0}
     assert remembered({"a": {"b": (optimizer(kind, betas=(0.99, 0.95)),)}}) == {"0/exp_avg": 99.0}
     assert remembered(optimizer(kind, betas=(0.0, 0.95))) == {"0/exp_avg": 0.0}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
+def test_the_second_decay_of_adam_and_its_kin_is_that_of_its_second_moment(kind):
     assert remembered_in_second(optimizer(kind, betas=(0.9, 0.999))) == {"0/exp_avg_sq": 999.0}
-    each = [{"betas": (0.9, 0.95)}, {"betas": (0.9, 0.0)}]
-    assert remembered_in_second(optimizer(kind, each=each)) == {"0/exp_avg_sq": 19.0, "1/exp_avg_sq": 0.0}
-    assert added(optimizer(kind)) == {"0/exp_avg_sq": 1e-8}
-    each = [{"eps": 1e-3}, {"eps": 0.0}]
-    assert added(optimizer(kind, each=each)) == {"0/exp_avg_sq": 1e-3, "1/exp_avg_sq": 0.0}
+    assert remembered_in_second(optimizer(kind, each=[{"betas": (0.9, 0.95)}, {"betas": (0.9, 0.0)}])) == {
+        "0/exp_avg_sq": 19.0,
+        "1/exp_avg_sq": 0.0,
+    }
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "firsts", "seconds"),
-    [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.95}, {"0/momentum_buffer": 19}, {}),
-        (torch.optim.SGD, {"lr": 0.1}, {}, {}),
-        (torch.optim.Adamax, {"betas": (0.8, 0.999)}, {"0/exp_avg": 4}, {}),
-        (torch.optim.AdamW, {"each": [{"betas": (0.9, 0.99)}, {"betas": (0.5, 0.99)}]},
-         {"0/exp_avg": 9, "1/exp_avg": 1}, {"0/exp_avg_sq": 99, "1/exp_avg_sq": 99}),
-        (torch.optim.RMSprop, {}, {}, {"0/square_avg": 99}),
-        (torch.optim.RMSprop, {"alpha": 0.9, "centered": True}, {}, {"0/square_avg": 9}),
-        (torch.optim.Adadelta, {"rho": 0.95}, {}, {"0/square_avg": 19, "0/acc_delta": 19}),
-        (torch.optim.Adagrad, {}, {}, {}),
-    ],
-)  # fmt: skip
-def test_the_decays_of_torchs_others(kind, settings, firsts, seconds):
-    saved = optimizer(kind, **settings)
-    assert (remembered(saved), remembered_in_second(saved)) == (firsts, seconds)
-    if kind is torch.optim.SGD:
-        assert added(saved) == {}
+def test_second_moments_whose_decay_is_not_given_are_missing():
+    assert remembered_in_second(optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)) == {}
+    assert remembered_in_second(optimizer(torch.optim.Adamax, betas=(0.8, 0.999))) == {}
+    for group in ({"betas": (0.9,), "params": [0]}, {"beta": 0.9, "params": [0]}, {"params": [0]}):
+        assert remembered_in_second({"state": {0: entry("exp_avg_sq")}, "param_groups": [group]}) == {}
 
 
-@pytest.mark.parametrize(
-    ("group", "keys", "firsts", "seconds"),
-    [
-        ({"betas": (0.9, 0.99), "lr": 1e-4}, ["exp_avg"], {"exp_avg": 99}, {}),  # Lion's moment decays by the second
-        *(({name: 0.75, **more}, ["exp_avg"], {"exp_avg": 3}, {})
-          for name in ("momentum", "beta", "beta1", "mu") for more in ({}, {"beta2": 0.999})),
-        ({"betas": (0.9,)}, ["exp_avg_sq"], {}, {}),
-        ({"beta": 0.9}, ["exp_avg_sq"], {}, {}),
-        ({}, ["exp_avg_sq"], {}, {}),
-        # of three, as AdEMAMix has them, the last is that of its slow first moment; which one of several has is not known
-        ({"betas": (0.9, 0.99, 0.9999)}, ["exp_avg", "exp_avg_sq"], {"exp_avg": 9}, {"exp_avg_sq": 99}),
-        ({"betas": (0.8, 0.92, 0.99)}, ["exp_avg", "exp_avg_diff", "exp_avg_sq"],
-         {"exp_avg": 4, "exp_avg_diff": 99}, {"exp_avg_sq": 11.5}),
-        ({"betas": (torch.tensor(0.9), torch.tensor(0.999))}, ["exp_avg", "exp_avg_sq"],
-         {"exp_avg": 9}, {"exp_avg_sq": 999}),
-        ({"momentum": torch.tensor([0.9], dtype=torch.float64)}, ["exp_avg"], {"exp_avg": 9}, {}),
-    ],
-)  # fmt: skip
-def test_the_decays_of_anybodys(group, keys, firsts, seconds):
-    saved = {"state": {0: entry(*keys)}, "param_groups": [{**group, "params": [0]}]}
-    for found, wanted in ((remembered(saved), firsts), (remembered_in_second(saved), seconds)):
-        assert found == pytest.approx({f"0/{key}": steps for key, steps in wanted.items()}, rel=1e-3)
+def test_of_three_decays_the_second_is_that_of_the_second_moment():
+    """As AdEMAMix has them, whose third is that of its slow first moment."""
+    group = {"betas": (0.9, 0.99, 0.9999), "params": [0]}
+    saved = {"state": {0: entry("exp_avg", "exp_avg_sq")}, "param_groups": [group]}
+    assert remembered_in_second(saved) == {"0/exp_avg_sq": 99.0}
+
+
+def test_the_momentum_of_sgd():
+    assert remembered(optimizer(torch.optim.SGD, lr=0.1, momentum=0.95)) == {"0/momentum_buffer": 19.0}
+    assert remembered(optimizer(torch.optim.SGD, lr=0.1)) == {}
+
+
+def test_adamax_has_a_second_moment_of_another_name():
+    assert remembered(optimizer(torch.optim.Adamax, betas=(0.8, 0.999))) == {"0/exp_avg": 4.0}
+
+
+def test_lions_second_decay_is_that_of_its_moment():
+    group = {"lr": 1e-4, "betas": (0.9, 0.99), "params": [0]}
+    assert remembered({"state": {0: entry("exp_avg")}, "param_groups": [group]}) == {"0/exp_avg": 99.0}
+
+
+@pytest.mark.parametrize("name", ["momentum", "beta", "beta1", "mu"])
+def test_decays_of_usual_names(name):
+    saved = {"state": {0: entry("exp_avg")}, "param_groups": [{name: 0.75, "params": [0]}]}
+    assert remembered(saved) == {"0/exp_avg": 3.0}
+    assert remembered({**saved, "param_groups": [{name: 0.75, "beta2": 0.999, "params": [0]}]}) == {
+        "0/exp_avg": 3.0
+    }
+
+
+def test_every_group_has_decays_of_its_own():
+    saved = optimizer(each=[{"betas": (0.9, 0.99)}, {"betas": (0.5, 0.99)}])
+    assert remembered([saved]) == {"0/exp_avg": 9.0, "1/exp_avg": 1.0}
 
 
 def test_every_optimizer_is_found_with_its_own_parameters():
     saved = {"one": optimizer(betas=(0.5, 0.9)), "others": [optimizer(torch.optim.SGD, lr=1.0, momentum=0.8)]}
     assert remembered(saved) == {"0/exp_avg": 1.0, "0/momentum_buffer": 4.0}
-    group = OrderedDict(lr=1, betas=[0.5, 0.9], params=[0])
-    state = OrderedDict({0: OrderedDict(entry("exp_avg", "exp_avg_sq"))})
-    assert remembered({3: OrderedDict(state=state, param_groups=[group])}) == {"0/exp_avg": 1.0}
 
 
 def test_states_by_parameters_names_as_composer_saves_them():
@@ -138,6 +132,25 @@ def test_states_by_parameters_names_as_composer_saves_them():
     assert len(found) == 2
     assert list(found.values()) == pytest.approx([9.0, 9.0])
     assert all(name in str(list(found)) for name in names)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_hyperparameters_may_be_tensors(kind):
+    decay = torch.tensor(0.9, dtype=getattr(torch, kind))
+    group = {"betas": (decay, torch.tensor(0.999)), "params": [0]}
+    assert remembered({"state": {0: entry("exp_avg", "exp_avg_sq")}, "param_groups": [group]}) == {
+        "0/exp_avg": 9.0
+    }
+    group = {"momentum": decay.reshape(1), "params": [0]}
+    assert remembered({"state": {0: entry("exp_avg")}, "param_groups": [group]}) == {"0/exp_avg": 9.0}
+
+
+def test_dicts_and_lists_of_every_kind():
+    group = OrderedDict(lr=1, betas=[0.5, 0.9], params=(0,))
+    state = OrderedDict({0: OrderedDict(entry("exp_avg", "exp_avg_sq"))})
+    assert remembered({3: OrderedDict(state=state, param_groups=[{**group, "params": [0]}])}) == {
+        "0/exp_avg": 1.0
+    }
 
 
 @pytest.mark.parametrize(
@@ -186,6 +199,13 @@ def test_what_is_no_optimizer_says_nothing(saved):
     assert remembered(saved) == {}
 
 
+def test_several_moments_of_one_parameter():
+    """As Adan and AdEMAMix have: which decay is the second one's is not known, and it may be the slowest of all."""
+    group = {"betas": (0.8, 0.92, 0.99), "params": [0]}
+    saved = {"state": {0: entry("exp_avg", "exp_avg_diff", "exp_avg_sq")}, "param_groups": [group]}
+    assert remembered(saved) == {"0/exp_avg": 4.0, "0/exp_avg_diff": 99.0}
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_moment_of_the_usual_optimizers_is_found(name):
     model = TinyMLP()
@@ -217,12 +237,38 @@ def test_as_many_steps_of_gradients_as_are_said_are_in_a_moment(decay):
     assert start - float(weight.detach()) == pytest.approx(steps, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
+def test_what_is_added_to_the_root_is_the_groups_own(kind):
+    assert added(optimizer(kind)) == {"0/exp_avg_sq": 1e-8}
+    assert added(optimizer(kind, each=[{"eps": 1e-3}, {"eps": 0.0}])) == {
+        "0/exp_avg_sq": 1e-3,
+        "1/exp_avg_sq": 0.0,
+    }
+    assert added(optimizer(torch.optim.SGD, momentum=0.9, lr=0.1)) == {}
+
+
 @pytest.mark.parametrize("told", [None, "small", float("nan"), -1.0, (1e-30, 1e-3), True, torch.ones(3)])
 def test_what_an_optimizer_does_not_say_as_a_number_is_what_torchs_own_add(told):
     saved = {"state": {0: entry("exp_avg", "exp_avg_sq")}, "param_groups": [{"eps": told, "params": [0]}]}
     assert added(saved) == {"0/exp_avg_sq": EPSILON}
-    saved["param_groups"][0]["eps"] = torch.tensor(0.25)
-    assert added(saved) == {"0/exp_avg_sq": 0.25}
+
+
+def test_what_is_added_may_be_a_tensor():
+    group = {"eps": torch.tensor(0.25), "params": [0]}
+    assert added({"state": {0: entry("exp_avg_sq")}, "param_groups": [group]}) == {"0/exp_avg_sq": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "steps"),
+    [
+        (torch.optim.RMSprop, {}, {"0/square_avg": 99}),
+        (torch.optim.RMSprop, {"alpha": 0.9, "centered": True}, {"0/square_avg": 9}),
+        (torch.optim.Adadelta, {"rho": 0.95}, {"0/square_avg": 19, "0/acc_delta": 19}),
+        (torch.optim.Adagrad, {}, {}),
+    ],
+)
+def test_means_of_squares_without_betas(kind, settings, steps):
+    assert remembered_in_second(optimizer(kind, **settings)) == steps
 
 
 @pytest.mark.parametrize("memory", [0.5, 19, 99, 999])

@@ -119,13 +119,6 @@ def test_every_shape_and_dtype_goes_through_a_chain_and_stands_alone_after_it(sh
         weight = weight + 0.05 * torch.randn(shape, generator=generator)
 
 
-def test_what_holds_nothing_of_the_tensor_cannot_be_rebased():
-    weight = normal(6, 8)
-    coded = encode(TrellisWeightCodec(step=0.1), weight, spec_of(weight), Context())
-    without = ReferenceState(coded.encoded.codec, coded.encoded.params, {})
-    assert TrellisWeightCodec().rebase(coded.encoded, without, spec_of(weight)) is None
-
-
 def test_a_reader_can_go_on_writing():
     """And writes the same bytes as the encoder that made what it has read."""
     (weight, before), (moved, after) = chain(TrellisWeightCodec(step=0.1), 0.02, 2, normal(60, 70))

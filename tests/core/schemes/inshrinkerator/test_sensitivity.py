@@ -82,11 +82,6 @@ def test_reset_hands_the_average_over() -> None:
     assert handed["w"].tolist() == [1.0, 1.0]
 
 
-def test_only_the_last_steps_count() -> None:
-    ema = GradientEMA(steps=3)
-    assert [step for step in range(-3, 10) if ema.should_collect(step)] == [0, 1, 2]
-
-
 def test_options_are_checked() -> None:
     for beta in (-0.1, 1.0, math.nan):
         with pytest.raises(ConfigError, match="beta"):
