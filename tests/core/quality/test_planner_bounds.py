@@ -283,22 +283,6 @@ def test_a_checkpoint_restored_twice_counts_once(states):
     assert again.planner.state_dict()["restores"]["restores"] == 1
 
 
-def test_a_checkpoint_that_tells_nothing_of_restores_counts_as_one(states):
-    former = {"version": 1, "phase": "exhaustive", "incumbent": None}  # a search's own state, bare
-    for told in (former, {}):
-        run = Run(states)
-        run.planner.load_state_dict(told)
-        assert run.planner.state_dict()["restores"] == {
-            "spent": 0.0,
-            "spent_high": 0.0,
-            "restores": 1,
-            "delays": 0.0,
-            "cost": 0.0,
-            "cost_high": 0.0,
-            "cost_delay": 0.0,
-        }
-
-
 def test_what_training_makes_good_of_another_schemes_cost_says_nothing(states):
     run = Run(states, remains=0.25)
     run.save()

@@ -68,26 +68,6 @@ def test_no_path_is_nearer(width: int, scale: float, seed: int, on_grid: bool) -
         assert cost == pytest.approx(least_cost(part), rel=1e-3, abs=1e-3)
 
 
-def test_no_path_is_nearer_where_costs_were_counted_anew() -> None:
-    """What lies far behind must not be lost in the roundings of what has been added up: fp64 and no more than 9 elements at a
-    time find no better end of a long path."""
-    values = (300 * np.random.default_rng(0).standard_normal(3000)).astype(np.float32)
-    points = nearest_points(values, 3000)
-    check_paths(points, 3000)
-    wide = np.full(STATES, np.inf)
-    wide[0] = 0.0
-    for value in values.astype(np.float64).tolist():  # Viterbi's algorithm once more, of one state at a time
-        after = np.full(STATES, np.inf)
-        for state, parity in product(range(STATES), (0, 1)):
-            beside = 0.5 * (state % 2)
-            index = 2 * round((value - beside - parity) / 2) + parity
-            to = step_on(state, index)
-            after[to] = min(after[to], wide[state] + (value - index - beside) ** 2)
-        wide = after
-    cost = float(((values.astype(np.float64) - points / 2) ** 2).sum())
-    assert cost == pytest.approx(float(wide.min()), rel=1e-5)
-
-
 @pytest.mark.parametrize("columns", [1, 3, 10, 64, 100])
 def test_a_ragged_last_path_leaves_the_others_as_they_are(columns: int) -> None:
     width = row_width(16 * 64, columns)

@@ -219,26 +219,6 @@ def test_a_copy_that_has_not_begun_or_an_average_of_unknown_movement_is_exact():
         assert "model/inner.weight" not in exact
 
 
-def test_an_average_inside_the_model_is_a_weight_with_a_movement_of_its_own():
-    torch.manual_seed(3)
-    model = nn.ModuleDict({"net": TinyMLP()})
-    model["ema"] = ema(model["net"])
-    optimizer = OPTIMIZERS["AdamW"](model["net"])
-    tracker = MovementTracker()
-    for step in range(20):
-        if step == 10:
-            tracker.note(capture(model, optimizer), step)
-        train(model["net"], optimizer, [step])
-        model["ema"].update_parameters(model["net"])
-    state = confirmed(capture(model, optimizer))
-    movement = tracker.since(state, 20)
-    restored = restored_values(state, Auto(save_context=SaveContext(state=state, movement=movement)), None)
-    name = "model/ema.module.inner.weight"
-    assert state.specs[name].tag.role is Role.WEIGHT
-    noise = rows_rms(restored[name] - state.tensors[name]).numpy()
-    assert 0 < np.median(noise / movement.rows[name]) < 0.26
-
-
 def test_the_guard_refuses_an_average_that_is_noisier_than_it_moves():
     (_, state), movement = trained()
     options = AutoOptions(movement_share=100)

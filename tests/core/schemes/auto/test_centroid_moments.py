@@ -149,24 +149,6 @@ def test_no_more_is_lost_than_may_be_of_large_tensors_either(columns):
     assert lost(first.double(), restored.double()) <= 0.11
 
 
-@pytest.mark.parametrize("kind_of_codec", CODECS)
-@pytest.mark.parametrize("step", [0.1, 0.5, 1.0, 2.0])
-def test_a_moment_is_restored_as_long_as_it_was(kind_of_codec, step):
-    """While zeros are no better: then half is lost of what is lost without lengthening."""
-    generator = torch.Generator().manual_seed(0)
-    first = torch.randn(300, 200, generator=generator)
-    codec, context = kind_of_codec(step=step), given_second(torch.ones(300, 200))
-    coded, restored = code(codec, first, context)
-    true, found = in_units(codec, first, restored, context)
-    size = float(true.square().sum())
-    assert float(found.square().sum()) == pytest.approx(size, rel=1e-4)
-    lengthened = float(coded.encoded.params["step"]) / step
-    assert lengthened >= 1 - 1e-6
-    plain = found / lengthened
-    assert float((true * plain).sum()) == pytest.approx(float(plain.square().sum()), rel=5e-3)  # centroids
-    assert 1 - lost(true, found) == pytest.approx((1 - lost(true, plain)) ** 0.5, rel=2e-3)
-
-
 def test_a_level_stands_for_the_mean_of_its_elements():
     first = torch.tensor([[0.0, 0.2, 0.6, 0.9, 1.2, 1.3, 1.6, 1.7, 2.9, -0.6, -1.8, -3.1]])
     codec, context = CentroidFirstMomentCodec(step=1.0), given_second(torch.ones(1, 12))

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.search_instances import NOT_FINITE, SMALL, random_problem, run, steep_size
+from support.search_instances import NOT_FINITE, SMALL, random_problem, steep_size
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.schemes.inshrinkerator.search import ConfigurationChoice, ConfigurationSearch, Search
+from shrinkpoint.schemes.inshrinkerator.search import ConfigurationChoice, ConfigurationSearch
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 
 SIZE = steep_size(SMALL)
@@ -74,27 +74,6 @@ def test_no_overhead_makes_the_mandatory_evaluations_only() -> None:
         assert training.measured == [SMALL.mildest]
         assert choice.configuration == SMALL.mildest
         assert choice.finished is None
-
-
-def test_search_is_spread_over_saves_and_stays_within_the_budget() -> None:
-    # 100 s of training allow one evaluation of 2 s.
-    training = Training(holds_from(TARGET), overhead=0.02)
-    choices = []
-    made = 0
-    for save in range(1, 30):
-        choices.append(training.save())
-        made += len(training.measured)
-        assert len(training.measured) <= 1 + 1 + (choices[-1].finished is not None)
-        assert (made - save) * COST <= 0.02 * 100.0 * save + COST
-        if choices[-1].finished is not None:
-            break
-    at_once = run(Search("exhaustive", SMALL, SIZE, 0.01), training.degradation)
-    assert choices[-1].finished == "exhaustive"
-    assert choices[-1].configuration == at_once.chosen == TARGET
-    # Before the end the best known was in use, never anything unverified.
-    assert len(choices) >= len(at_once.measured) - 1
-    sizes = [SIZE(choice.configuration) for choice in choices if choice.configuration]
-    assert sizes == sorted(sizes, reverse=True)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,10 +1,7 @@
 import itertools
-import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.chains import encode
 
 from shrinkpoint.schemes.base import Context
@@ -51,42 +48,6 @@ def test_sizes_are_predicted_nearly_and_in_their_order(spread):
     for (low, low_coded), (high, high_coded) in itertools.combinations(sorted(sizes), 2):
         if high > 1.3 * low:
             assert high_coded > low_coded
-
-
-def test_embeddings_have_bins_of_their_own():
-    tensor = torch.randn(100, 100, generator=torch.Generator().manual_seed(1))
-
-    def configuration(bins, embedding_bins):
-        return Configuration(
-            bins=bins, prune=0.0, protect=0.0005, metric="magnitude", embedding_bins=embedding_bins
-        )
-
-    embedding = SizePredictor(weights_of(tensor, layer_type=LayerType.EMBEDDING), OPTIONS)
-    assert (
-        embedding(configuration(4, 32)) == embedding(configuration(32, 32)) > embedding(configuration(4, 16))
-    )
-    linear = SizePredictor(weights_of(tensor), OPTIONS)
-    assert linear(configuration(4, 32)) == linear(configuration(4, 16)) < linear(configuration(8, 16))
-
-
-@settings(max_examples=30)
-@given(
-    st.sampled_from(["zeros", "constant", "two values", "tiny", "huge", "one outlier", "bf16"]),
-    st.sampled_from(SPACE.configurations),
-)
-def test_odd_weights_have_a_finite_size(kind, configuration):
-    tensor = {
-        "zeros": torch.zeros(50, 50),
-        "constant": torch.full((50, 50), -0.3),
-        "two values": torch.arange(2500).remainder(2).float().reshape(50, 50),
-        "tiny": torch.randn(50, 50) * 1e-42,
-        "huge": torch.randn(50, 50).sign() * 3e38,
-        "one outlier": torch.eye(50) * 1e30,
-        "bf16": torch.randn(50, 50).bfloat16(),
-    }[kind]
-    size = SizePredictor(weights_of(tensor), OPTIONS)(configuration)
-    assert math.isfinite(size)
-    assert 0 <= size < 4 * 2500
 
 
 def test_nothing_to_predict():

@@ -11,7 +11,7 @@ from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, Inshrinker
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.state.roles import describe_training
-from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
+from shrinkpoint.state.training import LayerType, Role, TrainingState
 
 CONFIGURATION = Configuration(bins=6, prune=0.2, protect=0.005, metric="sensitivity", embedding_bins=32)
 
@@ -45,27 +45,6 @@ def test_who_is_coded_by_what():
         else:
             assert not large or spec.tag.role is Role.OTHER
     assert {"model/wte.weight", "model/attn.in_proj_weight", "model/up.weight"} <= set(makers)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "role", "layer_type"),
-    [
-        (torch.ones(5000), Role.WEIGHT, LayerType.LINEAR),
-        (torch.ones(10, 10), Role.WEIGHT, LayerType.LINEAR),
-        (torch.ones(60, 60), Role.WEIGHT, LayerType.NORM),
-        (torch.ones(60, 60), Role.BUFFER, LayerType.LINEAR),
-        (torch.ones(60, 60), Role.OTHER, LayerType.LINEAR),
-        (torch.ones(60, 60).double(), Role.WEIGHT, LayerType.LINEAR),
-        (torch.ones(60, 60, dtype=torch.int8), Role.WEIGHT, LayerType.LINEAR),
-        (torch.ones(60, 60, dtype=torch.complex64), Role.WEIGHT, LayerType.LINEAR),
-        (torch.ones(60, 60).to(torch.float8_e5m2), Role.WEIGHT, LayerType.LINEAR),
-    ],
-)
-def test_what_is_no_weight_to_quantize(tensor, role, layer_type):
-    state = TrainingState.capture(
-        {"x": tensor}, lambda path, t: Tag(role=role, layer_type=layer_type, parameter="x")
-    )
-    assert not Weights(state, InshrinkeratorOptions()).specs
 
 
 def test_gradients_come_from_the_collector_or_from_adam():
