@@ -20,18 +20,15 @@ from trainings.base import (
     PROBE,
     Kind,
     Made,
-    Rate,
     Run,
     Training,
-    cosine,
-    falling,
     generator,
     held_out,
     mean_loss,
-    mlp,
     on_drawn,
     training,
 )
+from trainings.parts import Rate, cosine, falling, mlp
 
 
 class _Wave(nn.Module):

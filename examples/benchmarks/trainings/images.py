@@ -13,24 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
-from trainings.base import (
-    Kind,
-    Made,
-    Run,
-    Training,
-    attention,
-    chosen,
-    cosine,
-    generator,
-    mean_loss,
-    mlp,
-    on_drawn,
-    split,
-    training,
-    warm_cosine,
-)
+from trainings.base import Kind, Made, Run, Training, chosen, generator, mean_loss, on_drawn, split, training
 from trainings.data import SHAPES, images
 from trainings.optimizers import Lion
+from trainings.parts import attention, cosine, mlp, warm_cosine
 
 _SIZE = 20
 

@@ -13,20 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainings.base import (
-    PROBE,
-    Kind,
-    Run,
-    Training,
-    attention,
-    decayed,
-    generator,
-    held_out,
-    mean_loss,
-    mlp,
-    on_drawn,
-    warm_cosine,
-)
+from trainings.base import PROBE, Kind, Run, Training, generator, held_out, mean_loss, on_drawn
+from trainings.parts import attention, decayed, mlp, warm_cosine
 
 # --- pairs of images and texts --------------------------------------------------------------------------------
 

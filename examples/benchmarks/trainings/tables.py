@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, SparseAdam
 
-from trainings.base import PROBE, Kind, Made, Run, Training, chosen, cosine, mlp, on_drawn, split, training
+from trainings.base import PROBE, Kind, Made, Run, Training, chosen, on_drawn, split, training
 from trainings.data import density, graphs, series, zipf
+from trainings.parts import cosine, mlp
 
 _ITEMS, _WIDTH, _LIKED = 20_000, 32, 8
 _USERS, _RATED = 3_000, 2_000

@@ -14,21 +14,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
-from trainings.base import (
-    PROBE,
-    Kind,
-    Run,
-    Training,
-    attention,
-    decayed,
-    mean_loss,
-    on_drawn,
-    training,
-    warm_cosine,
-)
+from trainings.base import PROBE, Kind, Run, Training, mean_loss, on_drawn, training
 from trainings.base import generator as numbers_of
 from trainings.data import STATES, VOCABULARY, chains, code_text, english_text, windows
 from trainings.optimizers import Lion, Muon
+from trainings.parts import attention, decayed, warm_cosine
 
 _BATCH = 16
 _PRETRAINING = 300
