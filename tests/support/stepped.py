@@ -128,9 +128,19 @@ class Training:
         self.stateful: dict[str, Any] = {}
         self.checkpointer: Any = None
 
-    def log(self, url: str, log: str | None, *, every: int = 5, steps: int = 2, **options: Any) -> "Training":
-        """Give it a checkpointer; with a log of its steps if there is a place for it."""
-        logged = {} if log is None else {"step_log": shrinkpoint.StepLog(segment_steps=steps), "log_url": log}
+    def log(
+        self,
+        url: str,
+        log: str | None,
+        *,
+        every: int = 5,
+        steps: int = 2,
+        overhead: float | None = None,
+        **options: Any,
+    ) -> "Training":
+        """Give it a checkpointer; with a log of its steps, for which training waits, if there is a place for it."""
+        own = shrinkpoint.StepLog(segment_steps=steps, overhead=overhead)
+        logged = {} if log is None else {"step_log": own, "log_url": log}
         self.checkpointer = shrinkpoint.Checkpointer(
             url,
             self.model,

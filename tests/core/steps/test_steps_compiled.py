@@ -24,7 +24,11 @@ class Training:
         if own:
             self.optimizer.step = compiled  # type: ignore[method-assign]
         self.step, self.closure = compiled, closure
-        logged = {} if log is None else {"step_log": shrinkpoint.StepLog(segment_steps=2), "log_url": log}
+        logged = (
+            {}
+            if log is None
+            else {"step_log": shrinkpoint.StepLog(segment_steps=2, overhead=None), "log_url": log}
+        )
         self.checkpointer = shrinkpoint.Checkpointer(
             url,
             self.model,

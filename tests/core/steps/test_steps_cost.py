@@ -82,7 +82,7 @@ def test_waiting_is_bounded_by_its_share(monkeypatch, places):
     """A second at once, then a share of the training's time; what was waited counts."""
     clock = Clock()
     monkeypatch.setattr(exact, "time", clock)
-    training = Training().log(*places, every=50, steps=1)
+    training = Training().log(*places, every=50, steps=1, overhead=0.02)
     training.checkpointer.resume()
     allowed, waits = [], [1.0, 0.0, 50.0, 0.0]
 

@@ -129,7 +129,7 @@ def test_a_full_disk_ends_the_log_and_not_the_training(tmp_path, monkeypatch):
 def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypatch, places):
     truth = Training()
     truth.run(0, 8)
-    training = Training().log(*places, every=6, steps=1)
+    training = Training().log(*places, every=6, steps=1, overhead=0.02)
     with monkeypatch.context() as patch:
         go = held_up(patch)
         patch.setattr("shrinkpoint.steps.exact._AT_ONCE_S", 0.0)
@@ -148,7 +148,7 @@ def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypa
 
 
 def test_steps_may_wait_for_the_log(monkeypatch, places):
-    training = Training().log(*places, step_log=StepLog(segment_steps=1, overhead=None))
+    training = Training().log(*places, steps=1)
     with monkeypatch.context() as patch:
         go = held_up(patch)
         patch.setattr("shrinkpoint.steps.exact._AT_ONCE_S", 0.0)

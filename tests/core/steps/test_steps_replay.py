@@ -325,6 +325,47 @@ def test_sums_of_gradients_that_a_crash_cuts_short_are_there_again(places, crash
     compare(places, Micro, crash_at=crash_at, reached=reached, end=14, steps=1, every=5)
 
 
+def test_gradients_that_are_changed_after_the_step_and_added_to(places):
+    class Decayed(Training):
+        def step(self, step):
+            self.optimizer.zero_grad = lambda **_: [
+                p.grad.mul_(0.5) for p in self.model.parameters() if p.grad is not None
+            ]
+            loss = super().step(step)
+            self.optimizer.zero_grad()
+            return loss
+
+    compare(places, Decayed, steps=1)
+
+
+def test_gradients_that_stay_for_longer_than_a_segment(places):
+    class Rare(Training):
+        def step(self, step):
+            return 0.0 if step % 3 else super().step(step)
+
+    compare(places, Rare, crash_at=6, reached=6, steps=1)
+
+
+def test_an_optimizer_that_looks_at_the_loss(places):
+    class Polyak(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure):
+            with torch.enable_grad():
+                loss = float(closure())
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(0.01 * loss * parameter.grad)
+            return loss
+
+    class Looking(Training):
+        def __init__(self) -> None:
+            super().__init__(closure=True)
+            self.optimizer = Polyak(self.model.parameters(), {"lr": 0.1})
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+
+    compare(places, Looking)
+
+
 def test_layers_that_are_frozen_on_the_way(places):
     class Freezing(Training):
         def step(self, step):
