@@ -4,7 +4,7 @@
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,20 @@ from shrinkpoint.integrations.transformers.generated import generated_state
 from shrinkpoint.integrations.transformers.reports import current_metrics, log_reports
 from shrinkpoint.integrations.transformers.settings import Settings
 from shrinkpoint.integrations.transformers.state import (
+    OUTLINE,
     Progress,
     followed_state,
     inside_epoch,
     optimizers_of,
+    require_own_run,
     stored_state,
 )
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
 from shrinkpoint.session.probe import loss_of
+from shrinkpoint.sharded.targets import Targets, reshard
+from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["TransformersAdapter"]
 
@@ -76,6 +80,7 @@ class TransformersAdapter(TrainingAdapter):
     def state(self) -> dict[str, Any]:
         """See the base class."""
         trainer = self.trainer
+        reshard(trainer.model)
         trainer.store_flos()
         inside = inside_epoch(trainer.state)
         place = world().on_every(lambda: self.data.state(inside_epoch=inside))
@@ -91,6 +96,23 @@ class TransformersAdapter(TrainingAdapter):
     def followed(self) -> dict[str, Any]:
         """See the base class."""
         return followed_state(self.trainer)
+
+    outline = OUTLINE
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """See the base class."""
+        require_own_run(state, self.model, self._settings.run.url)
+
+    def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+        """The tensors that a restore of a sharded model fills, as of `ShardedSaver`."""
+        self.found = Targets(
+            self.model,
+            [*self.optimizers],
+            model_key="model",
+            optimizers_key="optimizers",
+            writer="the callback for Hugging Face's Trainer",
+        )
+        return self.found.find(specs)
 
     # ---- measuring
 

@@ -47,12 +47,16 @@ class DataPlace:
         """Wrap the loader that the trainer is about to use."""
         self._loader = loader
         self._generators = Generators(loader)
-        if self._pending is not None:
-            set_seeds(loader, self._pending["seeds"])
-            other = other_data(self._pending["sizes"], sizes_of(loader))
-            if other is not None and world().is_first:
-                warn(other)
+        self._compare()
         return FollowedLoader(loader, self._iterate)
+
+    def _compare(self) -> None:
+        if self._pending is None or self._loader is None:
+            return
+        set_seeds(self._loader, self._pending["seeds"])
+        other = other_data(self._pending["sizes"], sizes_of(self._loader))
+        if other is not None and world().is_first:
+            warn(other)
 
     def state(self, *, inside_epoch: bool) -> dict[str, Any]:
         """This rank's position, in plain data and tensors.
@@ -73,6 +77,7 @@ class DataPlace:
     def load(self, place: Mapping[str, Any]) -> None:
         """Set the position from a checkpoint; it is restored when the trainer iterates over the loader."""
         self._pending = place
+        self._compare()
 
     def between_epochs(self) -> None:
         """The trainer would set the random generators now: it begins an epoch, and skips nothing."""

@@ -25,6 +25,7 @@ __all__ = [
     "AFTER_THE_END",
     "choose",
     "is_complete",
+    "is_sharded",
     "require_supported",
     "require_supported_args",
     "write_thin",
@@ -33,7 +34,7 @@ __all__ = [
 AFTER_THE_END = 2**52
 """A step that lies behind the end of every training, and in floating point on an epoch's edge."""
 
-_SUPPORTED = (
+_COPIES = (
     "NO",
     "MULTI_GPU",
     "MULTI_CPU",
@@ -54,12 +55,11 @@ def require_supported_args(args: Any) -> None:
     Raises:
         ConfigError: the message says what to change.
     """
-    for name in ("deepspeed", "fsdp"):
-        if getattr(args, name, None):
-            raise ConfigError(
-                f"{name}={getattr(args, name)!r}: no process has the whole state, and CompressedCheckpoint does not save"
-                " shards yet. Train with DDP (torchrun), or leave the saving to the Trainer's own save_strategy"
-            )
+    if getattr(args, "deepspeed", None):
+        raise ConfigError(
+            f"deepspeed={args.deepspeed!r}: DeepSpeed keeps the state in buffers of its own, which CompressedCheckpoint does not support."
+            " Train with FSDP2 (fsdp_config={'version': 2}) or DDP (torchrun), or leave the saving to the Trainer's own save_strategy"
+        )
 
 
 def require_supported(trainer: Any) -> None:
@@ -71,13 +71,18 @@ def require_supported(trainer: Any) -> None:
     require_supported_args(trainer.args)
     kind = getattr(trainer.accelerator, "distributed_type", "NO")
     name = str(getattr(kind, "value", kind))
-    sharded = getattr(trainer, "is_tp_enabled", False) or getattr(
+    if name == "FSDP" and not is_sharded(trainer):
+        raise ConfigError(
+            "the model is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters are not supported: set fsdp_version: 2 in"
+            " accelerate's configuration, or since transformers 5 fsdp_config={'version': 2}"
+        )
+    divided = getattr(trainer, "is_tp_enabled", False) or getattr(
         trainer, "is_distributed_loading_by_transformers", False
     )
-    if name not in _SUPPORTED or sharded:
+    if name not in (*_COPIES, "FSDP") or divided:
         raise ConfigError(
-            f"accelerate trains this model as {'TENSOR_PARALLEL' if sharded else name}, which CompressedCheckpoint cannot save"
-            " yet: train on a single device or with DDP (torchrun)"
+            f"accelerate trains this model as {'TENSOR_PARALLEL' if divided else name}, which CompressedCheckpoint cannot save"
+            " yet: train on a single device, with DDP (torchrun) or with FSDP2"
         )
     if trainer.args.world_size != world().size:
         raise ConfigError(
@@ -86,8 +91,16 @@ def require_supported(trainer: Any) -> None:
         )
 
 
+def is_sharded(trainer: Any) -> bool:
+    """Whether FSDP2 shards the model once training begins."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return plugin is not None and int(getattr(plugin, "fsdp_version", 1)) == 2
+
+
 def choose(run: TrainingSession, trainer: Any, given: Any) -> Mapping[str, Any] | None:
-    """The state that a training continues from, read and compared with its model; the same on all ranks.
+    """The state that a training continues from, compared with its model; the same on all ranks.
+
+    Of a sharded model it is the trainer's part alone: tensors are filled by `TrainingSession.restore` once the model is sharded.
 
     Args:
         run: where to look.
@@ -117,15 +130,18 @@ def choose(run: TrainingSession, trainer: Any, given: Any) -> Mapping[str, Any] 
     ):
         given = None  # "continue from the last checkpoint": there is none in the trainer's folder, only in the run
     if given is not None and address is None:
-        _require_own_run(run, trainer)
+        run.require_own_run()
         _warn_newer(run, given)
         return None
     manifest = run.choose() if address is None else world().on_first(lambda: _at(run, address))
     if manifest is None:
-        _require_own_run(run, trainer)
+        run.require_own_run()
         return None
-    stored = world().on_every(lambda: _read(run, manifest))
-    world().on_first(lambda: require_own_run(stored, trainer.model, url))
+    if run.together:
+        stored = world().on_first(lambda: _outline(run, manifest, trainer))
+    else:
+        stored = run.restore(manifest)
+        world().on_first(lambda: require_own_run(stored, trainer.model, url))
     run.saved_step = manifest.step
     run.remember()
     _warn_resumed(run, stored, trainer.args)
@@ -142,21 +158,12 @@ def _at(run: TrainingSession, address: Address) -> Manifest:
     return newest
 
 
-def _read(run: TrainingSession, manifest: Manifest) -> Any:
-    restored = run.saver.restore(manifest)
-    assert restored is not None
-    return restored.state.to_object()
-
-
-def _require_own_run(run: TrainingSession, trainer: Any) -> None:
-    """Refuse to save among another model's checkpoints, which retention would remove."""
-
-    def look() -> None:
-        found = run.outline(OUTLINE)
-        if found is not None:
-            require_own_run(found, trainer.model, run.settings.url)
-
-    world().on_first(look)
+def _outline(run: TrainingSession, manifest: Manifest, trainer: Any) -> dict[str, Any]:
+    keys = ("format", "trainer", "arguments", "stopped", "steps_per_epoch")
+    found = run.outline((*OUTLINE, *keys, "world"), manifest)
+    assert found is not None
+    require_own_run(found, trainer.model, run.settings.url)
+    return {**{key: found[key] for key in keys}, "processes": [None] * found["world"]}
 
 
 def is_complete(stored: Mapping[str, Any], args: Any) -> bool:
@@ -202,9 +209,9 @@ def _warn_resumed(run: TrainingSession, stored: Mapping[str, Any], args: Any) ->
             f"the run in {run.settings.url} is complete: it ended at step {step}. Raise max_steps or num_train_epochs to"
             " continue; there is nothing to do now"
         )
-    if len(stored["ranks"]) != world().size:
+    if len(stored["processes"]) != world().size:
         warn(
-            f"the checkpoint was saved by {len(stored['ranks'])} processes and is continued by {world().size}: random numbers"
+            f"the checkpoint was saved by {len(stored['processes'])} processes and is continued by {world().size}: random numbers"
             " and the order of samples will differ"
         )
 

@@ -20,6 +20,7 @@ from shrinkpoint.integrations.transformers.hooks import Override, overridden
 from shrinkpoint.integrations.transformers.resume import (
     choose,
     is_complete,
+    is_sharded,
     require_supported,
     require_supported_args,
     write_thin,
@@ -51,9 +52,10 @@ class Session:
         self._given = self.settings = settings
         self._set_up()
 
-    def _set_up(self) -> None:
+    def _set_up(self, *, shards: bool = False) -> None:
         self.adapter = TransformersAdapter(self.settings, DataPlace(self._sees))
-        self.run = TrainingSession(self.settings.run, self.adapter)
+        targets = self.adapter.targets if shards else None
+        self.run = TrainingSession(self.settings.run, self.adapter, targets=targets)
         self._trainer: Any = None
         self._stored: Mapping[str, Any] | None = None
         self._seen_step = self._evaluated_batches = 0
@@ -93,7 +95,7 @@ class Session:
         """
         require_supported(trainer)
         self.settings = self._given.for_trainer(trainer.args)
-        self._set_up()
+        self._set_up(shards=is_sharded(trainer))
         if self.run.path is not None:
             self.run.plan(self.settings.planned_for(trainer.args))
         self.run.is_monitor_asked_for = self._given.run.saver.monitor is not None
@@ -112,10 +114,14 @@ class Session:
             self._close()
 
     def _prepare(self, stored: Mapping[str, Any], folder: Path) -> str:
-        if len(stored["ranks"]) == world().size:
-            self.adapter.data.load(stored["ranks"][world().rank]["place"])
-        self.run.take(stored)
+        if not self.run.together:
+            self._take(stored)
         return write_thin(stored, folder, complete=is_complete(stored, self._trainer.args))
+
+    def _take(self, stored: Mapping[str, Any]) -> None:
+        if len(stored["processes"]) == world().size:
+            self.adapter.data.load(stored["processes"][world().rank]["place"])
+        self.run.take(stored)
 
     def _required(self) -> dict[str, Override]:
         return {
@@ -151,11 +157,25 @@ class Session:
         return override
 
     def _load_model(self, stored: Mapping[str, Any]) -> None:
-        load_model(stored["model"], self._trainer.model, self.run.settings.url)
+        if "model" in stored:
+            load_model(stored["model"], self._trainer.model, self.run.settings.url)
 
     def _load_optimizer(self, stored: Mapping[str, Any]) -> None:
+        if self.run.together:  # the model is sharded now, and the optimizer exists
+            stored = self._restored(self.run.saved_step)
+            self._take(stored)
+            self._load_model(stored)
+            self._stored = stored
         load_training(stored, self._trainer, self.run.settings.url)
         load_reference(stored, self._trainer)
+
+    def _restored(self, step: int, *, adopt: bool = True) -> Any:
+        restored = world().on_every(lambda: self.run.saver.restore(step, adopt=adopt))
+        assert restored is not None
+        state = restored.state.to_object()
+        if self.run.together:
+            state["optimizers"] = self.adapter.found.reordered(state["optimizers"])
+        return state
 
     def _place_is_found(self) -> None:
         assert self._stored is not None
@@ -179,8 +199,8 @@ class Session:
             )
         trainer = self._trainer
         if self._stored is not None:
-            if len(self._stored["ranks"]) == world().size:
-                load_generated(self._stored["ranks"][world().rank]["generated"], trainer)
+            if len(self._stored["processes"]) == world().size:
+                load_generated(self._stored["processes"][world().rank]["generated"], trainer)
             self.adapter.progress.restore(trainer, self._stored)
             if self._ranks:
                 state.best_model_checkpoint = world().broadcast(self.run.best.best_path) or None
@@ -210,16 +230,20 @@ class Session:
         """Whether the last evaluation was the best so far, and of the present weights."""
         return self._ranks and self._best_step == self._trainer.state.global_step
 
+    @property
+    def _measures(self) -> bool:
+        return self.run.together or world().is_first
+
     def _sees(self, batch: Any, number: int) -> None:
         """A batch is about to be trained on."""
-        if world().is_first and self._trainer is not None:
+        if self._measures and self._trainer is not None:
             self.run.probe.kept.see_training(batch)
             accumulated = self._trainer.args.gradient_accumulation_steps
             self.run.steps.recent.see(batch, first=number % accumulated == 0)
 
     def _before_evaluating(self, original: Any) -> Any:
         def prediction_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if world().is_first and self._trainer.is_in_train:
+            if self._measures and self._trainer.is_in_train:
                 self.run.probe.kept.see_validation(inputs, self._evaluated_batches)
                 self._evaluated_batches += 1
             return original(model, inputs, *args, **kwargs)
@@ -330,9 +354,9 @@ class Session:
                 "there is no best checkpoint to load: no evaluation has been saved. The model is not changed"
             )
             return
-        restored = world().on_every(lambda: self.run.saver.restore(address.step, adopt=False))
-        assert restored is not None
-        self._load_model(restored.state.to_object())
+        step = address.step
+        assert step is not None
+        self._load_model(self._restored(step, adopt=False))
         self._best_loaded = True
         _log.info("the best model is loaded from %s", address)
 

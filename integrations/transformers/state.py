@@ -80,7 +80,8 @@ def stored_state(trainer: Any, ranks: Sequence[Any]) -> dict[str, Any]:
         "arguments": arguments(trainer.args),
         "stopped": _stopped_early(trainer),
         "steps_per_epoch": _steps_per_epoch(trainer),
-        "ranks": list(ranks),
+        "world": len(ranks),
+        "processes": list(ranks),
     }
 
 
@@ -178,7 +179,7 @@ def load_training(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
     """
     live, there, scheduler = optimizers_of(trainer), stored["optimizers"], trainer.lr_scheduler
     said = require_same_training(
-        stored[SESSION]["identities"],
+        stored[SESSION].get("identities", []),
         there,
         trainer.model,
         live,
@@ -256,7 +257,7 @@ class Progress:
             trainer: about to train.
             stored: the checkpoint.
         """
-        step, ranks = stored["trainer"]["global_step"], stored["ranks"]
+        step, ranks = stored["trainer"]["global_step"], stored["processes"]
         trainer.state.global_step = step  # it was given a different one where nothing is left to train
         setattr(trainer, _LAST_LOGGED, step)
         if hasattr(trainer, _FIRST_STEP):

@@ -1,6 +1,7 @@
 """Real processes that train with Hugging Face's Trainer are killed, and new ones continue the run."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -162,3 +163,29 @@ def test_two_processes_that_do_not_adopt_continue_as_another_run(tmp_path: Path)
         assert any(
             not torch.equal(value, continued.weights[name]) for name, value in undisturbed.weights.items()
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["sharded", "sharded adopting"])
+def test_a_sharded_model_is_killed_and_continued_bit_by_bit(how: str, tmp_path: Path) -> None:
+    """By FSDP2, on two processes; and then on three, from the same weights."""
+    whole = finish(tmp_path, f"{how} whole", processes=2)
+    killed = interrupt(
+        tmp_path, step=11, number=signal.SIGKILL, processes=2, name=f"{how} killed", saved=True
+    )
+    assert killed == [-signal.SIGKILL] * 2
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    rest = finish(tmp_path, f"{how} rest", processes=2)
+    assert rest[0].steps[0][0] in (6, 11)
+    whole[1].history = rest[
+        1
+    ].history  # of gradients of its own shards; all get the first one's, as from the trainer's own files
+    for undisturbed, continued in zip(whole, rest, strict=True):
+        assert_continues(undisturbed, continued)
+    if how == "sharded adopting":  # its ranks are part of the way that it goes
+        return
+    shutil.rmtree(tmp_path / "run")
+    shutil.move(tmp_path / "copy", tmp_path / "run")
+    wider = finish(tmp_path, f"{how} wider", processes=3)
+    assert wider[0].steps[0][0] == rest[0].steps[0][0]
+    assert all(each.finished for each in wider)

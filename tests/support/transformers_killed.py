@@ -3,7 +3,8 @@
 Usage: transformers_killed.py <folder> <name> [<process>...]
 
 It continues the run in ``<folder>/run``, or saves nothing if `name` is ``whole``; with names that begin with ``adopting`` it adopts
-what is saved, and ``adopting whole`` saves to a run of its own; with those that begin with ``lossy`` it saves the same without adopting. It says the number of every step in ``<folder>/progress`` and
+what is saved, and ``adopting whole`` saves to a run of its own; with those that begin with ``lossy`` it saves the same without adopting. With
+those that begin with ``sharded`` FSDP2 shards the model. It says the number of every step in ``<folder>/progress`` and
 leaves its `Outcome` in ``<folder>/<name>-<rank>.pt``.
 """
 
@@ -18,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from support.options import grouped
 from support.transformers_models import Setup, train
-from transformers import TrainerCallback
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback
 
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
 
@@ -30,6 +32,9 @@ SEVERAL = (
     else ()
 )
 """Buckets of 4 kB, of which the model's gradients fill several; DDP makes them anew only where it looks for no unused parameters."""
+SHARDED = Setup(
+    model="bert", arguments=(("num_train_epochs", 4), ("eval_strategy", "no"), ("ddp_backend", "gloo"))
+)
 SETUP = Setup(arguments=(("num_train_epochs", 4), ("eval_strategy", "no"), *SEVERAL))
 """What is trained: 44 steps on one process, 24 on two."""
 
@@ -49,19 +54,50 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         time.sleep(_PAUSE_S)
 
 
+class Sharding(Trainer):  # type: ignore[misc]
+    """Lets accelerate shard by FSDP2 on a processor too, which it refuses by itself."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+        state = self.accelerator.state
+        state.distributed_type, self.is_fsdp_enabled = DistributedType.FSDP, True
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            sync_module_states=False,
+            cpu_ram_efficient_loading=False,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["BertLayer"],
+        )
+
+
+def whole(value: Any) -> Any:
+    """What a state comes to without shards; a collective."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return {name: whole(item) for name, item in value.items()}
+    return value
+
+
 def main(folder: str, name: str) -> None:
     torch.set_num_threads(1)
     callbacks: list[Any] = []
-    if name != "whole":
-        run = "undisturbed" if name == "adopting whole" else "run"
+    sharded = name.startswith("sharded")
+    if name not in ("whole", "sharded whole"):
+        run = "undisturbed" if name.endswith("adopting whole") else "run"
         options: dict[str, Any] = {"scheme": "lossless", "busy": "wait"}
-        if name.startswith("adopting"):
+        if "adopting" in name:
             options = {"adopt": 8, "max_degradation": 0.5}
-        elif name.startswith("lossy"):
+        elif "lossy" in name:
             options = {"busy": "wait", "max_degradation": 0.5}
         saving = CompressedCheckpoint(f"{folder}/{run}", **grouped(every_n_train_steps=5, **options))
         callbacks = [Progress(Path(folder, "progress")), saving]
-    outcome = train(SETUP, f"{folder}/output", *callbacks, seed=3 if name.endswith("whole") else os.getpid())
+    seed = 3 if name.endswith("whole") else os.getpid()
+    kind, setup = (Sharding, SHARDED) if sharded else (Trainer, SETUP)
+    outcome = train(setup, f"{folder}/output", *callbacks, seed=seed, trainer_class=kind)
+    outcome.weights, outcome.optimizer = whole(outcome.weights), whole(outcome.optimizer)
     torch.save(outcome, f"{folder}/{name}-{os.environ.get('RANK', '0')}.pt")
 
 
