@@ -509,7 +509,8 @@ class Checkpointer:
             return
         error = sys.exc_info()[0]
         if error is None and not changed:
-            self._save(step, self._last_metrics, wait=True)
+            if self._save(step, self._last_metrics, wait=True) is None:  # no later one would make up for it
+                self._save(step, self._last_metrics, wait=True)
             return
         why = (
             "the weights have been changed since (by averages of them, say, put in their place for a validation, or by a conversion to"

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.cli.app import app
-from shrinkpoint.errors import ShrinkpointWarning
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -63,12 +62,6 @@ def test_keeps_the_newest_and_the_best(saving: Make, monitor: str) -> None:
     assert callback.best_model_path == f"{url_of(callback)}#step={best}"
     assert callback.last_model_path == f"{url_of(callback)}#step={WHOLE}"
     assert set(steps(callback)) == {best, WHOLE}
-
-
-def test_a_metric_that_is_not_logged_is_told_once(saving: Make) -> None:
-    with pytest.warns(ShrinkpointWarning, match="'no_such' had not been logged") as told:
-        fit(saving(monitor="no_such"))
-    assert sum("no_such" in str(warning.message) for warning in told) == 1
 
 
 def test_loggers_get_the_saves_and_keep_their_own(saving: Make) -> None:

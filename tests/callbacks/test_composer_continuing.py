@@ -13,20 +13,12 @@ from support.composer_callbacks import WHOLE, At, Make, first, steps, url_of
 from support.composer_models import OPTIMIZERS, Crash, Setup, assert_same, build, fit
 from support.reports import saver_of
 
-from shrinkpoint.errors import NoCheckpointError, ShrinkpointWarning
+from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
-
-
-def test_resume_never_starts_afresh_and_must_refuses(saving: Make) -> None:
-    with pytest.raises(NoCheckpointError, match="resume='must'"):
-        fit(saving(resume="must"))
-    assert first(fit(saving(), Crash(6))) == 0
-    assert first(fit(saving(resume="must"), Crash(7))) == 5
-    assert first(fit(saving(resume="never"), Crash(7))) == 0
 
 
 def test_a_learning_rate_that_resuming_replaces_is_told(

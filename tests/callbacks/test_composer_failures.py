@@ -12,7 +12,7 @@ from support.composer_callbacks import WHOLE, At, Make, first, steps, url_of
 from support.composer_models import Crash, Setup, assert_same, build, fit
 from support.reports import saver_of
 
-from shrinkpoint.errors import CannotRepresentError, SaveFailedError, ShrinkpointWarning, StoreError
+from shrinkpoint.errors import CannotRepresentError, ShrinkpointWarning, StoreError
 from shrinkpoint.saver import Saver
 from shrinkpoint.store.writer import RunWriter
 
@@ -36,34 +36,6 @@ def broken(monkeypatch: pytest.MonkeyPatch, *, times: int = 10**6) -> At:
         monkeypatch.setattr(RunWriter, "commit", fail)
 
     return At(Event.FIT_START, start)
-
-
-def test_failed_saves_warn_and_then_stop_training(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    callback = saving()
-    with (
-        pytest.warns(ShrinkpointWarning, match="the disk is full"),
-        pytest.raises(SaveFailedError, match="in a row"),
-    ):
-        fit(callback, broken(monkeypatch))
-
-
-@pytest.mark.parametrize("interval", ["32ba", "1000ba"])
-def test_a_last_save_that_fails_is_made_up_for(
-    saving: Make, monkeypatch: pytest.MonkeyPatch, interval: str
-) -> None:
-    callback = saving(save_interval=interval)
-    with pytest.warns(ShrinkpointWarning, match="the disk is full"):
-        outcome = fit(callback, broken(monkeypatch, times=1))
-    assert outcome.finished
-    assert steps(callback) == [WHOLE]
-
-
-def test_a_last_save_that_fails_for_good_ends_in_an_error(
-    saving: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    callback = saving(save_interval="1000ba")
-    with pytest.raises(SaveFailedError, match="the disk is full"):
-        fit(callback, broken(monkeypatch))
 
 
 def test_a_save_at_sigterm_that_fails_is_made_up_for(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from support.composer_callbacks import Make, steps, url_of
 from support.composer_models import Crash, Setup, Tiny, build, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
-from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.errors import ConfigError, StateMismatchError, StoreError
 from shrinkpoint.integrations.composer import state as composer_state
 from shrinkpoint.integrations.composer.resume import require_supported
@@ -86,16 +85,6 @@ def test_another_programs_run_is_refused(saving: Make, more: Any, writer: str, r
         StateMismatchError, match=f"written by {writer}, not by Composer's.*shrinkpoint export"
     ):
         fit(saving(resume=resume))
-
-
-def test_a_loops_run_is_refused(saving: Make) -> None:
-    model = torch.nn.Linear(2, 2)
-    with Checkpointer(
-        url_of(saving()), model, torch.optim.SGD(model.parameters()), scheme="lossless"
-    ) as loop:
-        loop.save(1, wait=True)
-    with pytest.raises(StateMismatchError, match="not by Composer's"):
-        fit(saving())
 
 
 def test_a_newer_version_is_refused(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:

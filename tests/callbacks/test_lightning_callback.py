@@ -20,7 +20,6 @@ from support.options import grouped
 from support.reports import saver_of
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
-from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.config import Advanced
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.compaction import compact, rebase
@@ -28,7 +27,6 @@ from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.errors import (
     ConfigError,
     NoCheckpointError,
-    SaveFailedError,
     ShrinkpointWarning,
     StateMismatchError,
     StoreError,
@@ -37,7 +35,6 @@ from shrinkpoint.integrations.lightning import position as loaders
 from shrinkpoint.integrations.lightning import resume as lightning_resume
 from shrinkpoint.integrations.lightning.io import load_checkpoint, open_as_ckpt
 from shrinkpoint.saver import Saver
-from shrinkpoint.store.writer import RunWriter
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -96,21 +93,6 @@ def test_a_finished_run_has_nothing_left_to_train(saving: Make) -> None:
     assert_same(one.final()["weights"], two.final()["weights"])
     longer = fit(saving(), max_epochs=5)
     assert [row[0] for row in longer.trace] == [4] * 8
-
-
-def test_a_finished_run_by_steps_has_nothing_left_to_train(saving: Make) -> None:
-    one = fit(saving(), max_steps=12, max_epochs=-1)
-    two = fit(saving(), seed=999, max_steps=12, max_epochs=-1)
-    assert two.trace == []
-    assert_same(one.final()["weights"], two.final()["weights"])
-
-
-def test_resume_never_starts_afresh_and_must_refuses(saving: Make) -> None:
-    with pytest.raises(NoCheckpointError, match="resume='must'"):
-        fit(saving(resume="must"))
-    fit(saving(), Crash(6))
-    assert fit(saving(resume="must"), Crash(7)).trace[0][2] == 5
-    assert fit(saving(resume="never"), Crash(7)).trace[0][2] == 0
 
 
 def test_what_is_not_continued_stays(saving: Make) -> None:
@@ -273,57 +255,12 @@ def test_another_models_run_is_not_saved_to(saving: Make, options: dict[str, str
     assert steps(saving()) == before
 
 
-def test_a_loops_run_is_refused(saving: Make) -> None:
-    model = torch.nn.Linear(2, 2)
-    with Checkpointer(
-        saving().dirpath, model, torch.optim.SGD(model.parameters()), scheme="lossless"
-    ) as loop:
-        loop.save(1, wait=True)
-    with pytest.raises(StateMismatchError, match="not written by Lightning"):
-        fit(saving())
-
-
 def test_unwritable_store_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     module = Tiny()
     with pytest.raises(StoreError):
         fit(CompressedCheckpoint(str(tmp_path / "file"), every_n_train_steps=5), module=module)
     assert module.trace == []
-
-
-def test_failed_saves_warn_and_then_stop_training(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    callback = saving()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise StoreError("the disk is full")
-
-    class Break(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            monkeypatch.setattr(RunWriter, "commit", fail)
-
-    with (
-        pytest.warns(ShrinkpointWarning, match="the disk is full"),
-        pytest.raises(SaveFailedError, match="in a row"),
-    ):
-        fit(callback, Break())
-
-
-def test_a_last_save_that_fails_is_made_up_for(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    callback = saving(every_n_train_steps=16)
-
-    class Break(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            commit = RunWriter.commit
-
-            def fail_once(*_: Any, **__: Any) -> None:
-                monkeypatch.setattr(RunWriter, "commit", commit)
-                raise StoreError("the disk is full")
-
-            monkeypatch.setattr(RunWriter, "commit", fail_once)
-
-    with pytest.warns(ShrinkpointWarning, match="the disk is full"):
-        fit(callback, Break(), max_epochs=2)
-    assert steps(callback) == [16]
 
 
 def test_a_compacted_checkpoint_keeps_its_place(saving: Make) -> None:
@@ -519,9 +456,3 @@ def test_an_optimizer_whose_state_looks_the_same_is_refused_too(
     with pytest.raises(StateMismatchError, match=message):
         trainer.fit(module())
     assert trainer.global_step == 0
-
-
-def test_a_metric_that_is_not_logged_is_told_once(saving: Make) -> None:
-    with pytest.warns(ShrinkpointWarning, match="'no_such' had not been logged") as told:
-        fit(saving(monitor="no_such", every_n_train_steps=2))
-    assert sum("no_such" in str(warning.message) for warning in told) == 1

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
 from shrinkpoint.checkpointer import Checkpointer
-from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning, StateMismatchError
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StateMismatchError
 from shrinkpoint.saver import Saver
 from shrinkpoint.state.training import Role
 
@@ -105,11 +105,6 @@ def test_shards_are_refused_at_construction() -> None:
     callback: Any = saving(fresh())
     with pytest.raises(ConfigError, match="deepspeed"):
         callback.on_init_end(arguments, None, None)
-
-
-def test_must_needs_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(NoCheckpointError):
-        train(Setup(), str(tmp_path), saving(fresh(), resume="must"))
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +24,11 @@ from shrinkpoint.errors import (
     SaveFailedError,
     ShrinkpointWarning,
     StateMismatchError,
+    StoreError,
 )
-from shrinkpoint.saver import Saver
+from shrinkpoint.saver import Saver, SaverConfig
 from shrinkpoint.session.reports import metrics_of
+from shrinkpoint.store.writer import RunWriter
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -311,6 +315,41 @@ def test_weights_alone_are_stored_and_continued_with_a_fresh_optimizer(
         rest = train(url, recipe, seed=99, keep_optimizer=0, **LOSSLESS)
     assert min(rest.rows) == 5
     assert rest.rows[5] != train(None, recipe).rows[6]
+
+
+@pytest.mark.parametrize("times", [1, 10**6])
+def test_a_last_save_that_fails_is_made_up_for_once(
+    train: Callable[..., Outcome], times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, left, commit = str(tmp_path / "run"), [times], RunWriter.commit
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise StoreError("the disk is full")
+        return commit(*arguments, **options)
+
+    monkeypatch.setattr(RunWriter, "commit", failing)
+    ends = pytest.raises(SaveFailedError, match="the disk is full") if times > 1 else nullcontext()
+    with pytest.warns(ShrinkpointWarning, match="the disk is full"), ends:
+        assert train(url, Recipe(steps=5, every=10**6), **LOSSLESS).finished
+    assert [manifest.step for manifest in Saver(url).store.manifests()] == ([5] if times == 1 else [])
+
+
+def test_a_metric_that_is_missing_is_said_once(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    with pytest.warns(ShrinkpointWarning) as told:
+        train(str(tmp_path / "run"), Recipe(every=2), monitor="no_such", **LOSSLESS)
+    assert sum("no_such" in str(warning.message) for warning in told) == 1
+
+
+def test_a_run_of_another_way_in_is_refused(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    other = Saver(url, SaverConfig(scheme="lossless"))
+    other.check()
+    other.save({"weights": torch.ones(3)}, step=1, wait=True)
+    other.close()
+    with pytest.raises(StateMismatchError, match="written by"):
+        train(url, Recipe(), **LOSSLESS)
 
 
 @pytest.mark.slow
