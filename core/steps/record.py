@@ -211,7 +211,7 @@ def _decode_gradient(node: JSON, expected: tuple[int, ...], tensors: Tensors) ->
         indices, values = tensors(node["indices"]), tensors(node["values"])
         return Sparse(indices, values, expected, bool(node["coalesced"]))
     if values is None:
-        dtype, kept = tensors.raw(node["values"])
+        dtype, _, kept = tensors.raw(node["values"])
         data = put_zeros_back(tensors(node["gaps"]).numpy(), kept, dtype.itemsize, math.prod(expected))
         values = tensor_from_bytes(data, dtype, expected)
     order = node.get("order")

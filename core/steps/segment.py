@@ -325,11 +325,7 @@ class TensorTable:
 
 
 class Tensors:
-    """The tensors of a segment that was read.
-
-    Args:
-        specs: as `TensorTable` collected them, from a file.
-        payload: their bytes.
+    """The tensors of a segment that was read, from the specs that `TensorTable` has collected and their bytes.
 
     Raises:
         FormatError: they do not take exactly these bytes.
@@ -346,41 +342,30 @@ class Tensors:
         self._ends: list[int] = ends
         self._payload = payload
 
-    def __call__(self, number: JSON) -> torch.Tensor:
-        """The tensor of this number, in memory of its own.
+    def raw(self, number: JSON) -> tuple[torch.dtype, tuple[int, ...], UInt8s]:
+        """Give dtype, shape and bytes of the tensor of this number.
 
         Raises:
             FormatError: there is none.
         """
-        index = self._index(number)
-        data = self._bytes(index)
+        if type(number) is not int or not 0 <= number < len(self._specs):
+            raise FormatError(f"a segment refers to tensor {str(number)[:40]}, and has {len(self._specs)}")
+        data = self._payload[self._ends[number] : self._ends[number + 1]]
+        return *self._specs[number], np.frombuffer(data, dtype=np.uint8)
+
+    def __call__(self, number: JSON) -> torch.Tensor:
+        """Give the tensor of this number, in memory of its own; raises as `raw`."""
+        dtype, shape, data = self.raw(number)
         # torch aligns memory of its own: elsewhere some kernels may sum in another order
         owned: UInt8s = torch.empty(data.size, dtype=torch.uint8).numpy()
         owned[:] = data
-        return tensor_from_bytes(owned, *self._specs[index])
+        return tensor_from_bytes(owned, dtype, shape)
 
     def named(self, name: str) -> torch.Tensor:
         """For `decode_tree`, whose names are the numbers in decimal."""
         if not (isinstance(name, str) and name.isascii() and name.isdecimal() and len(name) < 10):
             raise FormatError(f"a segment refers to a tensor as {str(name)[:40]!r}")
         return self(int(name))
-
-    def _index(self, number: JSON) -> int:
-        if type(number) is not int or not 0 <= number < len(self._specs):
-            raise FormatError(f"a segment refers to tensor {str(number)[:40]}, and has {len(self._specs)}")
-        return number
-
-    def _bytes(self, index: int) -> UInt8s:
-        return np.frombuffer(self._payload[self._ends[index] : self._ends[index + 1]], dtype=np.uint8)
-
-    def raw(self, number: JSON) -> tuple[torch.dtype, UInt8s]:
-        """Give the dtype and the bytes of the tensor of this number.
-
-        Raises:
-            FormatError: there is none.
-        """
-        index = self._index(number)
-        return self._specs[index][0], self._bytes(index)
 
 
 def checked_spec(spec: JSON) -> tuple[torch.dtype, tuple[int, ...]]:

@@ -2,11 +2,12 @@
 
 import signal
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -15,12 +16,16 @@ from shrinkpoint.engine.fitting import fitted
 from shrinkpoint.engine.resume import require_same_ties
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.group.group import world
+from shrinkpoint.integrations.lightning.adapter import LightningAdapter
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
 
-__all__ = ["continue_run", "is_tuning", "requeueing", "require_module"]
+if TYPE_CHECKING:
+    from shrinkpoint.steps.training import TrainingLog
+
+__all__ = ["continue_run", "is_tuning", "replay", "requeueing", "require_module"]
 
 _HOOK = "resume_start"
 _VERSION = "pytorch-lightning_version"  # in every checkpoint of Lightning
@@ -141,6 +146,40 @@ def require_module(
     stored = checkpoint["state_dict"]
     checkpoint["state_dict"] = fitted(stored, module, url, warns=warns)
     return require_same_ties(stored, module, url)
+
+
+def replay(log: "TrainingLog", adapter: LightningAdapter) -> int:
+    """Replay the logged steps after the checkpoint that Lightning is loading; in ``on_fit_start``, on every rank.
+
+    Lightning loads model and callbacks before the optimizers exist, loops and optimizers after ``on_fit_start``: a replay takes place
+    there, and changes what the second part is restored from.
+
+    Returns:
+        The step that the training continues from.
+    """
+    trainer, module = adapter.trainer, adapter.module
+    connector: Any = trainer._checkpoint_connector
+    loaded: dict[str, Any] = connector._loaded_checkpoint
+    base = int(loaded["global_step"])
+    connector.restore_optimizers()
+
+    def reload() -> None:
+        module.load_state_dict(loaded["state_dict"])
+        connector.restore_optimizers()
+
+    reached, rest = log.recover(base, lambda: reload)
+    if reached == base:
+        return base
+    loaded.clear()
+    loaded.update(
+        rest,
+        state_dict=module.state_dict(),
+        optimizer_states=[optimizer.state_dict() for optimizer in trainer.optimizers],
+    )
+    call._call_lightning_module_hook(trainer, "on_load_checkpoint", loaded)
+    connector.restore_datamodule()
+    connector.restore_callbacks()
+    return int(rest["global_step"])
 
 
 def requeueing(trainer: Trainer, *, answered: Callable[[], bool]) -> TerminationRequest:

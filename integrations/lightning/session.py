@@ -18,9 +18,14 @@ from shrinkpoint.integrations.lightning.io import (
 )
 from shrinkpoint.integrations.lightning.moments import ends_epoch, ends_training, validation_follows
 from shrinkpoint.integrations.lightning.position import POSITION_KEY, Position
-from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, requeueing, require_module
+from shrinkpoint.integrations.lightning.resume import (
+    continue_run,
+    is_tuning,
+    replay,
+    requeueing,
+    require_module,
+)
 from shrinkpoint.integrations.lightning.settings import Settings
-from shrinkpoint.integrations.lightning.step_log import replay
 from shrinkpoint.optimizers.objects import put_back_objects
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
