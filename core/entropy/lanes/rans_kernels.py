@@ -27,6 +27,7 @@ CONTEXTS = PHASES * ACTIVITIES
 MAX_TABLES = 16
 _SCALE = 1 << 12
 _MAP_BITS = 4.0 * CONTEXTS
+_EMPTY_BITS = 8.0  # of a table without counts, and of no other
 
 
 @jit_part
@@ -43,9 +44,14 @@ def _bits(counts: Int64s) -> float:
 
 
 @jit_part
-def _saving(one: Int64s, other: Int64s, apart: float, both: Int64s) -> float:
+def _saving(counts: Int64s, bits: Float64s, one: int, other: int) -> float:
+    """What two tables take less when they are joined; most tables of a small chunk are empty."""
+    apart = bits[one] + bits[other]
+    if bits[one] == _EMPTY_BITS or bits[other] == _EMPTY_BITS:
+        return float(apart - max(bits[one], bits[other]))
+    both = counts[CONTEXTS]
     for symbol in range(ALPHABET):
-        both[symbol] = one[symbol] + other[symbol]
+        both[symbol] = counts[one, symbol] + counts[other, symbol]
     return float(apart - _bits(both))
 
 
@@ -92,7 +98,7 @@ def fit(
     for g in range(CONTEXTS):
         for h in (g + 1, g + PHASES):
             if h < CONTEXTS and (h != g + 1 or h % PHASES):
-                savings[g, h] = savings[h, g] = _saving(counts[g], counts[h], bits[g] + bits[h], room)
+                savings[g, h] = savings[h, g] = _saving(counts, bits, g, h)
     for g in range(CONTEXTS):
         _note_best(savings[g], g)
     while groups > 1:
@@ -114,7 +120,7 @@ def fit(
             joined = savings[one, g] > -np.inf or savings[other, g] > -np.inf
             savings[other, g] = savings[g, other] = -np.inf
             if joined and g != one and g != other:
-                saving = _saving(counts[one], counts[g], bits[one] + bits[g], room)
+                saving = _saving(counts, bits, one, g)
                 savings[one, g] = savings[g, one] = saving
                 _note_best(savings[g], g)
         _note_best(savings[one], one)

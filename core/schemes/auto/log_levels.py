@@ -310,8 +310,7 @@ def _read_bits(encoded: EncodedTensor, spec: TensorSpec, name: str) -> Bools:
 
 
 def _negative(values: Float32s) -> Bools | None:
-    negative: Bools = values < 0
-    return negative if bool(negative.any()) else None
+    return values < 0 if float(values.min()) < 0 else None
 
 
 def _exponents_before(reference: ReferenceState | None, spec: TensorSpec) -> Int16s | None:
