@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("composer")
 
 from composer.core import Event, State
 from support.composer_callbacks import WHOLE, At, Make, first, steps, url_of
-from support.composer_models import OPTIMIZERS, Crash, Setup, assert_same, build, fit
+from support.composer_models import Crash, Setup, assert_same, build, fit
 from support.reports import saver_of
 
 from shrinkpoint.errors import ShrinkpointWarning
@@ -19,17 +18,6 @@ from shrinkpoint.saver import Saver
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
-
-
-def test_a_learning_rate_that_resuming_replaces_is_told(
-    saving: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fit(saving(), Crash(6))
-    monkeypatch.setitem(OPTIMIZERS, "Adam", lambda parameters: [torch.optim.Adam(parameters, lr=2e-2)])
-    with pytest.warns(
-        ShrinkpointWarning, match=r"resume: lr=0.02, .*Adam, is replaced by the checkpoint's 0.01"
-    ):
-        fit(saving(), Crash(7))
 
 
 @pytest.mark.parametrize(("duration", "longer", "interval"), [("4ep", "5ep", "1ep"), ("32ba", "36ba", "5ba")])

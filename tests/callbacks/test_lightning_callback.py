@@ -120,19 +120,6 @@ def test_a_diverged_training_displaces_no_sound_checkpoint_and_says_where_to_go_
         fit(saving(), Crash(18))
 
 
-def test_a_learning_rate_that_resuming_replaces_is_told(saving: Make) -> None:
-    fit(saving(), Crash(6))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(saving(), Crash(7))
-    assert not [w for w in caught if "resume: lr" in str(w.message)]
-    changed: Any = lambda parameters, lr: torch.optim.AdamW(parameters, lr=2 * lr)  # noqa: E731
-    with pytest.warns(
-        ShrinkpointWarning, match=r"resume: lr=0.02, .*AdamW, is replaced by the checkpoint's 0.01"
-    ):
-        fit(saving(), Crash(8), setup=Setup(optimizer=changed))
-
-
 def test_explicit_path_wins(saving: Make, tmp_path: Path) -> None:
     callback = saving(save_top_k=-1)
     fit(callback, ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1))

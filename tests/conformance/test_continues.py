@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -297,6 +298,19 @@ def test_another_optimizer_is_no_silent_change(
     else:
         with pytest.raises(StateMismatchError, match=r"Adam|SGD"):
             train(url, other, **LOSSLESS)
+
+
+def test_another_learning_rate_is_said_and_not_taken(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    recipe, url = Recipe(), str(tmp_path / "run")
+    whole = train(url, recipe, crash(6), **LOSSLESS)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(url, recipe, crash(7), **LOSSLESS)
+    assert not [each for each in told if "lr" in str(each.message)]
+    other = replace(recipe, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-2))
+    with pytest.warns(ShrinkpointWarning, match=r"resume: lr=0.02, .*AdamW, is replaced by"):
+        rest = train(url, other, crash(7), **LOSSLESS)
+    assert rest.rows[5][1] == whole.rows[5][1]
 
 
 def test_a_misspelt_option_is_answered_with_the_right_one(
