@@ -387,7 +387,7 @@ class Checkpointer:
         exact: bool = False,
         wait: bool = False,
     ) -> Accepted | None:
-        """Save now; see `Saver.save`. With ``adopt=True`` such a save is stored exactly, since it was not planned."""
+        """Save now, in the background; returns and errors as of `step`. With ``adopt=True`` such a save is stored exactly, since it was not planned."""
         step = self._checked(step, metrics)
         return self._turns.take("save", lambda: self._save(step, metrics, exact=exact, wait=wait))
 

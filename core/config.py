@@ -277,7 +277,7 @@ class SaverConfig(Advanced):
 
     @property
     def waiting_threads(self) -> int:
-        """Threads that search and quantize while training waits, so that it uses none: with `adopt`."""
+        """Threads that search and quantize with `adopt`; training waits meanwhile, so they may be all."""
         return self.threads or processors()
 
     @classmethod

@@ -1,7 +1,8 @@
 """Saves training states in the background, and restores the newest sound one; every integration drives this.
 
 One save is a snapshot on the training thread, then a job in the background: choose a configuration, encode, commit,
-collect. The job's only claim on the training thread is the forward passes of its evaluations (`Saver.poll`).
+collect. The job asks the training thread for evaluations and trial steps alone, which `Saver.poll` makes. With ``adopt``
+training also waits for the restored values.
 """
 
 import time

@@ -312,7 +312,7 @@ _MEASURED = (
 
 
 def describe_manifest(manifest: Manifest) -> dict[str, Any]:
-    """A manifest's information about its checkpoint as JSON; missing values are null."""
+    """Return what a manifest says of its checkpoint, as JSON. A missing number or text is null."""
     noted, adopted = manifest.meta.get("save"), adopted_of(manifest)
     save: Mapping[str, Any] = noted if isinstance(noted, dict) else {}
     raw, size = save.get("raw_bytes"), manifest.chain[-1].total

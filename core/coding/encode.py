@@ -165,7 +165,7 @@ def encode_state(
         parent: digest of the previous checkpoint's state; given exactly when `reference` is.
         release: called with the name of each tensor whose reference is not needed any more; ``reference.pop`` keeps
             what a reader holds from being in memory twice.
-        keep: gives what stands for the reference of each tensor that is coded, as where that is kept elsewhere.
+        keep: replaces each tensor's new reference, for example by one whose arrays are in a file.
         provenance: free JSON for the header: versions, configuration.
         threads: parameters coded side by side; the bytes do not depend on it.
         lasting: nobody will write to the state's tensors any more, so that what a reader holds may share their memory.

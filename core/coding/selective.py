@@ -344,7 +344,7 @@ def decode_batches(
     batch: int | None = None,
     lasting: bool = False,
 ) -> tuple[Header, set[str], Iterator[Iterator[Row]]]:
-    """As `decode_selected`, some tensors at a time, with all that a reader has of them afterwards, and of what they need.
+    """As `decode_selected`, some tensors at a time, each also with what a reader holds for the next delta. Tensors that the wanted ones need are among them.
 
     Memory is bounded by a batch, or by the largest parameter.
 

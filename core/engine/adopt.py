@@ -325,7 +325,7 @@ class Adopting:
         return last
 
     def branch(self, since: int | None, *, is_delta: bool) -> Adopted:
-        """What the manifest of a save that was not planned says.
+        """Return the record of the last planned save, for the manifest of a save that was not planned.
 
         Args:
             since: step of the weights that the next save's movement is counted from.

@@ -47,11 +47,11 @@ class Link:
     exact: bool = False
     """Whether nothing of it was quantized, so that its weights stand for themselves, as after a restore."""
     anchor: Anchor | None = None
-    """What of its chain is built on instead; the digest is the anchor's then."""
+    """The earlier checkpoint of this chain that the delta builds on, whose digest `digest` is then. None: the last checkpoint."""
 
 
 class Chain:
-    """Commits to one run, and removes from it; of several ranks the first one's.
+    """Commits checkpoints to one run, removes old ones, and knows what the next delta builds on; on the first of several ranks.
 
     Args:
         store: where to.

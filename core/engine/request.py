@@ -137,7 +137,8 @@ class SaveRequest:
     resumed: ResumedSteps | None = None
     """Continues from a state for some optimizer steps and back; called where and when `evaluate` is."""
     gradients: Mapping[str, torch.Tensor] | None = None
-    """EMA of the gradients by parameter name; None takes Adam's first moments."""
+    """EMA of the gradients by parameter name. Without them `inshrinkerator` takes Adam's first moments; `auto` uses them for
+    parameters without moments alone."""
     optimizers: Sequence[torch.optim.Optimizer] = ()
     """Whose states are in `state`, in the same order: what a restore does to their next updates is tried on copies. None are
     needed for anything else."""

@@ -143,7 +143,7 @@ class Takeover:
         self._finish("taken")
 
     def leave(self) -> None:
-        """The training goes on, with the values if it has accepted them."""
+        """Stop waiting; if no values were accepted, `offer` raises."""
         self._finish("left")
         self._live = {}
 

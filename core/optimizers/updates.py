@@ -141,7 +141,7 @@ def compare_updates(
     *,
     parameters: Collection[str] | None = None,
 ) -> Updates | str:
-    """Compute the next updates from both states.
+    """Compare the next updates of copies of the optimizers from both states, with the same random gradients.
 
     Args:
         true: a snapshot, on the host.

@@ -34,7 +34,7 @@ mean harm was as measured; the rest of a run's path, which no measurement at a s
 beyond the bound."""
 _DELAYS = 3  # restores that what is left of the reserve is divided among
 _MEASURED_OF_ADOPTIONS = 0.25
-"""The same where all of them are certain, since training adopts every checkpoint: what no measurement covers then adds up with
+"""The same share with ``adopt``, where every checkpoint is restored for certain, since training adopts every checkpoint: what no measurement covers then adds up with
 each of them (docs/resuming.md): rows that are rarely trained, as a recommender's, hardly recover from it."""
 
 

@@ -1,9 +1,9 @@
 """Checks on a lossy checkpoint's tensors that apply whatever the measured loss is.
 
-A held-out loss depends on its batches and on the moment of the restore. Five more quantities are therefore bounded, on
-a sample of the parameters: the noise of restored weights relative to their movement in training, the error of first
-moments relative to that of zeros, the error of the next optimizer updates (`shrinkpoint.optimizers.updates`), and the
-training steps that restored moments lose.
+A held-out loss depends on its batches and on the moment of the restore. So further quantities are bounded, on a sample
+of the parameters. Of weights: their noise relative to their movement, and the steps they lose. Of first moments: their
+error relative to that of zeros. Of the next updates (`shrinkpoint.optimizers.updates`): their error, their length, and
+the steps that weights and moments lose together.
 """
 
 import math

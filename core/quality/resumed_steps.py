@@ -1,6 +1,6 @@
 """The probe: trains from a saved state for some optimizer steps within a live training, then puts everything back.
 
-The cost of a lossy checkpoint shows after some steps, not at the restore (design: "Quality bound"). The caller takes the
+The cost of a lossy checkpoint shows after some steps, not at the restore (docs/bound.md). The caller takes the
 same steps from the true state and from the restored one, and compares the losses.
 """
 

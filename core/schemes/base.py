@@ -231,7 +231,7 @@ class SaveContext:
     """The reference by tensor name (the decoder's state of what it builds on), as for `encode_state`; None in a
     base."""
     is_anchor: bool = False
-    """Whether it builds on no checkpoint, or on an earlier one than the newest, since which `movement` counts."""
+    """Whether it builds on no checkpoint, or on a checkpoint older than the newest. `movement` still counts from the newest."""
     restored: bool = False
     """Whether the training continued from a restore of `reference`, so that its weights started from its values."""
     adopts: bool = False

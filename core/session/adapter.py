@@ -124,7 +124,7 @@ class TrainingAdapter(ABC):
         return {"model": state_of(self.model)}
 
     def live(self) -> dict[str, Any]:
-        """The part of a `state` whose tensors training goes on from: weights, averages and optimizers' states."""
+        """The part of a `state` whose live tensors ``adopt`` overwrites: weights, averages and optimizers' states."""
         return {**self.followed(), "optimizers": [state_of(optimizer) for optimizer in self.optimizers]}
 
     def weight_names(self) -> Collection[str]:

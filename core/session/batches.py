@@ -229,7 +229,7 @@ class PathBatches(KeptBatches):
         return False
 
     def adapt(self, report: SaveReport, overhead: float) -> None:
-        """Their number stays, since times must not decide anything."""
+        """Do nothing: the number of batches must not depend on measured times."""
 
     def see_validation(self, batch: Any, index: int | None = None) -> None:
         """Held-out batches are not used."""

@@ -124,7 +124,7 @@ class TrainingSession:
     def start_over(self) -> None:
         """Forget what was seen of a training."""
         self.probe = LossProbe(self.adapter, together=self.together)
-        """Measures checkpoints."""
+        """Evaluates restored weights on kept batches."""
         self.path = PathBatches() if self.settings.saver.adopt else None
         """With ``adopt``: the batches since the last planned save, which decide about the next one."""
         if self.path is not None:
@@ -623,7 +623,7 @@ class TrainingSession:
         self.termination.unwatch()
 
     def drain(self) -> None:
-        """Wait for a running save, where other ranks must take part in its evaluations."""
+        """Do nothing; overridden where other ranks take part in evaluations, and wait there for a running save."""
 
     def _adoption(self) -> Adoption:
         return Adoption(live=self.adapter.live, settings=self.adapter.path_settings())

@@ -61,8 +61,8 @@ Targets = Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]]
 class ShardedSaver(StateSaver):
     """As `shrinkpoint.saver.Saver`, for a training whose ranks hold shards of its state.
 
-    Every method but `reports` and `close` is a collective: all ranks call it, with the same arguments. An error on
-    one rank is raised on all.
+    All ranks call `check`, `begin`, `accept`, `poll`, `flush`, `newest`, `restore` and `forget` at the same moments. An
+    error on one rank is raised on all.
 
     Args:
         url: the run's prefix, the same for all ranks: a folder that all of them see, or a URL.

@@ -1,4 +1,4 @@
-"""The training state: tensors with roles, and a tree of plain data (design: "Words")."""
+"""The training state: tensors with roles, and a tree of plain data (docs/architecture.md, Glossary)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

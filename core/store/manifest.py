@@ -166,7 +166,8 @@ class Manifest:
         session: Nonce of the writer.
         step: Training step.
         kind: ``"base"``: readable alone; ``"delta"``: needs the whole chain.
-        chain: Every container from the base to this checkpoint, which is last.
+        chain: The containers that a restore reads: the base first, this checkpoint's own last. Those that an anchor makes
+            unnecessary are left out.
         parent_digest: ``digest`` of the manifest that this delta builds on; None for a base.
         state_digest: Digest of the decoded state; opaque here.
         format: Version of this record.
@@ -174,8 +175,8 @@ class Manifest:
         wall_time: Writer's clock, seconds since 1970; for people only.
         library: Name and version of what wrote it.
         meta: Free JSON: metrics, sizes, degradation, seconds.
-        replaces: (epoch, seq) of the checkpoint whose place among the others this one takes, holding the same state
-            (compaction); None for every other.
+        replaces: (epoch, seq) of the checkpoint whose place among the others this one takes, with the same state
+            (compaction) or its weights alone; None for every other.
 
     Raises:
         UnsupportedFormatError: A newer version or an unknown feature.

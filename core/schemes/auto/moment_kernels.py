@@ -99,7 +99,7 @@ def unlevel(symbols: UInt8s, units: Float32s, sizes: Float32s, radius: int, out:
 def in_other_units(
     values: Float32s, seconds: Float32s, units: Float32s, epsilon: float, limit: float, out: Float32s
 ) -> None:
-    """Moments whose quotient by a restored root is what theirs by the true one is; only encoders need it.
+    """Scale each moment so that divided by the restored root it is what it was, divided by the true one; only encoders need it.
 
     Args:
         values: moments.

@@ -127,7 +127,7 @@ def join_exponents(rows: Int8s, columns: Int8s) -> UInt8s:
 
 
 def split_exponents(exponents: UInt8s, shape: tuple[int, int]) -> tuple[Int8s, Int8s]:
-    """Exponents of rows and columns that `join_exponents` makes these of."""
+    """Exponents of rows and columns from which `join_exponents` makes these; not always the original ones."""
     matrix = exponents.reshape(shape)
     first, columns = matrix[:, 0].astype(np.int64), matrix[0].astype(np.int64) - 2 * MAX_EXPONENT
     rows = first - first[0]

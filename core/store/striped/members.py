@@ -253,7 +253,7 @@ def _some(stores: Sequence[str]) -> str:
 
 
 def found_set(stores: Sequence[ObjectStore], shown: Sequence[str], parity: int) -> Member:
-    """Make one set of blank stores, all of which must answer, or finish what a killed process began.
+    """Found one set of blank stores, all of which must answer, or finish what a killed process began.
 
     Of two processes at once, the one whose record is in the first store has founded it.
 
