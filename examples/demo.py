@@ -135,21 +135,20 @@ class Stores:
         self._shown: list[str] = []
 
     def watch(self, step: int) -> None:
-        """Delete one of them when it is time."""
-        if self._lost_at is None and step >= self._lose_at and self._commits:
-            self._commits_before = self._commits
+        """Delete one of them when it is time, and no commit is under way that would make its folder again."""
+        commits = self._commits()
+        if self._lost_at is None and step >= self._lose_at and commits[0] and len(set(commits)) == 1:
+            self._commits_before, self._lost_at = commits[0], step
             lost = Path(self.urls[1]).rename(f"{self.urls[1]}-lost")  # at once: a save may be writing to it
             shutil.rmtree(lost, ignore_errors=True)
-            self._lost_at = step
 
     @property
     def continued(self) -> bool:
         """Whether a checkpoint has been saved without the lost one."""
-        return self._lost_at is not None and self._commits > self._commits_before
+        return self._lost_at is not None and self._commits()[0] > self._commits_before
 
-    @property
-    def _commits(self) -> int:
-        return len(list(Path(self.urls[0], "commits").glob("[0-9]*.json")))
+    def _commits(self) -> list[int]:
+        return [len(list(Path(url, "commits").glob("[0-9]*.json"))) for url in self.urls]
 
     def heal(self) -> None:
         """Look at them, heal, look again, and delete another one."""
