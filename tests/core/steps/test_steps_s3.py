@@ -51,11 +51,11 @@ def test_a_log_within_the_run(run: dict[str, Any], below: str) -> None:
 def test_an_exact_log_beside_the_run(run: dict[str, Any], server: S3Server) -> None:
     options = {"storage_options": run["storage_options"]}
     log = StepLog(segment_steps=1, overhead=None, **options)
-    training = Training().log(run["url"], f"s3://{new_bucket(server)}/log", step_log=log, **options)
+    url = f"s3://{new_bucket(server)}/log"
+    training = Training().log(run["url"], url, step_log=log, **options)
     training.checkpointer.resume()
     training.run(0, 8)
     training.crash()
-    url = training.checkpointer.step_log.log._folder.location.display
     again = Training().log(run["url"], url, step_log=log, **options)
     assert again.checkpointer.resume() == 8
     assert again.digest == training.digest
