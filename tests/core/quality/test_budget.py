@@ -239,6 +239,15 @@ def test_harm_beyond_the_noise_of_updates_is_seen_however_steep_the_start():
     assert recovery.remains == 16
 
 
+def test_marks():
+    assert estimate(0, math.inf).marks("", 1.0) == ()
+    assert estimate(1, math.inf).marks("", 1.0) == (1,)
+    assert estimate(3, math.inf).marks("", 1.0) == (2, 3)
+    assert estimate(20, math.inf).marks("", 1.0) == (5, 20)
+    assert estimate(20, math.inf).state_dict()["budget_s"] == 0.0
+    assert estimate(20, 0.01).marks("", 1.0) == ()  # nobody knows yet how long a step takes
+
+
 @pytest.mark.parametrize(
     "change",
     [{"remains": None}, {"remains": 0.1}, {"remains": 99.0}, {"remains": "1"}, {"error": math.inf}, {"onward": 0.0},
