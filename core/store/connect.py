@@ -75,7 +75,7 @@ def open_objects(
     options = _options_of_each(locations, storage_options)
     _check_apart(locations, options)
     stores = [
-        RetryingObjects(open_location(location, each), _PATIENCE)
+        RetryingObjects(open_location(location, each, remakes=False), _PATIENCE)
         for location, each in zip(locations, options, strict=True)
     ]
     from shrinkpoint.store.striped.objects import StripedObjects  # most runs have one store
@@ -191,8 +191,15 @@ class RenewingObjects(ObjectsBelow):
         return work(self.inner)
 
 
-def open_location(location: Location, storage_options: Options | None = None) -> ObjectStore:
+def open_location(
+    location: Location, storage_options: Options | None = None, *, remakes: bool = True
+) -> ObjectStore:
     """The object store below a parsed URL.
+
+    Args:
+        location: The parsed URL.
+        storage_options: For its file system.
+        remakes: Whether a folder that vanishes is made again; one of several stores is to be healed instead.
 
     Raises:
         ConfigError: The options are no mapping, or are for a folder, which has none.
@@ -209,7 +216,7 @@ def open_location(location: Location, storage_options: Options | None = None) ->
             raise ConfigError(
                 f"storage_options {sorted(options)} have no meaning for the folder {location.display}: drop them"
             )
-        return LocalObjects(location.path)
+        return LocalObjects(location.path, remakes=remakes)
     if location.kind == "s3":
         return S3Objects(location, options)
     return GenericObjects(location, options)

@@ -57,13 +57,15 @@ class LocalObjects:
 
     Args:
         root: The run's folder, absolute; made when first written to.
+        remakes: Whether it is made again where it vanishes.
     """
 
     create_is_atomic = True
 
-    def __init__(self, root: str) -> None:
-        self._root = Path(root)
+    def __init__(self, root: str, *, remakes: bool = True) -> None:
+        self._root, self._remakes = Path(root), remakes
         self._synced: set[Path] = set()
+        self._seen = False
 
     @property
     def display(self) -> str:
@@ -101,7 +103,7 @@ class LocalObjects:
                 # Also when it existed: it may be ours, from an attempt whose own sync of the folder failed.
                 _sync_folder(final.parent)
             except FileNotFoundError:
-                self._synced.clear()  # the folder was removed under us; the next attempt makes it again
+                self._synced.clear()  # the folder was removed under us; the next attempt makes it again, if it may
                 raise TransientStoreError(f"cannot write {final}: its folder vanished") from None
         return created
 
@@ -189,6 +191,10 @@ class LocalObjects:
             return
         made: list[Path] = []
         missing = folder
+        if self._seen and not (self._remakes or self._root.exists()):
+            raise StoreError(
+                f"{self._root} is gone, and is not made again: it may be a disk that was unmounted, or have been removed"
+            )
         while not missing.exists():
             if missing.is_symlink():
                 raise StoreError(
@@ -210,6 +216,7 @@ class LocalObjects:
                 if path in made:
                     raise
         self._synced.add(folder)
+        self._seen = True
 
     @contextmanager
     def _translated(self, verb: str, key: str) -> Iterator[None]:

@@ -17,8 +17,9 @@ from shrinkpoint import Checkpointer, StepLog
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError, RunMismatchError, ShrinkpointWarning
 from shrinkpoint.io.loading import load, load_weights
-from shrinkpoint.saver import Saver
+from shrinkpoint.saver import Saver, SaverConfig
 from shrinkpoint.store.connect import open_objects, shared_fate
+from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import Stores, parse_url, split_urls, url_text
 
@@ -289,6 +290,30 @@ def test_stores_and_heal(urls: list[str], tmp_path: Path) -> None:
     shutil.rmtree(urls[0])
     assert run_json("verify", ",".join(urls), "--all")["damaged"] == 0
     assert run_json("stores", "--heal", *urls)["joined"] == [1]
+
+
+@pytest.mark.parametrize("method", ["put", "put_if_absent"])
+def test_a_folder_that_vanishes_in_mid_save_is_not_made_again(
+    urls: list[str], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """As a disk that is unmounted: what would be written there could neither be read nor healed."""
+    saver = Saver(urls, SaverConfig(scheme="lossless"))
+    saver.check()
+    assert saver.restore() is not None
+    written = getattr(LocalObjects, method)
+
+    def put(self: LocalObjects, key: str, data: bytes) -> Any:
+        if self.display == urls[1]:
+            shutil.rmtree(urls[1], ignore_errors=True)
+        return written(self, key, data)
+
+    monkeypatch.setattr(LocalObjects, method, put)
+    with pytest.warns(ShrinkpointWarning, match="store 2"):
+        saver.save({"w": torch.ones(8)}, step=STEPS[-1] + 10, wait=True)
+    saver.close()
+    assert not Path(urls[1]).exists()
+    monkeypatch.undo()
+    assert run_json("stores", "--heal", *urls)["joined"] == [2]
 
 
 def test_read_anyway(urls: list[str]) -> None:
