@@ -169,7 +169,7 @@ class TrainingAdapter(ABC):
         """What a step or an evaluation may change in addition to the model, as of `preserved_state`."""
         return ()
 
-    def obstacle(self, *, together: bool) -> str | None:
+    def obstacle(self, *, shards: bool) -> str | None:
         """Why steps of this training cannot be repeated by `step_losses`, `clip` and the optimizers; None where they can."""
         return "the framework's steps cannot be repeated" if _lacks_steps(self) else None
 

@@ -1,6 +1,6 @@
-"""Lets one process of several measure alone, while the others wait for it at the next batch.
+"""Lets one process of several measure by itself, whatever the others do.
 
-Collective communication would block forever, since the others do not measure; so it is refused. The model is called
+Collective communication could block forever; so it is refused. The model is called
 without torch's wrapper for data parallel training, whose hooks on gradients do nothing unless its own forward pass came
 before.
 """
@@ -47,6 +47,6 @@ class _NoCommunication(ThreadMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise ConfigError(
-                f"the model or its loss communicates with the other processes ({func.__name__}), but the first one measures alone"
+                f"the model or its loss communicates with the other processes ({func.__name__}), but each one measures by itself"
             )
         return super().__torch_dispatch__(func, types, args, kwargs)

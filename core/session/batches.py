@@ -243,19 +243,23 @@ class PathBatches(KeptBatches):
         self._recent.clear()
 
     def add_to(self, stored: dict[str, Any]) -> None:
-        """Add them to what is stored of an exact checkpoint between two planned saves, unless that cannot be without pickle."""
+        """Add those of all processes to what is stored of an exact checkpoint between two planned saves, unless that cannot be without
+        pickle."""
+        batches = world().gather(self.batches)
         try:
-            encode_tree(self.batches, lambda path, tensor: "")
+            encode_tree(batches, lambda path, tensor: "")
         except CannotRepresentError as error:
             warn(
                 f"the batches since the last planned save cannot be stored ({error}): a run that is resumed from this checkpoint, which"
                 " was not planned, may differ from the undisturbed one from its next save on"
             )
             return
-        if self.batches:
-            stored[_BATCHES] = self.batches
+        if any(batches):
+            stored[_BATCHES] = batches
 
     def take_from(self, stored: Mapping[str, Any]) -> None:
         """Continue from what `add_to` has added."""
         self._recent.clear()
-        self._recent.extend(stored.get(_BATCHES, []))
+        batches = stored.get(_BATCHES, [])
+        if len(batches) == world().size:
+            self._recent.extend(batches[world().rank])

@@ -11,7 +11,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.saver import Saver
 from shrinkpoint.session.objects import LoopObjects
-from shrinkpoint.session.sharded import ShardedObjects
+from shrinkpoint.session.sharded import CopiedObjects, ShardedObjects
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
@@ -121,7 +121,7 @@ def saver_for(
         config,
         targets=objects.targets,
         own=objects.own,
-        copied=objects.copied,
+        copied=objects.copied if isinstance(objects, CopiedObjects) else None,
         storage_options=storage_options,
     )
 

@@ -32,12 +32,19 @@ class LossProbe:
     Args:
         adapter: of its training.
         together: whether all ranks measure, each on batches of its own.
+        shards: whether the model is sharded.
     """
 
-    def __init__(self, adapter: TrainingAdapter, *, together: bool = False) -> None:
-        self.adapter = adapter
-        self.together = together
+    def __init__(
+        self, adapter: TrainingAdapter, *, together: Callable[[], bool] = bool, shards: bool = False
+    ) -> None:
+        self.adapter, self.shards, self._together = adapter, shards, together
         self.kept = KeptBatches(PROBE_BATCHES, MORE_BATCHES * PROBE_BATCHES)
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks measure."""
+        return self._together()
 
     def evaluation(self) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
         """The loss with given weights on each of the batches that are kept now, even if others are kept later: losses are compared by
@@ -50,7 +57,7 @@ class LossProbe:
             ConfigError: raised by the returned function, if no batch has been seen, or the model returns no loss.
         """
         measure = self.measurement(self.agreed())
-        swapped = swapped_shards if self.together else swapped_weights
+        swapped = swapped_shards if self.shards else swapped_weights
         own = {stored: name for name, stored in self.adapter.names().items()}
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
@@ -100,7 +107,7 @@ class StepProbe:
 
     def __init__(self, losses: LossProbe, *, steps: int) -> None:
         self._losses, self._adapter = losses, losses.adapter
-        self._shards = losses.together
+        self._shards = losses.shards
         self.recent = RecentBatches(steps)
         """The batches that are kept."""
 
@@ -110,12 +117,12 @@ class StepProbe:
             self.recent.stop()
 
     def resumed(self) -> ResumedSteps | None:
-        """Resumed steps from a present checkpoint in the framework's form; None where that is impossible. Of shards a collective.
+        """Resumed steps from a present checkpoint in the framework's form; None where that is impossible. Together a collective.
 
-        Gradients are clipped as in training. No hooks of callbacks are called, nor those of the framework's loop.
+        Of copies each rank makes the steps by itself, on its own batches. Gradients are clipped as in training. No hooks of callbacks are called, nor those of the framework's loop.
         """
         batches = self.recent.take()
-        if self._shards:  # as many on every rank
+        if self._losses.together:  # as many on every rank
             batches = batches[: min(world().gather(len(batches)))]
         agreed = self._losses.agreed()
         if not batches or self._obstacle() is not None:
@@ -145,7 +152,7 @@ class StepProbe:
 
     def _obstacle(self) -> str | None:
         adapter = self._adapter
-        reason = adapter.obstacle(together=self._shards)
+        reason = adapter.obstacle(shards=self._shards)
         if reason is not None:
             return reason
         if self._shards:

@@ -1,7 +1,7 @@
 """One training that is being saved, on every process: what is the same in all frameworks.
 
-The first rank reads and writes the store, and decides; its decisions are broadcast. Of a sharded model every rank saves and
-restores its part. Every method that is not marked as the first rank's must be called on every rank.
+Every rank saves and restores a share: of a sharded model what it owns, of copies an equal part. Only a state that the first rank alone
+has is saved by that one, which decides for all then. Every method that is not marked as the first rank's must be called on every rank.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from shrinkpoint.engine.resume import resume_from
 from shrinkpoint.engine.retention import is_finite, lineage_of
 from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.group.group import Distributed, world
+from shrinkpoint.group.group import world
 from shrinkpoint.io.loading import weights_of_step
 from shrinkpoint.quality.evaluation import Evaluate, Loss
 from shrinkpoint.quality.preserve import TraceError
@@ -38,12 +38,12 @@ from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.trained import Trained, load_trained
 from shrinkpoint.session.triggers import Schedule, Trigger
 from shrinkpoint.sharded.agreement import refuse_options
+from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver, Targets
-from shrinkpoint.sharded.spreading import share_adopted
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.frozen import meta_filled
-from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
 
@@ -59,7 +59,7 @@ _FAILED_S = 60.0
 
 
 class TrainingSession:
-    """Saves a training through a `Saver`, or of a sharded model a `ShardedSaver`, and continues it.
+    """Saves a training through a `Saver`, or of several processes a `ShardedSaver`, and continues it.
 
     Args:
         settings: the callback's options.
@@ -80,13 +80,13 @@ class TrainingSession:
         own: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
     ) -> None:
         self.settings, self.adapter = settings, adapter
-        self.together = targets is not None
-        """Whether every rank saves and restores a part, and all measure together."""
-        if self.together and settings.step_log is not None:
+        self.shards = targets is not None
+        """Whether the model is sharded."""
+        if self.shards and settings.step_log is not None:
             raise ConfigError(
                 "step_log= is not supported for sharded models: leave it out, and save more often instead"
             )
-        if self.together:
+        if self.shards:
             refuse_options(settings.saver)
         self._targets, self._own = targets, own
         self.best = BestCheckpoints(
@@ -121,9 +121,17 @@ class TrainingSession:
         """A signal that asks for the end, where the framework does not handle it itself."""
         self.start_over()
 
+    @property
+    def together(self) -> bool:
+        """Whether every rank saves and restores a part, and all measure together; known when ``torch.distributed`` is initialized."""
+        return self.shards or world().size > 1
+
+    def _measures_together(self) -> bool:  # which pickle takes, as where a callback goes to other processes
+        return self.together
+
     def start_over(self) -> None:
         """Forget what was seen of a training."""
-        self.probe = LossProbe(self.adapter, together=self.together)
+        self.probe = LossProbe(self.adapter, together=self._measures_together, shards=self.shards)
         """Evaluates restored weights on kept batches."""
         self.path = PathBatches() if self.settings.saver.adopt else None
         """With ``adopt``: the batches since the last planned save, which decide about the next one."""
@@ -166,11 +174,16 @@ class TrainingSession:
             stores, config = self.settings.stores, self.settings.saver
             options = self.settings.storage_options
             self._saver = (
-                Saver(stores, config, storage_options=options)
-                if self._targets is None
-                else ShardedSaver(
-                    stores, config, targets=self._targets, own=self._own, storage_options=options
+                ShardedSaver(
+                    stores,
+                    config,
+                    targets=self._targets or _new_tensors,
+                    own=self._own,
+                    copied=None if self.shards else _is_copied,
+                    storage_options=options,
                 )
+                if self.together
+                else Saver(stores, config, storage_options=options)
             )
         return self._saver
 
@@ -178,7 +191,7 @@ class TrainingSession:
     def measures(self) -> bool:
         """Whether checkpoints are measured; of a sharded model the batches kept for that are others after a resume."""
         saver = self.settings.saver
-        return not self.together or (saver.scheme != "lossless" and not saver.adopt)
+        return not self.shards or (saver.scheme != "lossless" and not saver.adopt)
 
     @property
     def probe_steps(self) -> int:
@@ -207,7 +220,7 @@ class TrainingSession:
         Raises:
             ConfigError: ``frozen="reference"`` with a step log.
         """
-        if isinstance(self.saver, Saver):
+        if not self.shards:
             self.saver.refer_to(model, logged=self.settings.step_log is not None)
 
     def require_own_url(self, callbacks: Iterable[object]) -> None:
@@ -227,7 +240,7 @@ class TrainingSession:
             )
 
     def decide(self, action: Callable[[], T]) -> T:
-        """Run `action` on the first rank for all; with shards, on every rank, since it communicates.
+        """Run `action` on every rank, since it communicates; or on the first rank for all, where that one alone saves.
 
         Raises:
             Exception: what it raised, on every rank.
@@ -318,9 +331,10 @@ class TrainingSession:
         """
         restored = world().on_every(lambda: self.saver.restore(manifest))
         assert restored is not None
-        if not (self.together or world().is_first):  # which save no deltas to what they have read
-            self.saver.forget()
-        return restored.state.to_object()
+        state = restored.state.to_object()
+        if not self.shards and isinstance(state, dict):
+            state.pop(RANKS_KEY, None)
+        return state
 
     @property
     def lineage(self) -> str | None:
@@ -426,7 +440,7 @@ class TrainingSession:
             return TrainingState.capture(state, adapter.describe(state)), adapter.parts
 
         optimizers = adapter.optimizers
-        if not (self.together or self._dry.knows(optimizers)):
+        if not (self.shards or self._dry.knows(optimizers)):
             world().on_every(lambda: self._dry.check(capture, adapter.model, optimizers))
 
     def begin_log(self, model: Module, optimizers: Sequence[Any]) -> None:
@@ -480,7 +494,7 @@ class TrainingSession:
             remaining: as of `GradientCollector.update`.
         """
         saver, adapter = self.settings.saver, self.adapter
-        if not (self.together or saver.scheme == "lossless" or saver.adopt) and world().is_first:
+        if not (self.shards or saver.scheme == "lossless" or saver.adopt):
             self._gradients.update(adapter.model, adapter.optimizers, remaining, names=adapter.names())
 
     def serve(self) -> None:
@@ -597,7 +611,7 @@ class TrainingSession:
 
     def _end(self) -> None:
         """End training on every rank, as one of them was asked to."""
-        if self.together:
+        if self.shards:
             self.attend()
             self.warn_unsaved(self.adapter.step)
         self.termination.end(max(number or 0 for number in world().gather(self.termination.number)))
@@ -635,7 +649,7 @@ class TrainingSession:
             last: it is the last save, so it waits for a running one.
 
         Returns:
-            False where one is running and ``busy="skip"``; it then counts as skipped. Of a sharded model the ranks agree about that in
+            False where one is running and ``busy="skip"``; it then counts as skipped. Ranks that save together agree about that in
             `save`, before a tensor is moved.
         """
         return self.together or world().broadcast(world().is_first and self._has_room(last))
@@ -655,20 +669,17 @@ class TrainingSession:
             SaveFailedError, FencedError, CannotRepresentError: as `StateSaver.accept`.
             StateMismatchError: a rank has other values than were stored.
         """
-        if self.together:
-            return self._accepted(replace(request(), adoption=adoption))
         if adoption is not None:
             own = {"probe_batches": PROBE_BATCHES, "ranks": world().size}
             adoption = replace(adoption, settings={**adoption.settings, **own})
+        if self.together:
+            return self._accepted(replace(request(), adoption=adoption))
 
         def accepted() -> bool:
             asked = request()
             return self._accepted(replace(asked, wait=asked.wait and self.saver.busy, adoption=adoption))
 
-        is_accepted = world().on_first(accepted)
-        if adoption is not None and world().size > 1 and isinstance(self.saver, Saver):
-            share_adopted(Distributed(), self.saver.adopted, adoption.live)
-        return is_accepted
+        return world().on_first(accepted)
 
     def _accepted(self, request: SaveRequest) -> bool:
         if world().is_first:
@@ -711,7 +722,7 @@ class TrainingSession:
         """
         adapter = self.adapter
         found = self.trained.state(adapter.model, adapter.optimizers, adapter.weight_names(), lambda: state)
-        return {"trained": found["trained"]} if self.together else found
+        return {"trained": found["trained"]} if self.shards else found
 
     def _warn_apart(self) -> None:
         """Warn where parameters outside the model, which DDP leaves alone, are not the same on all ranks."""
@@ -758,10 +769,10 @@ class TrainingSession:
             self.hooks.left_out(adapter.wrapped, exact_log=log is not None and log.kind == "exact")
         )
         self.steps.starts()
-        if self.together:
+        if self.shards:
             return
         followed = adapter.followed()  # a collective with FSDP1
-        if world().is_first:
+        if self.together or world().is_first:
             self.saver.begin(followed, step=adapter.step, describe=adapter.describe(followed))
         else:  # only the first process saves deltas to the checkpoint that it has read
             self.saver.forget()
@@ -885,6 +896,15 @@ class TrainingSession:
         self._close_log()
         if self._saver is not None:
             self._saver.close()
+
+
+def _new_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
+
+
+def _is_copied(spec: TensorSpec) -> bool:
+    """Parameters and their optimizers' state; of buffers the first rank's count, whose data parallelism gives them to all."""
+    return spec.tag.parameter is not None and spec.tag.role not in (Role.BUFFER, Role.AVERAGE)
 
 
 def _outline(saver: Saver | ShardedSaver, manifest: Manifest, keys: Collection[str]) -> dict[str, Any]:

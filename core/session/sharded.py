@@ -114,10 +114,6 @@ class ShardedObjects(LoopObjects):
         """See `LoopObjects.settle`."""
         reshard(self.model)
 
-    def copied(self, spec: TensorSpec) -> bool:
-        """Whether a plain tensor of the state is the same on every rank."""
-        return False
-
     def own(self) -> dict[str, dict[str, Any]]:
         """What this rank has for itself: its generators, and the other objects' state."""
         return {

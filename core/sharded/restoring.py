@@ -18,9 +18,9 @@ from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.sharded.layout import layout_of, owners_of, tensors_of_rank
 from shrinkpoint.sharded.spreading import Shards, spread
 from shrinkpoint.state.blocks import whole_specs
-from shrinkpoint.state.own import merged_tree, own_name
+from shrinkpoint.state.own import merged_tree
 from shrinkpoint.state.training import TensorSpec, TrainingState
-from shrinkpoint.state.tree import JSON
+from shrinkpoint.state.tree import JSON, tensor_names
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
@@ -188,15 +188,14 @@ def rows_of(store: RunStore, plan: ReadPlan, wanted: AbstractSet[str], threads: 
 
 
 def _decode(store: RunStore, group: Distributed, plan: ReadPlan, threads: int, limit: int) -> Decoded:
-    # ranks/ of a checkpoint in parts alone: a single container's state may have an entry of that name
-    apart = (CARRIED, "ranks/") if plan.own else CARRIED
-    common = {name: spec for name, spec in plan.specs.items() if not name.startswith(apart)}
+    own = [_own_names(plan, rank) for rank in range(len(plan.own))]
+    apart = {name for names in own for name in names}
+    common = {n: spec for n, spec in plan.specs.items() if n not in apart and not n.startswith(CARRIED)}
     owners = _owners(common, group.size, limit)
     wanted = {name for name, (_, owner) in owners.items() if owner == group.rank}
     wanted |= plan.specs.keys() & {CARRIED + name for name in wanted}
-    if len(plan.own) > group.rank:
-        below = own_name(group.rank) + "/"
-        wanted |= {name for name in plan.specs if name.startswith(below)}
+    if len(own) > group.rank:
+        wanted |= own[group.rank]
 
     values: dict[str, torch.Tensor] = {}
     reference: dict[str, ReferenceState] = {}
@@ -205,6 +204,12 @@ def _decode(store: RunStore, group: Distributed, plan: ReadPlan, threads: int, l
         if entry.spec.name in wanted:
             values[entry.spec.name] = value
     return Decoded(plan, values, reference, owners)
+
+
+def _own_names(plan: ReadPlan, rank: int) -> set[str]:
+    """The tensors that a rank which has written the checkpoint had for itself."""
+    tree = plan.own[rank]
+    return plan.specs.keys() & tensor_names(tree) if tree is not None else set()
 
 
 def _owners(specs: Mapping[str, TensorSpec], world: int, limit: int) -> dict[str, tuple[TensorSpec, int]]:
@@ -281,8 +286,8 @@ def _own_tree(plan: ReadPlan, decoded: Decoded, group: Distributed) -> tuple[JSO
     own = plan.own[group.rank] if group.rank < len(plan.own) else None
     if isinstance(own, dict) and world != group.size:
         own = {group: values for group, values in own.items() if group == "rng"}
-    below = own_name(group.rank) + "/"
-    tensors = {name: value.clone() for name, value in decoded.values.items() if name.startswith(below)}
+    names = _own_names(plan, group.rank) if own is not None else set()
+    tensors = {name: value.clone() for name, value in decoded.values.items() if name in names}
     tree = merged_tree(tree, own)
     if isinstance(tree, dict):
         tree[RANKS_KEY] = {"stored": world, "here": group.size, "rank": group.rank}

@@ -69,7 +69,8 @@ class ShardedSaver(StateSaver):
         config: how to save.
         targets: gives the tensors that a restore fills, by name, for the specs of the stored ones.
         own: what each rank stores for itself, values by group and name.
-        copied: which plain tensors are the same on every rank, so that each stores some of them; of others the first rank's are stored.
+        copied: of copies of a model, which plain tensors are the same on every rank, so that each stores some of them; of others the
+            first rank's are stored. None: the model is sharded.
         storage_options: passed to fsspec.
         group: all ranks; None takes the default process group.
         block_elements: elements from which on a tensor is stored as several blocks of rows.
@@ -82,7 +83,7 @@ class ShardedSaver(StateSaver):
         *,
         targets: Targets,
         own: Callable[[], Mapping[str, Mapping[str, Any]]],
-        copied: Callable[[TensorSpec], bool] = lambda spec: False,
+        copied: Callable[[TensorSpec], bool] | None = None,
         storage_options: StorageOptions = None,
         group: Distributed | None = None,
         block_elements: int = BLOCK_ELEMENTS,
@@ -92,7 +93,8 @@ class ShardedSaver(StateSaver):
         """Bytes that this rank has sent to others for the last save."""
         self.failed = False
         """Whether the last save that all ranks have agreed about could not be stored."""
-        self._targets, self._own, self._copied = targets, own, copied
+        self._targets, self._own, self._is_of_copies = targets, own, copied is not None
+        self._copied = copied or (lambda spec: False)
         self._group = group or Distributed()
         self._limit = block_elements
         self._number = 0
@@ -120,7 +122,7 @@ class ShardedSaver(StateSaver):
             StoreError: the store cannot be reached or written.
         """
         group = self._group
-        group.on_every(lambda: refuse_options(self.config, copied=self._frozen is not None))
+        group.on_every(lambda: refuse_options(self.config, copied=self._is_of_copies))
         require_same(group, self.url, self.config)
         if group.rank == 0 and self._chain is None:
             self._chain = Chain(self.store, self.config)

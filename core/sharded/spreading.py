@@ -9,11 +9,11 @@ from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, Pieces
 from shrinkpoint.sharded.exchange import Buffers, ExchangePlan
-from shrinkpoint.sharded.layout import Layout, block_box, layout_of, owned_boxes, tensors_of_rank
+from shrinkpoint.sharded.layout import Layout, block_box, owned_boxes
 from shrinkpoint.state.digest import state_digest, tensor_digest
-from shrinkpoint.state.training import TensorSpec, TrainingState, plain
+from shrinkpoint.state.training import TensorSpec, TrainingState
 
-__all__ = ["Shards", "moved_to", "share_adopted", "spread"]
+__all__ = ["Shards", "moved_to", "spread"]
 
 Owners = Mapping[str, tuple[TensorSpec, int]]
 
@@ -160,37 +160,3 @@ def _total(pieces: Sequence[tuple[str, str]]) -> str:
 
 def _digest(piece: torch.Tensor) -> str:
     return tensor_digest(piece.detach().cpu().contiguous())
-
-
-def share_adopted(group: Distributed, names: Sequence[str], live: Callable[[], object]) -> None:
-    """Give every rank the values that the first one has taken over; a collective, after each planned save.
-
-    Args:
-        group: all ranks.
-        names: of the tensors, on the first rank; nothing where it has taken nothing over.
-        live: returns the state whose tensors are the training's own, alike on every rank.
-
-    Raises:
-        CannotRepresentError, StateMismatchError: the ranks do not train the same model with the same optimizers; or a rank does not
-            have the first one's values afterwards. On every rank.
-    """
-    wanted = group.broadcast(list(names))
-    if not wanted:
-        return
-
-    def find() -> TrainingState:
-        state = TrainingState.capture(live(), plain)
-        missing = [name for name in wanted if name not in state.tensors]
-        if missing:
-            raise StateMismatchError(
-                f"the first process has adopted {missing[0]!r}, which this one does not have: with adopt=True every process must"
-                " train the same model with the same optimizers"
-            )
-        return state
-
-    found = group.on_every(find)
-    tensors = {name: found.tensors[name] for name in wanted}
-    own, pieces = tensors_of_rank(tensors, {name: found.specs[name] for name in wanted}, lambda spec: True)
-    layout = layout_of(group.gather(own))
-    owners = {name: (spec, 0) for name, spec in layout.specs.items()}
-    spread(Shards(group, layout, pieces, owners), owners, tensors if group.is_first else {}, proved=True)

@@ -174,10 +174,10 @@ class ComposerAdapter(TrainingAdapter):
         """See the base class."""
         return [self.run]
 
-    def obstacle(self, *, together: bool) -> str | None:
+    def obstacle(self, *, shards: bool) -> str | None:
         """See the base class."""
         state = self.run
-        if state.fsdp_enabled is not together or state.precision not in _PRECISIONS:
+        if state.fsdp_enabled is not shards or state.precision not in _PRECISIONS:
             return "the model is sharded, or its precision is a library's"
         if len(state.optimizers) != 1 or getattr(state.optimizers[0], "_step_supports_amp_closure", False):
             return "there are several optimizers, or one that computes the loss itself"

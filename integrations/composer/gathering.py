@@ -31,10 +31,16 @@ class GatheringSession(TrainingSession):
 
     adapter: ComposerAdapter
 
+    @property
+    def together(self) -> bool:
+        """See the base class; what FSDP shards the first rank has alone."""
+        state = getattr(self.adapter, "run", None)  # none where no trainer has the callback yet
+        return (state is None or state.fsdp_config is None) and super().together
+
     def start_over(self) -> None:
         """See the base class."""
         super().start_over()
-        kept, self.probe = self.probe.kept, GatheringProbe(self.adapter)
+        kept, self.probe = self.probe.kept, GatheringProbe(self.adapter, together=self._measures_together)
         self.probe.kept = kept
 
     @property

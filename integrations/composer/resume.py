@@ -97,10 +97,10 @@ def continue_run(
         require_own_run(stored, live, state, url)
         require_same_optimizers(stored, state, url)
 
-    if run.together:
+    if run.shards:
         world().on_first(lambda: require_same_run(run.outline(OUTLINE, manifest)))
     stored = run.restore(manifest)
-    if not run.together:
+    if not run.shards:
         world().on_first(lambda: require_own_run(stored, live, state, url))
         run.warn_once(add_late(stored, state))
         world().on_first(lambda: require_same_optimizers(stored, state, url))

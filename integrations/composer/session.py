@@ -153,15 +153,14 @@ class Session:
 
     def trains(self, state: State) -> None:
         """The model is about to get a batch of training, or the part of one that fits into memory."""
-        if world().is_first or state.fsdp_enabled:
-            self.run.probe.kept.see_training(state.batch)
+        self.run.probe.kept.see_training(state.batch)
         self.run.steps.recent.see(state.batch, first=self._first_part)
         self._first_part = False
 
     def evaluates(self, state: State) -> None:
         """The model is about to get a batch of evaluation, or the part of one that fits into memory."""
         first = next((evaluator.label for evaluator in state.evaluators), None)
-        if state.dataloader_label == first and (world().is_first or state.fsdp_enabled):
+        if state.dataloader_label == first:
             self.run.probe.kept.see_validation(state.batch, int(state.eval_timestamp.batch))
 
     def evaluation_ends(self, state: State) -> None:

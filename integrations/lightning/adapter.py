@@ -179,10 +179,10 @@ class LightningAdapter(TrainingAdapter):
         """See the base class."""
         return around(self.trainer)
 
-    def obstacle(self, *, together: bool) -> str | None:
+    def obstacle(self, *, shards: bool) -> str | None:
         """See the base class."""
         trainer, module = self.trainer, self.module
-        known = (ModelParallelStrategy,) if together else (SingleDeviceStrategy, DDPStrategy)
+        known = (ModelParallelStrategy,) if shards else (SingleDeviceStrategy, DDPStrategy)
         if type(trainer.strategy) not in known:
             return f"the strategy is none of {', '.join(kind.__name__ for kind in known)}"
         if type(trainer.precision_plugin) not in _PRECISIONS:
@@ -240,7 +240,7 @@ def captured_logs(
 
     def all_gather(*args: Any, **kwargs: Any) -> None:
         raise ConfigError(
-            "the step calls all_gather, but quality is measured by the first process alone: gather in"
+            "the step calls all_gather, but each process measures by itself: gather in"
             " on_validation_epoch_end instead"
         )
 

@@ -14,10 +14,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import CannotRepresentError, ConfigError, NoCheckpointError
+from shrinkpoint.group.group import world
 from shrinkpoint.integrations.lightning.state import with_own_names
 from shrinkpoint.io.loading import load_state
 from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.saver import Saver
+from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.state.stateful import without_functions
 from shrinkpoint.state.tree import encode_tree
@@ -113,12 +115,21 @@ class RunCheckpointIO(CheckpointIO):
 
     @contextmanager
     def capturing(self) -> Iterator[Captured]:
-        """Inside this block, a checkpoint saved to `Captured.path` is kept there instead of being written to a file."""
-        self._captured = Captured()
+        """Inside this block, a checkpoint saved to `Captured.path` is kept there, on every rank, instead of being written to a file."""
+        self._captured = captured = Captured()
+        own, several = vars(self._strategy), world().size > 1
+
+        def keep(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+            captured.keep(checkpoint)
+
+        if several:  # of these Lightning gives it to the first one's plugin alone
+            own["save_checkpoint"] = keep
         try:
-            yield self._captured
+            yield captured
         finally:
             self._captured = None
+            if several:
+                del own["save_checkpoint"]
 
     @property
     def is_capturing(self) -> bool:
@@ -186,6 +197,7 @@ def load_checkpoint(address: Address, saver: Saver | ShardedSaver, *, adopt: boo
     if restored is None:
         raise NoCheckpointError(f"{address.url} contains no checkpoint: {saver.store.what_is_there()}")
     checkpoint: dict[str, Any] = restored.state.to_object()
+    checkpoint.pop(RANKS_KEY, None)
     return checkpoint
 
 

@@ -375,7 +375,7 @@ class Session:
         requeued = trainer.strategy.reduce_boolean_decision(self._requeue.received, all=False)
         ended = trainer.strategy.reduce_boolean_decision(self._interruption.received, all=False)
         try:
-            world().on_first(self.run.saver.flush)
+            self.run.decide(self.run.saver.flush)
         finally:
             if requeued:
                 self._requeue.end()
@@ -391,9 +391,9 @@ class Session:
                 checkpoint,
                 mid_accumulation=not self._stepped,
                 validation_pending=self._validation_pending,
-                sharded=self.run.together,
+                sharded=self.run.shards,
             )
-            if not self.run.together:
+            if not self.run.shards:
                 checkpoint[POSITION_KEY][_SCHEDULERS] = _scheduler_classes(trainer)
             stopping = trainer.early_stopping_callbacks
             if trainer.should_stop and any(c.stopped_epoch == trainer.current_epoch for c in stopping):

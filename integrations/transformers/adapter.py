@@ -155,7 +155,7 @@ class TransformersAdapter(TrainingAdapter):
         trainer = self.trainer
         return trainer, trainer.args, trainer.state, trainer.control, trainer.callback_handler.callbacks
 
-    def obstacle(self, *, together: bool) -> str | None:
+    def obstacle(self, *, shards: bool) -> str | None:
         """See the base class."""
         trainer = self.trainer
         if trainer.args.n_gpu > 1:

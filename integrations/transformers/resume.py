@@ -133,11 +133,11 @@ def choose(run: TrainingSession, trainer: Any, given: Any) -> Mapping[str, Any] 
         run.require_own_run()
         _warn_newer(run, given)
         return None
-    manifest = run.choose() if address is None else world().on_first(lambda: _at(run, address))
+    manifest = run.choose() if address is None else run.decide(lambda: _at(run, address))
     if manifest is None:
         run.require_own_run()
         return None
-    if run.together:
+    if run.shards:
         stored = world().on_first(lambda: _outline(run, manifest, trainer))
     else:
         stored = run.restore(manifest)

@@ -114,7 +114,7 @@ class Session:
             self._close()
 
     def _prepare(self, stored: Mapping[str, Any], folder: Path) -> str:
-        if not self.run.together:
+        if not self.run.shards:
             self._take(stored)
         return write_thin(stored, folder, complete=is_complete(stored, self._trainer.args))
 
@@ -161,7 +161,7 @@ class Session:
             load_model(stored["model"], self._trainer.model, self.run.settings.url)
 
     def _load_optimizer(self, stored: Mapping[str, Any]) -> None:
-        if self.run.together:  # the model is sharded now, and the optimizer exists
+        if self.run.shards:  # the model is sharded now, and the optimizer exists
             stored = self._restored(self.run.saved_step)
             self._take(stored)
             self._load_model(stored)
@@ -173,7 +173,7 @@ class Session:
         restored = world().on_every(lambda: self.run.saver.restore(step, adopt=adopt))
         assert restored is not None
         state = restored.state.to_object()
-        if self.run.together:
+        if self.run.shards:
             state["optimizers"] = self.adapter.found.reordered(state["optimizers"])
         return state
 
@@ -230,20 +230,16 @@ class Session:
         """Whether the last evaluation was the best so far, and of the present weights."""
         return self._ranks and self._best_step == self._trainer.state.global_step
 
-    @property
-    def _measures(self) -> bool:
-        return self.run.together or world().is_first
-
     def _sees(self, batch: Any, number: int) -> None:
         """A batch is about to be trained on."""
-        if self._measures and self._trainer is not None:
+        if self._trainer is not None:
             self.run.probe.kept.see_training(batch)
             accumulated = self._trainer.args.gradient_accumulation_steps
             self.run.steps.recent.see(batch, first=number % accumulated == 0)
 
     def _before_evaluating(self, original: Any) -> Any:
         def prediction_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._measures and self._trainer.is_in_train:
+            if self._trainer.is_in_train:
                 self.run.probe.kept.see_validation(inputs, self._evaluated_batches)
                 self._evaluated_batches += 1
             return original(model, inputs, *args, **kwargs)

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.group import Distributed, world
 from shrinkpoint.group.mailbox import Mailbox
-from shrinkpoint.sharded.spreading import share_adopted
+from shrinkpoint.sharded.layout import layout_of, tensors_of_rank
+from shrinkpoint.sharded.spreading import Shards, spread
+from shrinkpoint.state.training import TrainingState, plain
 
 
 def fails(error: Exception) -> Any:
@@ -41,7 +43,12 @@ def given_to_all(rank: int) -> list[list[float]]:
         torch.empty(0),
     ]
     places = [tensor.data_ptr() for tensor in tensors]
-    share_adopted(Distributed(), [str(number) for number in range(len(tensors))], lambda: tensors)
+    state = TrainingState.capture(tensors, plain)
+    own, pieces = tensors_of_rank(state.tensors, state.specs, lambda spec: True)
+    layout = layout_of(Distributed().gather(own))
+    owners = {name: (spec, 0) for name, spec in layout.specs.items()}
+    shards = Shards(Distributed(), layout, pieces, owners)
+    spread(shards, owners, {} if rank else state.tensors, proved=True)
     assert places == [tensor.data_ptr() for tensor in tensors]
     return [tensor.detach().reshape(-1).tolist() for tensor in tensors]
 
