@@ -129,7 +129,7 @@ class RunCheckpointIO(CheckpointIO):
         finally:
             self._captured = None
             if several:
-                del own["save_checkpoint"]
+                own.pop("save_checkpoint", None)  # `capturing_shards` has a replacement of its own
 
     @property
     def is_capturing(self) -> bool:
