@@ -78,7 +78,7 @@ class Checkpointer:
         100
 
     Args:
-        url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several
+        url: the run's prefix: a folder, ``s3://bucket/prefix``, or any writable fsspec file system; or a list of several
             stores, or `Stores` with options (docs/stores.md).
         model: the module. Of a DDP training every process makes a Checkpointer, and gives it the DDP wrapper: each stores a share of
             the state. Of other wrappers give the inner one.
@@ -100,21 +100,21 @@ class Checkpointer:
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
         resume: continue from the newest sound checkpoint if there is one (``auto``), never (a new training starts in
             the same run, whose checkpoints are kept), or refuse to start without one (``must``).
-        monitor: the metric by which `save_top_k` ranks; give its value as ``metrics=`` of `step` or `save`.
+        monitor: the metric for `save_top_k` and ``<url>#best``; give its value as ``step(..., metrics=...)``.
         mode: whether the best metric is the least or the greatest.
         save_top_k: how many of the best to keep, in addition to the newest. 0 ranks none, -1 keeps every checkpoint.
-        keep_last: how many of the newest to keep. None: all, or 3 where `monitor` says what else is kept.
+        keep_last: how many of the newest to keep. None keeps all. With `monitor` (unless `save_top_k` is 0 or -1) or `keep_every`, it is 3.
         scheme: how states are coded: ``"auto"``, our own; ``"lossless"``, bit by bit; a published scheme by its name, or its options,
             such as ``ExcpOptions(alpha=1e-4)`` (`shrinkpoint.schemes.catalogue`).
         max_degradation: how much ten restores together may raise the held-out loss, relative.
-        adopt: the number of planned saves of the whole run: at each, training goes on from exactly what a reader of it restores, so
-            that a resumed run is the undisturbed one bit for bit (docs/resuming.md).
-        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several stores
-            for all but folders, or a list of as many.
+        adopt: the number of planned saves of the whole run: at each, training goes on from exactly the rounded values that it
+            holds, so that a resumed run is the undisturbed one bit for bit (docs/resuming.md).
+        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused. With several stores:
+            one dict for all that are not folders, or a list with one entry per store.
         advanced: further options, as `Advanced` has them.
-        step_log: ``"exact"`` logs the inputs of every `optimizer.step()` between two checkpoints, and `resume` replays these
-            steps bit for bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per
-            element, for `load_weights`. A `StepLog` sets options, such as the log's folder. Mostly not worth its bytes: docs/resuming.md.
+        step_log: ``StepLog(url=...)`` logs the inputs of every `optimizer.step()` between two checkpoints, and `resume` replays
+            these steps bit for bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per
+            element, for `load_weights`. Mostly not worth its bytes: docs/resuming.md.
         stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``. Averages of the weights among them, such
             as ``torch.optim.swa_utils.AveragedModel``, are coded like weights.
 

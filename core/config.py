@@ -92,26 +92,28 @@ class Advanced:
     """Whether settings are refused that would disturb training more than its own movement, whatever the measured loss is. Set it to
     False to use a published scheme as its paper does."""
     key_every: int = 8
-    """Every so many checkpoints one builds on the one as many before, and every four times as many one is readable alone. A restore
-    reads `key_every` + 3 checkpoints at most. Lower it for faster restores of larger checkpoints; 1 makes each readable alone."""
+    """With 8, every 8th checkpoint builds on the 8th before it, and every 32nd is readable alone. A restore reads `key_every` + 3 checkpoints
+    at most. Lower it for faster restores of larger checkpoints; 1 makes each readable alone."""
     busy: Literal["skip", "wait"] = "skip"
     """What happens to a save that is due while another is being written. Set ``"wait"`` where no checkpoint may be missing. With
     `adopt`, planned saves always wait."""
     keep_every: int | None = None
-    """Keep the first checkpoint of every interval of this many training steps, too. Set it to go back far in a run."""
+    """Keep the first checkpoint of every interval of this many training steps, too. Set it to go back far in a run. `keep_last` is then
+    3, unless it is given."""
     keep_optimizer: int | None = None
     """Number of newest checkpoints that keep the optimizer's state; older ones are reduced to weights. None: all keep it. 0: it is never
     stored, and a resume starts with a fresh optimizer."""
     frozen: Literal["reference", "store"] | None = None
     """What checkpoints hold of tensors that are not trained: a name and a digest, which a resume compares with the model that the script
     has built (``reference``), or the values (``store``). None: ``reference`` for the base of a model that PEFT has wrapped, else
-    ``store``. Set ``reference`` for other adapters (docs/resuming.md)."""
+    ``store``. Set ``reference`` for other adapters (docs/adapters.md)."""
     signals: Sequence[str] = ()
     """Names of signals that mean the same as a SIGTERM, such as ``["SIGUSR2"]``. Set it where the cluster warns by another signal. Earlier
     handlers are called after the save, and forked workers ignore them."""
     deadline_s: float | None = None
-    """Seconds that a save at a signal may take. Set it to the time between the cluster's warning and the end. What would take longer is
-    saved with the settings of planned saves, or the weights alone, with a warning."""
+    """Seconds that a save at a signal may take. Set it to the time between the cluster's warning and the end, less what comes first: the
+    rest of the step, its evaluation, and a save under way. What would take longer is saved with the settings of planned saves, or the
+    weights alone, with a warning."""
     threads: int | None = None
     """Threads that encode and decode; None takes half of the processors. Lower it where the training needs them."""
     scratch_folder: str | os.PathLike[str] | None = None

@@ -14,9 +14,9 @@ _HEAD = """# Options
 
 <!-- written by docs/options.py from the docstrings -->
 
-Most trainings need `url` and a schedule. Names and defaults are the same in all callbacks and in `Checkpointer`. Further
+Most trainings need `url` and a schedule. Except for the schedule, names and defaults are the same everywhere. Further
 options stand in `Advanced`, `Stores`, `StepLog` and the [options of a scheme](reference/config.md). In YAML each is a mapping of its
-fields; a scheme's has its `name` too.
+fields; a scheme's has its `name` too. Words: [glossary](architecture.md#glossary).
 
 ```python
 from shrinkpoint import Advanced, Stores
@@ -34,6 +34,12 @@ url: {urls: [/mnt/a/run-7, /mnt/b/run-7, /mnt/c/run-7], parity: 1}
 scheme: {name: excp, alpha: 1.0e-4}
 advanced: {busy: wait, guards: false}
 ```
+
+- **Schedules** exclude each other: give one. Without one Lightning and Composer save after each epoch, the Trainer as its
+  `save_strategy` says, and `Checkpointer` on `save` only.
+- **Metrics** for `monitor` have the names that are logged. Composer's are `metrics/eval/LanguagePerplexity`, `loss/train/total`, or an eval
+  metric's bare name. With Hugging Face `eval_` may be left out. `Checkpointer` gets them as `step(..., metrics={"val_loss": loss})`.
+- **`Checkpointer`** takes further objects by name (`scheduler=scheduler`), and goes back with `resume(step=3000)`.
 """
 _WAYS = {
     "Lightning": ("callbacks/lightning.py", "CompressedCheckpoint"),
@@ -81,7 +87,8 @@ def _fields(node: ast.ClassDef) -> list[tuple[str, str, str]]:
 
 
 def _line(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip().replace("``", "`").replace("|", "\\|")
+    linked = re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", text)
+    return re.sub(r"\s+", " ", linked).strip().replace("``", "`").replace("|", "\\|")
 
 
 def page() -> str:

@@ -38,7 +38,8 @@ class StepLog:
     kind: Kind = "exact"
     """``exact``: the inputs of each `optimizer.step()`, bit for bit. ``small``: the weights, in under one bit per element."""
     url: str | None = None
-    """The folder of the log, near the training, such as ``/dev/shm/steps``. None puts a ``small`` log into the run itself."""
+    """The folder of the log, near the training, such as ``/dev/shm/steps``, which is memory. ``exact`` needs it. None puts a ``small`` log
+    into the run itself."""
     after_step: Callable[[], object] | None = None
     """``exact``, of `Checkpointer`: what the training does to large tensors after each step and before it calls `step`, such as
     ``lambda: ema.update_parameters(model)``. Called when steps are replayed, and only then."""

@@ -32,7 +32,7 @@ class Stores:
     urls: "Sequence[str | os.PathLike[str]] | str | os.PathLike[str]"  # in this order: jsonargparse makes text of a list for a path
     """The folder or URL of the run, or a list of several that hold it together."""
     parity: int | None = None
-    """How many of several stores may be lost for good: 0, 1 or 2. None takes what the run began with, or 1. Set it at a run's first save."""
+    """How many of several stores may be lost for good: 0, 1 or 2. None takes what the run began with, or 1. It cannot change after the first save."""
     near: str | os.PathLike[str] | None = None
     """A folder on this node, such as ``/local/nvme/run-7``, for copies of the newest checkpoints. Set it where restarts read slowly
     from `urls`. A copy is made after the checkpoint is stored at `urls`, and read where its digest is right; no save fails of it."""
