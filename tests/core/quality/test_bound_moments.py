@@ -125,8 +125,8 @@ def test_moments_of_gradients_that_have_become_small_are_kept(tmp_path, measured
 class Rotated(torch.optim.Optimizer):
     """Adam in the basis of the gradients' eigenvectors, as SOAP is: its first moment is kept in the weights' own basis."""
 
-    def __init__(self, params, lr=3e-3):
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-10})
+    def __init__(self, params, lr=3e-4):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-12})
 
     @torch.no_grad()
     def step(self, closure=None):
