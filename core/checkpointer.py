@@ -87,16 +87,14 @@ class Checkpointer:
             Ctrl-C or SIGTERM, which takes effect at the next `step`. A second signal ends the process at once. None saves on `save`
             only.
         evaluate: the held-out loss of `model` with its current weights: one number, or better one for each batch (a
-            sequence, or a tensor of one dimension), always of the same batches in the same order; the standard error is
-            estimated from the batches' spread. It enables the search for the smallest configuration, and makes
-            `max_degradation` a measured bound. Called with other weights in place, in eval mode, without gradients. It
-            may measure an average of the weights instead (EMA, SWA) that is among the objects with a state. Of a sharded model,
-            or a DDP wrapper, it is called on all ranks at the same time, each with batches of its own (docs/sharded.md).
-        train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, ..., `probe_steps` - 1
-            (19; take them in turn if they are fewer), as training computes it (under autocast, if it does), unscaled.
-            With `evaluate`, `max_degradation` is measured after some steps from a restore, which are made and undone
-            between two of the training's own. Called in train mode; it must not read from the training's iterators. Of a sharded
-            model it is called on all ranks at the same time, each with batches of its own.
+            sequence, or a tensor of one dimension), always of the same batches in the same order. It makes `max_degradation` a
+            measured bound; without it the mildest settings are taken. Called in eval mode, without gradients. It may measure an
+            average of the weights (EMA, SWA) that is among the objects with a state. Of a sharded model, or a DDP wrapper, it is called
+            on all ranks at the same time, each with batches of its own (docs/sharded.md).
+        train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, ..., `probe_steps` - 1 (19; take
+            them in turn if they are fewer), as training computes it, unscaled. With `evaluate`, `max_degradation` is then measured some steps after a
+            restore. These steps are made and undone between two of the training's own. Called in train mode; it must not read
+            from the training's iterators. Of a sharded model it is called on all ranks at the same time.
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
         resume: continue from the newest sound checkpoint if there is one (``auto``), never (a new training starts in
             the same run, whose checkpoints are kept), or refuse to start without one (``must``).

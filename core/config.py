@@ -84,7 +84,7 @@ class Advanced:
     """Number of restores that `max_degradation` is shared among, spread evenly over the run. Set it where crashes are much more
     frequent, or rarer; 1 lets a single restore use all of it."""
     probe_steps: int = 20
-    """Training steps that are tried from a restored state to measure what a restore costs. Set it to 0 where the training step has
+    """Training steps that are tried from a restored state to measure its cost. Set it to 0 where the training step has
     effects outside of the model."""
     search_overhead: float = 0.01
     """Share of the training time for measurements beyond the three evaluations of every save. Raise it for smaller checkpoints."""
@@ -108,8 +108,7 @@ class Advanced:
     has built (``reference``), or the values (``store``). None: ``reference`` for the base of a model that PEFT has wrapped, else
     ``store``. Set ``reference`` for other adapters (docs/adapters.md)."""
     signals: Sequence[str] = ()
-    """Names of signals that mean the same as a SIGTERM, such as ``["SIGUSR2"]``. Set it where the cluster warns by another signal. Earlier
-    handlers are called after the save, and forked workers ignore them."""
+    """Names of signals that mean the same as a SIGTERM, such as ``["SIGUSR2"]``. Set it where the cluster warns by another signal."""
     deadline_s: float | None = None
     """Seconds that a save at a signal may take. Set it to the time between the cluster's warning and the end, less what comes first: the
     rest of the step, its evaluation, and a save under way. What would take longer is saved with the settings of planned saves, or the
@@ -117,8 +116,8 @@ class Advanced:
     threads: int | None = None
     """Threads that encode and decode; None takes half of the processors. Lower it where the training needs them."""
     scratch_folder: str | os.PathLike[str] | None = None
-    """A folder on a local disk, with room for three times the training's state, for what a save does not need in memory at the moment. Set
-    it where host memory is short: a save then takes little more than its snapshot (docs/troubleshooting.md)."""
+    """A folder on a local disk, with room for three times the training's state. Set it where host memory is short: a save then takes
+    little more than its snapshot (docs/troubleshooting.md)."""
     grace_s: float = 24 * 3600.0
     """Seconds for which removed checkpoints' data is kept for readers and writers that are under way. Lower it where space is short."""
     commit_timeout_s: int = 300

@@ -16,7 +16,7 @@ _HEAD = """# Options
 
 Most trainings need `url` and a schedule. Except for the schedule, names and defaults are the same everywhere. Further
 options stand in `Advanced`, `Stores`, `StepLog` and the [options of a scheme](reference/config.md). In YAML each is a mapping of its
-fields; a scheme's has its `name` too. Words: [glossary](architecture.md#glossary).
+fields; a scheme's has its `name` too.
 
 ```python
 from shrinkpoint import Advanced, Stores
@@ -25,14 +25,14 @@ from shrinkpoint.schemes.catalogue import ExcpOptions
 CompressedCheckpoint(
     Stores(["/mnt/a/run-7", "/mnt/b/run-7", "/mnt/c/run-7"], parity=1),
     scheme=ExcpOptions(alpha=1e-4),
-    advanced=Advanced(busy="wait", guards=False),
+    advanced=Advanced(busy="wait"),
 )
 ```
 
 ```yaml
 url: {urls: [/mnt/a/run-7, /mnt/b/run-7, /mnt/c/run-7], parity: 1}
 scheme: {name: excp, alpha: 1.0e-4}
-advanced: {busy: wait, guards: false}
+advanced: {busy: wait}
 ```
 
 - **Schedules** exclude each other: give one. Without one Lightning and Composer save after each epoch, the Trainer as its

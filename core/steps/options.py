@@ -44,19 +44,18 @@ class StepLog:
     """``exact``, of `Checkpointer`: what the training does to large tensors after each step and before it calls `step`, such as
     ``lambda: ema.update_parameters(model)``. Called when steps are replayed, and only then."""
     segment_steps: int | None = None
-    """Steps (with ``small``, records) that are written together; at most this many are lost in a crash, or twice as many
-    where writing them takes longer than a step. None takes as many as make 256 MiB before they are coded, but from 2 to 8."""
+    """Steps (with ``small``, records) that are written together; at most twice as many are lost in a crash. None takes from 2 to 8, up to
+    256 MiB."""
     keep: int = 2
     """Intervals between checkpoints whose steps are kept."""
     every: int = 1
     """``small``: steps between two records."""
     overhead: float | None = 0.02
     """``small``: the share of the training's time that the log may take; `every` is raised until it is met. ``exact``: the share
-    that the training may wait for the writer, after the first second; then no steps are logged until the next checkpoint. None:
-    training waits for the log as long as it takes."""
+    that the training may wait for the writer; then no steps are logged until the next checkpoint. None: training waits."""
     quantization_step: float = 6.5
     """``small``: in root mean squares of one step's update, by tensor. Every logged weight is within half of it, unless it
-    moves by more than 127 of them from one record to the next."""
+    moves by more than 127 of them."""
     storage_options: Mapping[str, Any] | None = None
     """For fsspec, where the log is not on a local file system."""
 
