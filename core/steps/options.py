@@ -44,8 +44,8 @@ class StepLog:
     """``exact``, of `Checkpointer`: what the training does to large tensors after each step and before it calls `step`, such as
     ``lambda: ema.update_parameters(model)``. Called when steps are replayed, and only then."""
     segment_steps: int | None = None
-    """Steps (with ``small``, records) that are written together; at most twice as many are lost in a crash. None takes from 2 to 8, up to
-    256 MiB."""
+    """Steps (with ``small``, records) that are written together; at most twice as many are lost in a crash. None takes 256 MiB, but from 2 to
+    8 of them."""
     keep: int = 2
     """Intervals between checkpoints whose steps are kept."""
     every: int = 1
