@@ -167,27 +167,27 @@ class CompressedCheckpoint(Callback):
         self._session.fetches(state)
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """A batch that is trained on has been fetched."""
+        """Note that a batch that is trained on has been fetched."""
         self._session.batch_starts(state)
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        """A batch goes into the model."""
+        """Note that a batch goes into the model."""
         self._session.trains(state)
 
     def eval_before_forward(self, state: State, logger: Logger) -> None:
-        """A held-out batch goes into the model."""
+        """Note that a held-out batch goes into the model."""
         self._session.evaluates(state)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """An evaluation is over."""
+        """Note that an evaluation is over."""
         self._session.evaluation_ends(state)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """A step has been made."""
+        """Note that a step has been made."""
         self._session.batch_ends(state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """The data of an epoch is over."""
+        """Note that the data of an epoch is over."""
         self._session.epoch_ends(state)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:

@@ -177,11 +177,11 @@ class CompressedCheckpoint(Checkpoint):
         self._session.setup(trainer, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The model stands; nothing has been drawn yet."""
+        """Note that the model stands; nothing has been drawn yet."""
         self._session.fit_starts(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The iterators exist."""
+        """Note that the iterators exist."""
         self._session.train_starts(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -191,7 +191,7 @@ class CompressedCheckpoint(Checkpoint):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """A batch goes past."""
+        """Note that a batch goes past."""
         self._session.batch_starts(trainer, batch, batch_idx)
 
     def on_validation_batch_start(
@@ -202,13 +202,13 @@ class CompressedCheckpoint(Checkpoint):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """A held-out batch goes past."""
+        """Note that a held-out batch goes past."""
         self._session.validates(batch, batch_idx, dataloader_idx)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """The gradients are complete."""
+        """Note that the gradients are complete."""
         self._session.before_step(trainer)
 
     def on_train_batch_end(

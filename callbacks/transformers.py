@@ -135,7 +135,7 @@ class CompressedCheckpoint(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The gradients are complete."""
+        """Note that the gradients are complete."""
         self._shrinkpoint_session.before_step(state)
 
     def on_step_end(
@@ -147,13 +147,13 @@ class CompressedCheckpoint(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """An epoch's batches have been trained on."""
+        """Note that an epoch's batches have been trained on."""
         self._shrinkpoint_session.epoch_ends(control)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """An evaluation is over."""
+        """Note that an evaluation is over."""
         self._shrinkpoint_session.evaluation_ends()
 
     def on_train_end(

@@ -439,7 +439,7 @@ class Checkpointer:
         return self.saver.flush(timeout_s)
 
     def reports(self) -> list[SaveReport]:
-        """Every save that this process committed, oldest first."""
+        """Return every save that this process committed, oldest first."""
         return self.saver.reports()
 
     def close(self) -> None:
@@ -536,7 +536,7 @@ class Checkpointer:
         )
 
     def _save_and_end(self, number: int, *, planned: bool) -> None:
-        """A planned save is made as such where the training adopts: the undisturbed run would go on from it."""
+        """Make a planned save as such where the training adopts: the undisturbed run would go on from it."""
         step = self._last_step
         assert step is not None
         try:

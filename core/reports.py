@@ -171,5 +171,5 @@ class SaveReport:
 
 
 def finite_or_none(value: JSON) -> JSON:
-    """The value, or None for a float that JSON has no number for."""
+    """Return the value, or None for a float that JSON has no number for."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

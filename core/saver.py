@@ -327,7 +327,7 @@ class Saver(StateSaver):
         return accepted
 
     def _is_free(self, wait: bool) -> bool:
-        """Whether the next save can begin: the one before has ended, or was waited for."""
+        """Return whether the next save can begin: the one before has ended, or was waited for."""
         if self.busy:
             self.poll()
             if self.config.busy == "skip" and not wait and not self.config.adopt:
@@ -447,7 +447,7 @@ class Saver(StateSaver):
         self._desk.close(why)
 
     def reports(self) -> list[SaveReport]:
-        """Every save that this process committed, oldest first."""
+        """Return every save that this process committed, oldest first."""
         return list(self._background.reports)
 
     def _raise_if_fatal(self) -> None:
@@ -464,7 +464,7 @@ class Saver(StateSaver):
 
     @in_turn
     def newest(self) -> Manifest | None:
-        """The newest checkpoint whose whole chain is sound; None in an empty run.
+        """Return the newest checkpoint whose whole chain is sound; None in an empty run.
 
         Damaged checkpoints are skipped with a warning that says what and why.
 

@@ -104,7 +104,7 @@ _asked_for: ContextVar[_Place | None] = ContextVar("_asked_for", default=None)
 
 
 def naming_this_line(job: Callable[[], None]) -> Callable[[], None]:
-    """The job, whose warnings in a thread of the package name the user's line that leads here."""
+    """Return the job, whose warnings in a thread of the package name the user's line that leads here."""
     place = _place_of(sys._getframe(1))
 
     def run() -> None:

@@ -145,13 +145,13 @@ def _taken(stored: int, raw: int | None) -> str:
 
 
 def _raw_bytes(checkpoints: Sequence[Mapping[str, Any]]) -> int | None:
-    """What checkpoints would take uncompressed; None where that is not known of all."""
+    """Return what checkpoints would take uncompressed; None where that is not known of all."""
     sizes = [checkpoint["raw_bytes"] for checkpoint in checkpoints]
     return None if None in sizes else sum(sizes)
 
 
 def _list_runs(url: str, names: Sequence[str], options: Options, *, as_json: bool) -> None:
-    """The runs of a folder, the one that was written last first."""
+    """List the runs of a folder, the one that was written last first."""
     runs: list[dict[str, Any]] = []
     for name in names:
         run = open_run(f"{url.rstrip('/')}/{name}", options)

@@ -40,14 +40,14 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that prints names unchanged: brackets in them are not markup."""
+    """Return a console that prints names unchanged: brackets in them are not markup."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _PIPE_WIDTH
     return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
@@ -59,7 +59,7 @@ def print_table(
     optional: Sequence[str] = (),
     crop: str | None = None,
 ) -> None:
-    """A table; where `optional` or `crop` is given, each row is one line.
+    """Print a table; where `optional` or `crop` is given, each row is one line.
 
     Args:
         columns: their titles.
@@ -111,7 +111,7 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def bytes_text(size: float) -> str:
-    """A size in decimal units, three digits."""
+    """Return a size in decimal units, three digits."""
     for unit in _UNITS:
         if size < 999.5 or unit == _UNITS[-1]:
             break
@@ -120,19 +120,19 @@ def bytes_text(size: float) -> str:
 
 
 def ratio_text(ratio: float | None) -> str:
-    """A ratio of sizes, or a dash."""
+    """Return a ratio of sizes, or a dash."""
     return "-" if ratio is None else f"{ratio:.1f}x"
 
 
 def interval_text(mean: object, high: object) -> str:
-    """A relative rise with its upper end in brackets, in percent; or a dash."""
+    """Return a relative rise with its upper end in brackets, in percent; or a dash."""
     if not isinstance(mean, (int, float)):
         return "-"
     return f"{mean:+.2%}" + (f" (<{high:.2%})" if isinstance(high, (int, float)) and high != mean else "")
 
 
 def _cost_text(noted: Mapping[str, Any]) -> str:
-    """The measured degradation, and its upper end with what lost steps cost."""
+    """Return the measured degradation, and its upper end with what lost steps cost."""
     high, delay = noted["degradation_high"], noted.get("cost_delay")
     return interval_text(noted["degradation"], high if high is None or delay is None else high + delay)
 
@@ -144,12 +144,12 @@ def in_all_text(noted: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things, in the singular where it is one."""
+    """Return a number of things, in the singular where it is one."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def degradation_text(noted: Mapping[str, Any]) -> str:
-    """The measured degradation of a checkpoint's restore, or why it is not known."""
+    """Return the measured degradation of a checkpoint's restore, or why it is not known."""
     known = noted["measured"]
     if noted.get("not_finite"):
         return "-"  # nothing more can be lost
@@ -177,7 +177,7 @@ def adopted_text(noted: Mapping[str, Any]) -> str | None:
 
 
 def exact_texts(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How much of a lossy checkpoint's bytes is exact, and why; small parts are left out."""
+    """Return how much of a lossy checkpoint's bytes is exact, and why; small parts are left out."""
     return [
         f"all exact: {part['reason']}"
         if part["role"] == "all"
@@ -188,14 +188,14 @@ def exact_texts(parts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def number(value: object) -> str:
-    """A number in short, or a dash."""
+    """Return a number in short, or a dash."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return "-" if value is None else str(value)
 
 
 def age(wall_time: float) -> str:
-    """The time since then; the writer's clock may be ahead of this one."""
+    """Return the time since then; the writer's clock may be ahead of this one."""
     seconds = max(0.0, time.time() - wall_time)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:

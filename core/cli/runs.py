@@ -86,7 +86,7 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only prin
 
 
 def addressed(url: str, step: int | None, seq: int | None) -> Address:
-    """The run, and which of its checkpoints ``URL#step=N`` or the options name.
+    """Return the run, and which of its checkpoints ``URL#step=N`` or the options name.
 
     Raises:
         ConfigError: several of these name one.
@@ -100,7 +100,7 @@ def addressed(url: str, step: int | None, seq: int | None) -> Address:
 
 
 def parse_storage_options(url: str, text: str | None, pairs: Sequence[str] | None) -> Any:
-    """The options of ``--storage-options`` and ``-o`` for `url`; the latter take precedence.
+    """Return the options of ``--storage-options`` and ``-o`` for `url`; the latter take precedence.
 
     Options from the environment apply to remote stores only; a local folder has none.
 
@@ -281,7 +281,7 @@ def find_damage(store: RunStore, manifest: Manifest, sizes: Mapping[str, int]) -
 
 
 def _exact(noted: object, size: int) -> list[dict[str, Any]]:
-    """The tensors that a lossy scheme has stored exactly, with the reasons' messages."""
+    """Return the tensors that a lossy scheme has stored exactly, with the reasons' messages."""
     parts = []
     for part in noted if isinstance(noted, list) else ():
         if (

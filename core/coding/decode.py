@@ -60,7 +60,7 @@ def required(wanted: Collection[str], stored: Iterable[Record]) -> set[str]:
 
 
 def stands_alone(stored: EncodedTensor | Record) -> bool:
-    """Whether a tensor's own bytes are all that its size rests on."""
+    """Return whether a tensor's own bytes are all that its size rests on."""
     return not stored.uses_reference and stored.codec not in _FOLLOW
 
 
@@ -89,7 +89,7 @@ def check_sizes(header: Header, names: Iterable[str]) -> None:
 def decode_planes(
     entries: Iterable[Entry], reference: Mapping[str, ReferenceState], threads: int
 ) -> dict[str, ReferenceState]:
-    """What a reader holds after a checkpoint in the middle of a chain.
+    """Return what a reader holds after a checkpoint in the middle of a chain.
 
     Args:
         entries: its tensors, or those that are `required`.
@@ -143,7 +143,7 @@ def decode_values(
 
 
 def _after(entry: Entry, reference: Mapping[str, ReferenceState]) -> ReferenceState:
-    """What a reader holds of a tensor, given what it had of the checkpoint before."""
+    """Return what a reader holds of a tensor, given what it had of the checkpoint before."""
     spec, stored = entry.spec, entry.encoded
     context = for_codec(Context(matching(reference.get(spec.name), spec)), stored.codec, spec)
     if stored.uses_reference and context.reference is None:

@@ -40,7 +40,7 @@ def matching(reference: ReferenceState | None, spec: TensorSpec) -> ReferenceSta
 
 
 def keeps_bases_exact(codec: str) -> bool:
-    """Whether the codec with this id stores a tensor exactly where it uses no reference."""
+    """Return whether the codec with this id stores a tensor exactly where it uses no reference."""
     found = codec_class(codec)
     return found is not None and issubclass(found, ClosedLoopCodec)
 

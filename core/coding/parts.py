@@ -30,7 +30,7 @@ class PartsHeader(Header):
 
 
 def merged_headers(head: Head, headers: Mapping[int, Header]) -> Header:
-    """One header of a checkpoint's parts, or of some of them, of which it then has the tensors alone.
+    """Return one header of a checkpoint's parts, or of some of them, of which it then has the tensors alone.
 
     Args:
         head: of the checkpoint.

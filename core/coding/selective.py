@@ -130,7 +130,7 @@ class Source:
             self._whole = None
 
     def _read_spans(self, names: Iterable[str]) -> list[tuple[int, bytes]]:
-        """The ranges of some tensors, neighbours together: where each begins, and its bytes."""
+        """Return the ranges of some tensors, neighbours together: where each begins, and its bytes."""
         spans: list[list[int]] = []
         for start, end in sorted(self._reader.span(name) for name in names):
             gap = start - spans[-1][1] if spans else 0
@@ -187,7 +187,7 @@ AnySource: TypeAlias = Source | PartsSource
 
 
 def in_memory(container: bytes) -> Callable[[], Source]:
-    """What opens a container that is in memory."""
+    """Return what opens a container that is in memory."""
     return lambda: Source(len(container), lambda: container)
 
 
@@ -383,7 +383,7 @@ def decode_batches(
 
 
 def _ahead(reads: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """The results in order; while one is used, the next one is read."""
+    """Yield the results in order; while one is used, the next one is read."""
     with ThreadPoolExecutor(1, thread_name_prefix="shrinkpoint-ahead") as pool:
         coming: Future[T] | None = None
         for read in reads:
@@ -425,7 +425,7 @@ def _stored(wanted: set[str], header: Header) -> set[str]:
 def _plan(
     chain: Sequence[Callable[[], AnySource]], newest: AnySource, wanted: Collection[str]
 ) -> list[tuple[AnySource, set[str]]]:
-    """What is needed of each container, oldest first."""
+    """Return what is needed of each container, oldest first."""
     steps = [(newest, required(wanted, newest.header.tensors.values()))]
     check_sizes(newest.header, steps[0][1])
     for open_source in reversed(chain[:-1]):

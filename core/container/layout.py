@@ -205,7 +205,7 @@ class Prefix:
 
 
 def pack_prefix(plain_header: int, stored_header: bytes, index: bytes, sections: int) -> bytes:
-    """The first bytes of a file with these parts; `plain_header` and `sections` are sizes in bytes."""
+    """Return the first bytes of a file with these parts; `plain_header` and `sections` are sizes in bytes."""
     size = PREFIX.size + len(stored_header) + len(index) + sections
     unsealed = PREFIX.pack(
         MAGIC, FORMAT_VERSION, 0, len(stored_header), plain_header, len(index), size, bytes(16)
@@ -273,12 +273,12 @@ def dump_json(value: JSON) -> bytes:
 
 
 def count_values(data: bytes) -> int:
-    """An upper bound of the number of values in JSON, without parsing it."""
+    """Return an upper bound of the number of values in JSON, without parsing it."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 def load_json(data: bytes) -> JSON:
-    """The inverse of `dump_json`, for data from anywhere.
+    """Return the inverse of `dump_json`, for data from anywhere.
 
     Raises:
         FormatError: not JSON, nested too deeply, too many values, a number out of range, or one key twice in an
@@ -301,7 +301,7 @@ def load_json(data: bytes) -> JSON:
 
 
 def decompress_header(stored: bytes, plain_size: int) -> bytes:
-    """The plain header.
+    """Return the plain header.
 
     Args:
         stored: one zstd frame.
@@ -342,7 +342,7 @@ def check_features(features: JSON) -> None:
 
 
 def split_index(index: bytes, counts: Iterator[int]) -> Iterator[tuple[str, tuple[bytes, ...]]]:
-    """The tensor digest and the section checksums of each tensor, from their numbers of sections."""
+    """Return the tensor digest and the section checksums of each tensor, from their numbers of sections."""
     at = 0
     for count in counts:
         sums = at + DIGEST_SIZE

@@ -120,13 +120,13 @@ class ContainerReader:
             raise FormatError("the container's sections do not fill the file exactly")
 
     def span(self, name: str) -> tuple[int, int]:
-        """Where a tensor's bytes begin in the file, and where they end."""
+        """Return where a tensor's bytes begin in the file, and where they end."""
         record = self.header.tensors[name]
         start = self._sections_at + record.offset
         return start, start + record.nbytes
 
     def entry(self, name: str) -> Entry:
-        """One tensor, by reading its bytes and no others.
+        """Return one tensor, by reading its bytes and no others.
 
         Raises:
             StateMismatchError: no such tensor. CorruptionError: a section is damaged.
@@ -162,7 +162,7 @@ class ContainerReader:
 
 
 def read_container(data: bytes | memoryview, *, verify: bool = True) -> Checkpoint:
-    """The checkpoint in a whole file.
+    """Return the checkpoint in a whole file.
 
     Args:
         data: the file's bytes; the sections are copied out of it.

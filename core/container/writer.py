@@ -27,7 +27,7 @@ _LEVEL = 9
 
 
 def write_container(checkpoint: Checkpoint, *, uses_up: bool = False) -> bytes:
-    """The file of one checkpoint; the same checkpoint gives the same bytes.
+    """Return the file of one checkpoint; the same checkpoint gives the same bytes.
 
     Args:
         checkpoint: with its sections.

@@ -28,7 +28,7 @@ _KEY = "boxes"
 
 
 def whole_state(metadata: Metadata, plain: Mapping[str, JSON]) -> TrainingState:
-    """The tree of a whole checkpoint, and its tensors without elements, which no rank has stored.
+    """Return the tree of a whole checkpoint, and its tensors without elements, which no rank has stored.
 
     Args:
         metadata: as torch's planner made it of all ranks' plans.
@@ -63,7 +63,7 @@ def whole_state(metadata: Metadata, plain: Mapping[str, JSON]) -> TrainingState:
 
 
 def _filled(node: JSON, nodes: Mapping[str, JSON]) -> JSON:
-    """A tree with other nodes in the places of its tensors."""
+    """Return a tree with other nodes in the places of its tensors."""
     if isinstance(node, list):
         return [_filled(item, nodes) for item in node]
     name = tensor_in(node)
@@ -73,7 +73,7 @@ def _filled(node: JSON, nodes: Mapping[str, JSON]) -> JSON:
 
 
 def tensor_in(node: JSON) -> str | None:
-    """The name of the tensor that a node of a tree stands for; None where it is no tensor."""
+    """Return the name of the tensor that a node of a tree stands for; None where it is no tensor."""
     if isinstance(node, dict) and node.get("$") == "tensor" and isinstance(node.get("name"), str):
         return str(node["name"])
     return None
@@ -87,7 +87,7 @@ class _Leaf:
 
 
 def flat_nodes(tree: JSON) -> tuple[dict[str, JSON], dict[str, FlatPath]]:
-    """The values of a tree as torch flattens nested states.
+    """Return the values of a tree as torch flattens nested states.
 
     Args:
         tree: of a checkpoint.
@@ -119,7 +119,7 @@ def flat_nodes(tree: JSON) -> tuple[dict[str, JSON], dict[str, FlatPath]]:
 
 
 def _opened(node: JSON) -> Any:
-    """A tree's dicts and lists, in which everything else is a leaf."""
+    """Return a tree's dicts and lists, in which everything else is a leaf."""
     if isinstance(node, list):
         return [_opened(item) for item in node]
     if not isinstance(node, dict) or node.get("$", "dict") not in ("dict", "odict"):

@@ -28,7 +28,7 @@ _OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.(?P<parameter>.+)\.(?P<key>[^.]+)
 
 
 def path_of(fqn: str, paths: object) -> FlatPath:
-    """The place in the nested state of a name in the flat one.
+    """Return the place in the nested state of a name in the flat one.
 
     Args:
         fqn: the name.
@@ -39,12 +39,12 @@ def path_of(fqn: str, paths: object) -> FlatPath:
 
 
 def name_at(path: FlatPath) -> str:
-    """The name of the tensor at a place in the nested state."""
+    """Return the name of the tensor at a place in the nested state."""
     return join_path(tuple(map(str, path)))
 
 
 def box_place(offset: Sequence[int]) -> str:
-    """What the name of a box has behind that of its tensor."""
+    """Return what the name of a box has behind that of its tensor."""
     return f"@{','.join(map(str, offset))}"
 
 
@@ -124,7 +124,7 @@ def _is_below_model(path: FlatPath) -> bool:
 
 
 def _tag(fqn: str, path: FlatPath, dtype: torch.dtype, *, flat: bool) -> Tag:
-    """A tensor's tag, by its name alone, so that it is the same on all ranks.
+    """Return a tensor's tag, by its name alone, so that it is the same on all ranks.
 
     Args:
         fqn: name in the flat state.

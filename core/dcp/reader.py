@@ -170,7 +170,7 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint's name can be one of this storage."""
+        """Return whether a checkpoint's name can be one of this storage."""
         return True
 
     def _opened(self) -> _Opened:
@@ -209,7 +209,7 @@ def _pickled(node: JSON, values: Mapping[str, torch.Tensor]) -> io.BytesIO:
 
 
 def _needs_of(item: ReadItem, opened: _Opened) -> set[str]:
-    """The names of what is stored that a value needs."""
+    """Return the names of what is stored that a value needs."""
     node = opened.nodes[item.storage_index.fqn]
     if item.type is LoadItemType.BYTE_IO:
         return tensor_names(node)

@@ -277,7 +277,7 @@ class StorageWriter(TorchStorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint's name can be one of this storage."""
+        """Return whether a checkpoint's name can be one of this storage."""
         return _NUMBER.search(str(checkpoint_id)) is not None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class StorageWriter(TorchStorageWriter):
 
 
 def _common_link(answers: Sequence[Mapping[str, Any]]) -> Link | None:
-    """What all ranks have built on; for part 0, which holds no tensor that could be a delta.
+    """Return what all ranks have built on; for part 0, which holds no tensor that could be a delta.
 
     Raises:
         ConfigError: they are not all ranks of one group. StoreError: they have not built on the same.
@@ -307,7 +307,7 @@ def _common_link(answers: Sequence[Mapping[str, Any]]) -> Link | None:
 
 
 def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
-    """The step in a checkpoint's name.
+    """Return the step in a checkpoint's name.
 
     Raises:
         ConfigError: it does not end with one.

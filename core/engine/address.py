@@ -37,7 +37,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address | None":
-        """The address that `text` is, or None for any other path.
+        """Return the address that `text` is, or None for any other path.
 
         Raises:
             ConfigError: it ends like an address, and is none.
@@ -61,7 +61,7 @@ class Address:
         return self.step is None and self.seq is None and not self.best
 
     def find(self, manifests: Sequence[Manifest]) -> Manifest:
-        """The checkpoint that this address names.
+        """Return the checkpoint that this address names.
 
         Args:
             manifests: the run's, newest first.

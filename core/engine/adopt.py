@@ -82,7 +82,7 @@ class Staging:
         self._last: tuple[Scheme, StagedState] | None = None
 
     def by(self, scheme: Scheme) -> StagedState:
-        """The state, quantized by a scheme."""
+        """Return the state, quantized by a scheme."""
         if self._last is None or self._last[0] is not scheme:
             self._last = None  # only one is in memory
             staged = stage_state(
@@ -152,12 +152,12 @@ class PlannedChain:
 
 
 def changed_tensors(true: TrainingState, adopted: TrainingState) -> dict[str, torch.Tensor]:
-    """The tensors that quantization has given other memory."""
+    """Return the tensors that quantization has given other memory."""
     return {name: value for name, value in adopted.tensors.items() if value is not true.tensors[name]}
 
 
 def _as_reference(value: torch.Tensor) -> ReferenceState:
-    """A trellis reference with these values; its steps are of no use after a restore."""
+    """Return a trellis reference with these values; its steps are of no use after a restore."""
     plane, count = widened(value).reshape(-1), value.numel()
     planes: dict[str, np.ndarray[Any, Any]] = {
         "value": plane,
@@ -246,7 +246,7 @@ class StepClock:
     spent: float = 0.0
 
     def now(self) -> float:
-        """The time, in steps."""
+        """Return the time, in steps."""
         return float(self.step)
 
     def paid(self) -> float:
@@ -254,7 +254,7 @@ class StepClock:
         return self.spent
 
     def charged(self, resume: ResumedSteps | None) -> ResumedSteps | None:
-        """The same, counting the steps."""
+        """Return the same, counting the steps."""
         if resume is None:
             return None
 
@@ -290,7 +290,7 @@ class Adopting:
         self.warned_of_size = False
 
     def planner(self) -> Planner:
-        """A search of which nothing is known yet, by a clock that a replay has too."""
+        """Return a search of which nothing is known yet, by a clock that a replay has too."""
         self.clock = clock = StepClock()
         return Planner(self._config, clock.paid, clock=clock.now, warns=self._warns)
 
@@ -335,7 +335,7 @@ class Adopting:
         return last if is_delta else replace(last, stand_ins=last.stand_ins | self.chain.quantized)
 
     def stored(self, last: Adopted, encoded: EncodedState) -> None:
-        """The planned save is committed."""
+        """Note that the planned save is committed."""
         self.chain = PlannedChain(last, encoded.reference)
 
 
@@ -365,7 +365,7 @@ def planned_before(store: RunStore, manifest: Manifest, last: Adopted) -> Manife
 
 
 def still_there(store: RunStore, planned: Manifest) -> Manifest | None:
-    """The manifest of a planned save that `planned_before` has found, if that was not removed."""
+    """Return the manifest of a planned save that `planned_before` has found, if that was not removed."""
     found = (m for m in store.manifests() if (m.state_digest, m.step) == (planned.state_digest, planned.step))
     return next(found, None)
 
@@ -393,7 +393,7 @@ def carrying(state: TrainingState, noted: Mapping[str, torch.Tensor]) -> Trainin
 
 
 def carried_in(state: TrainingState) -> TrainingState | None:
-    """The weights that `carrying` has added, by their own names; None where there are none."""
+    """Return the weights that `carrying` has added, by their own names; None where there are none."""
     tensors = {
         name.removeprefix(CARRIED): tensor
         for name, tensor in state.tensors.items()

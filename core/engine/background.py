@@ -69,7 +69,7 @@ class Choice:
     """Why what was to be lossy is exact."""
 
     def coded(self, encoded: EncodedState) -> "Choice":
-        """The same, whose `last` names the tensors that no container has as they were quantized."""
+        """Return the same, whose `last` names the tensors that no container has as they were quantized."""
         if self.last is None or self.staged is None:
             return self
         exact = self.staged.rows.keys() & encoded.kept_exactly.keys()
@@ -348,7 +348,7 @@ class Background:
         return report
 
     def _state(self, job: Job) -> tuple[TrainingState, Movement | None]:
-        """The snapshot with all roles, and how far training has moved since the one before."""
+        """Return the snapshot with all roles, and how far training has moved since the one before."""
         state = recognised(confirmed(self._arrived(job)), job.optimizers)
         lasting = job.snapshot.lasting and self.adopting is None
         if lasting and self._scratch is not None:
@@ -371,7 +371,7 @@ class Background:
         return state, movement
 
     def _arrived(self, job: Job) -> TrainingState:
-        """The snapshot, as if the model had only the tensors that this process codes."""
+        """Return the snapshot, as if the model had only the tensors that this process codes."""
         return job.snapshot.wait()
 
     def _next_link(self) -> Link | None:
@@ -435,7 +435,7 @@ class Background:
         return self.planner.plan(context, job.measure, job.resume, exact=job.exact, guard=asked)
 
     def _branch(self, adopting: Adopting, job: Job, state: TrainingState, link: Link | None) -> Choice:
-        """A side branch of the chain, which stays as it is.
+        """Return a side branch of the chain, which stays as it is.
 
         Where the chain does not hold the last planned save (there was none, or it could not be stored), the branch carries the
         weights that the next one is quantized by.
@@ -505,7 +505,7 @@ class Background:
     def _report(
         self, job: Job, state: TrainingState, choice: Choice, encoded: EncodedState, spent: float
     ) -> SaveReport:
-        """The report before anything is written."""
+        """Return the report before anything is written."""
         plan, takeover = choice.plan, job.takeover
         report = replace(
             report_of(plan, encoded, step=job.step),
@@ -563,7 +563,7 @@ class Background:
     def _learn(
         self, job: Job, choice: Choice, encoded: EncodedState, digest: str, report: SaveReport
     ) -> None:
-        """The save is committed."""
+        """Note that the save is committed."""
         if self.adopting is None:
             if not job.snapshot.lasting:
                 self._note(choice.values, job.step)

@@ -84,7 +84,7 @@ class Chain:
         """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
 
     def open(self) -> RunWriter:
-        """The run's writer; taking it makes this process the run's only one.
+        """Return the run's writer; taking it makes this process the run's only one.
 
         Raises:
             StoreError: the store cannot be written, or holds something foreign.
@@ -116,7 +116,7 @@ class Chain:
         return self.parent is None or len(self.parent.chain) >= self._config.period
 
     def next(self, link: Link, move: Callable[[ReferenceState], ReferenceState] | None) -> Link | None:
-        """What one process builds on: the last checkpoint, every so often an anchor, or nothing.
+        """Return what one process builds on: the last checkpoint, every so often an anchor, or nothing.
 
         An anchor builds on the one before, so that a restore reads few of the checkpoints in between.
 
@@ -153,7 +153,7 @@ class Chain:
         anchor: Anchor,
         move: Callable[[ReferenceState], ReferenceState] | None,
     ) -> Link:
-        """A link to an anchor, which is read from the run."""
+        """Return a link to an anchor, which is read from the run."""
         names = {name for name, known in link.reference.items() if known.sizes}
         link.reference.clear()
         header, _, batches = decode_batches(

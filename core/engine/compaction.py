@@ -366,7 +366,7 @@ def make_weights(
 def _as_base(
     store: RunStore, manifest: Manifest, threads: int, cleared: Callable[[JSON], JSON] | None = None
 ) -> Remade:
-    """A base of all tensors, or of those that a tree has once it is `cleared`."""
+    """Return a base of all tensors, or of those that a tree has once it is `cleared`."""
 
     def choose(header: Header) -> Collection[str]:
         if cleared is None:
@@ -392,13 +392,13 @@ def _as_base(
 
 
 def _reasons_of(entries: Sequence[Entry], exact: JSON, names: Iterable[str]) -> JSON:
-    """Why those that are kept are stored exactly, of a checkpoint with tensors of these names."""
+    """Return why those that are kept are stored exactly, of a checkpoint with tensors of these names."""
     reasons, kept = unpack_reasons(exact, list(names)), [entry.spec.name for entry in entries]
     return pack_reasons(kept, {name: reasons[name] for name in kept if name in reasons})
 
 
 def _is_sound(store: RunStore, made: Remade, old: Header, threads: int) -> bool:
-    """Whether it restores to the very values that the old checkpoint has, by its digests."""
+    """Return whether it restores to the very values that the old checkpoint has, by its digests."""
     if any(entry.digest != old.tensors[entry.spec.name].digest for entry in made.checkpoint.entries):
         return False
     before = () if made.parent is None else sources_of_run(store, made.parent)

@@ -106,7 +106,7 @@ def _quantized(model: nn.Module, stored: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _parts(name: str, parameter: Any, state: Mapping[str, Any]) -> dict[str, str]:
-    """What belongs to a quantized parameter and is no parameter itself, by the key in the state."""
+    """Return what belongs to a quantized parameter and is no parameter itself, by the key in the state."""
     if hasattr(parameter, "bnb_quantized"):  # Params4bit
         return {key: key.removeprefix(f"{name}.") for key in state if key.startswith(f"{name}.")}
     if not hasattr(parameter, "SCB") or parameter.has_fp16_weights:  # no Int8Params
@@ -136,7 +136,7 @@ _LONGEST = 100_000
 
 
 def fitted(stored: Mapping[str, Any], model: nn.Module, url: str, *, warns: bool = False) -> dict[str, Any]:
-    """What a model's ``load_state_dict`` is to be given to get a checkpoint's state.
+    """Return what a model's ``load_state_dict`` is to be given to get a checkpoint's state.
 
     Names and shapes are compared. Where they differ, `taken` decides: a model that makes room for the state is accepted. Of parameters and buffers
     that its ``state_dict()`` leaves out, as an adapter's does of its base, those that it does not load without are taken from the model as it is.
@@ -183,7 +183,7 @@ def fitted(stored: Mapping[str, Any], model: nn.Module, url: str, *, warns: bool
 
 
 def left_out(model: nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of a model that are not in its state, by name.
+    """Return the parameters and persistent buffers of a model that are not in its state, by name.
 
     Args:
         model: live.
@@ -217,7 +217,7 @@ def taken(given: Any, state: Any) -> Any:
 
 
 def _tried(given: Any, state: Any) -> tuple[Any, StateMismatchError | None]:
-    """The copy, whether it has taken the state in whole or in part, and why not in whole."""
+    """Return the copy, whether it has taken the state in whole or in part, and why not in whole."""
     rng = capture_rng()
     try:
         if isinstance(given, nn.Module):

@@ -31,7 +31,7 @@ class CheckpointReader:
         self._decode = decode
 
     def newest(self) -> tuple[Manifest, Decoded] | None:
-        """The newest checkpoint whose whole chain is sound; None in an empty run.
+        """Return the newest checkpoint whose whole chain is sound; None in an empty run.
 
         Raises:
             ChainError: there are checkpoints, and none of them is sound.
@@ -41,7 +41,7 @@ class CheckpointReader:
             return self._store.newest_readable(self._decode)
 
     def chosen(self, which: Manifest | int) -> tuple[Manifest, Decoded]:
-        """One checkpoint.
+        """Return one checkpoint.
 
         Args:
             which: a manifest, or a step.
@@ -105,11 +105,11 @@ class Continuation:
         self._begun = state, step
 
     def restore(self, manifest: Manifest, decoded: Decoded) -> None:
-        """The next save continues this checkpoint's chain."""
+        """Note that the next save continues this checkpoint's chain."""
         self._restored = manifest, decoded
 
     def forget(self, follows: Manifest | None) -> None:
-        """The next save continues no chain.
+        """Note that the next save continues no chain.
 
         Args:
             follows: as of `Saver.forget`.

@@ -209,7 +209,7 @@ def _added(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def provenance() -> JSON:
-    """What a container's header says of the software that wrote it."""
+    """Return what a container's header says of the software that wrote it."""
     return {
         "shrinkpoint": __version__,
         "torch": str(torch.__version__),

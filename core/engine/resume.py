@@ -46,7 +46,7 @@ def check_policy(policy: str) -> None:
 
 
 def resume_from(policy: ResumePolicy, newest: T | None, url: str) -> T | None:
-    """What to continue from.
+    """Return what to continue from.
 
     Args:
         policy: the user's wish.
@@ -256,7 +256,7 @@ _Difference = tuple[str, Any, Any]
 
 
 def _of(optimizer: Any, schedulers: Iterable[Any]) -> Iterator[Any]:
-    """The schedulers of an optimizer, those inside of others among them."""
+    """Yield the schedulers of an optimizer, those inside of others among them."""
     for scheduler in schedulers:
         if unwrapped(getattr(scheduler, "optimizer", optimizer)) is unwrapped(optimizer):
             yield scheduler

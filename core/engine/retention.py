@@ -90,7 +90,7 @@ def not_finite_text(manifest: Manifest) -> str | None:
 
 
 def is_finite(manifest: Manifest) -> bool:
-    """Whether nothing of a stored checkpoint is known to be NaN or infinite."""
+    """Return whether nothing of a stored checkpoint is known to be NaN or infinite."""
     return not_finite_text(manifest) is None
 
 
@@ -115,7 +115,7 @@ class Adopted:
     """Tensors that were quantized then, but that its container holds exactly, or that are in no container."""
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of a manifest's ``meta``."""
+        """Return the entry of a manifest's ``meta``."""
         return {
             "planned": self.planned,
             "count": self.count,
@@ -184,7 +184,7 @@ class Record:
 
 
 def keep_last(records: Iterable[Record], count: int) -> set[int]:
-    """The sequence numbers of the newest ``count``."""
+    """Return the sequence numbers of the newest ``count``."""
     return {record.seq for record in _newest_first(records)[:count]}
 
 
@@ -301,7 +301,7 @@ def _check_positive(name: str, value: object) -> None:
 
 
 def record_of(manifest: Manifest, monitor: str | None) -> Record:
-    """What retention needs to know of a checkpoint."""
+    """Return what retention needs to know of a checkpoint."""
     save = manifest.meta.get("save")
     metrics = save.get("metrics") if isinstance(save, dict) else None
     known = {"step": manifest.step, **(metrics if isinstance(metrics, dict) else {})}
@@ -318,7 +318,7 @@ def record_of(manifest: Manifest, monitor: str | None) -> Record:
 
 
 def policy_of(config: "SaverConfig") -> RetentionPolicy | None:
-    """What a training's options keep; None where that is everything."""
+    """Return what a training's options keep; None where that is everything."""
     ranks = config.monitor is not None and config.save_top_k > 0
     if config.save_total_limit is not None:
         return RetentionPolicy(

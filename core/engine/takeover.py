@@ -121,18 +121,18 @@ class Takeover:
             return self._values
 
     def is_settled(self, timeout_s: float) -> bool:
-        """Whether there are values, or will be none; known after so many seconds at the latest."""
+        """Return whether there are values, or will be none; known after so many seconds at the latest."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._values is not None or self._outcome is not None, timeout_s
             )
 
     def note_served(self, seconds: float) -> None:
-        """An evaluation was made while training waited."""
+        """Note that an evaluation was made while training waited."""
         self._served += seconds
 
     def accept(self, names: tuple[str, ...], *, started: float) -> None:
-        """The training has these tensors' values.
+        """Note that the training has these tensors' values.
 
         Args:
             names: of the tensors.

@@ -38,7 +38,7 @@ class Deadline:
     def choose(
         self, state: TrainingState, reports: Sequence[SaveReport], *, exact: bool
     ) -> tuple[bool, bool]:
-        """How to save now; warns beforehand where no way would fit.
+        """Return how to save now; warns beforehand where no way would fit.
 
         Args:
             state: to be saved.
@@ -93,7 +93,7 @@ class SaveUnderWay:
         self._warn_at = 1
 
     def begin(self, step: int, *, compiling: bool = False) -> None:
-        """A save of this step was accepted."""
+        """Note that a save of this step was accepted."""
         self._step, self._since, self.compiling = step, time.monotonic(), compiling
 
     def skip(self, *, warns: bool = True) -> None:
@@ -154,11 +154,11 @@ class Failures:
         self._last: Exception | None = None
 
     def over(self) -> None:
-        """A save has been stored."""
+        """Note that a save has been stored."""
         self._count, self._last = 0, None
 
     def note(self, step: int, error: Exception) -> SaveFailedError | None:
-        """A save has failed; gives a warning, as long as training goes on.
+        """Note that a save has failed; warn, as long as training goes on.
 
         Args:
             step: of the save.
@@ -228,7 +228,7 @@ class WaitingShare:
         self._warned = False
 
     def add(self, started: float, ended: float) -> None:
-        """A planned save for which training has waited.
+        """Add a planned save for which training has waited.
 
         Args:
             started: when it began to wait, in seconds.

@@ -115,7 +115,7 @@ def cache_folder() -> Path | None:
 
 
 def _folders() -> Iterator[Path]:
-    """Where they are looked for: `cache_folder`, and others that need not be writable."""
+    """Yield where they are looked for: `cache_folder`, and others that need not be writable."""
     kept = _cache()
     return iter(()) if kept is None else kept.folders()
 
@@ -183,7 +183,7 @@ class _SmallTraining:
         self._size = 1.0
 
     def go_on(self) -> TrainingState:
-        """A copy of the state some steps later."""
+        """Return a copy of the state some steps later."""
         self._size *= 3  # so that second moments grow by octaves, and steps with them
         for _ in range(_STEPS):
             tokens = torch.randint(_ROWS // 8, (32,), generator=self._random)
@@ -333,7 +333,7 @@ def _spawn(scheme: str) -> _Child:
 
 
 def _waited(child: _Child) -> str | None:
-    """What went wrong, if anything did."""
+    """Return what went wrong, if anything did."""
     code: int | str
     try:
         code = child.process.wait(_LIMIT_S)

@@ -263,7 +263,7 @@ def _as_type(like: Unsigned, value: int) -> Any:
 
 
 def _sign_mask(bits: Unsigned) -> Unsigned:
-    """All ones where the top bit is set, else 0."""
+    """Return all ones where the top bit is set, else 0."""
     signed = bits.view(f"i{bits.dtype.itemsize}")
     masks: Unsigned = (signed >> signed.dtype.type(8 * bits.dtype.itemsize - 1)).view(bits.dtype)
     return masks

@@ -110,7 +110,7 @@ class Ending:
         self._known.set()
 
     def _when_there(self, mailbox: Mailbox, key: str) -> dict[str, Any] | None:
-        """A message, whenever it comes; None when this was closed first."""
+        """Return a message, whenever it comes; None when this was closed first."""
         pause_s = max(_LOOK_S, self._size / _RANKS_PER_S)
         while not self._closed:
             if mailbox.has(key):

@@ -23,7 +23,7 @@ _ANSWER_S = 60.0
 
 
 def sound(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without an error.
+    """Return a message without an error.
 
     Raises:
         StoreError: it has one.
@@ -62,7 +62,7 @@ class Mailbox:
         self._store = group.on_every(lambda: _store(host, port))
 
     def another(self) -> "Mailbox":
-        """A further connection, for another thread; it lasts as long as this one.
+        """Return a further connection, for another thread; it lasts as long as this one.
 
         Raises:
             StoreError: the first rank cannot be reached.
@@ -81,7 +81,7 @@ class Mailbox:
         self._call(lambda: self._store.set(key, json.dumps(value)), key)
 
     def wait(self, key: str, timeout_s: float) -> dict[str, Any]:
-        """A message, as soon as it is there.
+        """Return a message, as soon as it is there.
 
         Raises:
             StoreError: it was not there in time, or the first rank is gone.
@@ -94,7 +94,7 @@ class Mailbox:
         return self._call(get, key)
 
     def has(self, key: str) -> bool:
-        """Whether there is a message.
+        """Return whether there is a message.
 
         Raises:
             StoreError: the first rank is gone.

@@ -287,7 +287,7 @@ def model_places(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def _is_averaged(state: TrainingState) -> bool:
-    """Whether an average is stored in the model's place (Lightning's ``WeightAveraging``)."""
+    """Return whether an average is stored in the model's place (Lightning's ``WeightAveraging``)."""
     start = "/".join(_AVERAGED) + "/"
     specs = state.specs.items()
     return any(spec.tag.role is Role.AVERAGE and name.startswith(start) for name, spec in specs)

@@ -310,7 +310,7 @@ def _adapters_of(header: "Header", root: Path) -> dict[Path, tuple[Any, dict[str
 
 
 def bytes_of(text: str) -> int:
-    """A size such as ``5GB``, ``500MiB`` or ``1000000``, in bytes.
+    """Return a size such as ``5GB``, ``500MiB`` or ``1000000``, in bytes.
 
     Raises:
         ConfigError: it is none.
@@ -326,7 +326,7 @@ def _index_of(target: Path) -> Path:
 
 
 def _shards(target: Path, header: "Header", stored: Mapping[str, str], limit: int | None) -> list[_Shard]:
-    """Which tensors are in which file, in the model's order."""
+    """Return which tensors are in which file, in the model's order."""
     whole = whole_specs(record.spec for record in header.tensors.values())
     kept: dict[str, str] = {}
     files: list[dict[str, TensorSpec]] = [{}]

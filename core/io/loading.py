@@ -45,7 +45,7 @@ def load(
     device: Device = None,
     storage_options: StorageOptions = None,
 ) -> Any:
-    """A whole state as it was saved, every checksum and digest verified.
+    """Return a whole state as it was saved, every checksum and digest verified.
 
     Args:
         url: a file of `save`; or one checkpoint of a run, ``<run>#step=1000``, ``<run>#seq=12`` (the commit) or
@@ -176,7 +176,7 @@ def _weights(
     wanted: Collection[str] | None,
     prefix: str,
 ) -> dict[str, torch.Tensor]:
-    """The model's tensors in one checkpoint, which `of_chain` finds."""
+    """Return the model's tensors in one checkpoint, which `of_chain` finds."""
     stored: dict[str, JSON] = {}
 
     def choose(header: Header) -> Collection[str]:
@@ -206,7 +206,7 @@ def _model_nodes(header: Header) -> dict[str, JSON]:
 
 
 def _dicts(node: JSON) -> Iterator[dict[str, JSON]]:
-    """Every dict of a tree, the outer ones first."""
+    """Yield every dict of a tree, the outer ones first."""
     if isinstance(node, dict):
         is_tagged = node.get("$") in ("dict", "odict")
         yield (items := {key: item for key, item in node["items"] if type(key) is str} if is_tagged else node)
@@ -218,7 +218,7 @@ def _dicts(node: JSON) -> Iterator[dict[str, JSON]]:
 def _logged(
     url: RunUrl, storage_options: StorageOptions, step_log_url: str | None
 ) -> dict[str, torch.Tensor] | None:
-    """The weights of a step that was logged and not saved; None where the run has no log."""
+    """Return the weights of a step that was logged and not saved; None where the run has no log."""
     address = Address.parse(url_text(url))
     if address is None or address.step is None:
         return None
@@ -244,7 +244,7 @@ def _logged(
 def weights_of_step(
     url: RunUrl, step: int, storage_options: StorageOptions = None
 ) -> dict[str, torch.Tensor]:
-    """The model's tensors in the checkpoint of a step.
+    """Return the model's tensors in the checkpoint of a step.
 
     Args:
         url: the run.
@@ -337,7 +337,7 @@ def _read_run(
 
 
 def model_names(header: Header) -> dict[str, str]:
-    """The path of each of the model's tensors in the state, by its name in the model.
+    """Return the path of each of the model's tensors in the state, by its name in the model.
 
     Raises:
         CannotRepresentError: the state does not show which they are, or one of them is sparse.

@@ -73,14 +73,14 @@ def _objects(entry: Any) -> dict[str, tuple[str, Any]]:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A tensor, or the tensors in dicts, on a device."""
+    """Return a tensor, or the tensors in dicts, on a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     return {key: moved(item, device) for key, item in value.items()} if type(value) is dict else value
 
 
 def _first_state(optimizer: Any, parameter: torch.Tensor) -> Mapping[str, Any]:
-    """What an optimizer keeps for a parameter after its first step."""
+    """Return what an optimizer keeps for a parameter after its first step."""
     kind = OptimizerKind.of(optimizer)
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
     copy = torch.nn.Parameter(torch.zeros_like(parameter))

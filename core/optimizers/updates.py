@@ -88,7 +88,7 @@ class OptimizerKind:
     def with_state(
         self, groups: list[dict[str, Any]], state: Mapping[torch.Tensor, dict[str, Any]]
     ) -> Optimizer:
-        """An optimizer of this kind for other parameters."""
+        """Return an optimizer of this kind for other parameters."""
         made = object.__new__(self.kind)
         vars(made).update(copy.deepcopy(dict(self.attributes)))
         made.param_groups = groups
@@ -186,7 +186,7 @@ def _nan_last(value: float) -> float:
 
 
 def obstacle_of(kind: OptimizerKind) -> str | None:
-    """Why an optimizer must not be stepped on copies; None where it may."""
+    """Return why an optimizer must not be stepped on copies; None where it may."""
     if holds_tensors(kind.kind.step):
         return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
     return global_hooks()
@@ -362,7 +362,7 @@ def _compare(
 def _copies(
     kind: OptimizerKind, node: Mapping[str, Any], weights: Mapping[Any, torch.Tensor]
 ) -> tuple[Optimizer, dict[Any, torch.nn.Parameter]]:
-    """An optimizer in the state of a node, and its parameters: copies of the weights."""
+    """Return an optimizer in the state of a node, and its parameters: copies of the weights."""
     parameters = {index: torch.nn.Parameter(_widened(weight)) for index, weight in weights.items()}
     groups = [copied_group(group, parameters) for group in node["param_groups"]]
     if kind.is_torchs:
@@ -385,7 +385,7 @@ def copied_group(group: Mapping[str, Any], parameters: Mapping[Any, torch.Tensor
 
 
 def frozen(value: Any) -> Any:
-    """The present value, with everything mutable copied."""
+    """Return the present value, with everything mutable copied."""
     if isinstance(value, _CONSTANTS):
         return value
     if isinstance(value, torch.Tensor):
@@ -400,7 +400,7 @@ def frozen(value: Any) -> Any:
 
 
 def _entry(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """A copy of a parameter's state; tensors of the parameter's half precision are widened with it."""
+    """Return a copy of a parameter's state; tensors of the parameter's half precision are widened with it."""
     copied = {key: frozen(value) for key, value in entry.items()}
     return {
         key: value.to(parameter.dtype)
@@ -411,7 +411,7 @@ def _entry(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
 
 
 def _widened(weight: torch.Tensor) -> torch.Tensor:
-    """A copy in fp32 or wider: in half precision an update may round to nothing."""
+    """Return a copy in fp32 or wider: in half precision an update may round to nothing."""
     return weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
 
 

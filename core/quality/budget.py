@@ -167,7 +167,7 @@ class RestoreBudget:
             self._doubt = math.hypot(self._doubt, max(0.0, high - mean))
 
     def state_dict(self) -> dict[str, object]:
-        """The budget's state in JSON primitives, for a resumed training."""
+        """Return the budget's state in JSON primitives, for a resumed training."""
         names = "spent", "spent_high", "delays", "restores", "cost", "cost_high", "cost_delay"
         ends = (max(0.0, end) if math.isfinite(end) else 0.0 for end in self.last[:2])
         known = self.spent, self.spent_high, self.delays, self.made, *ends, self.last[2]
@@ -215,17 +215,17 @@ def _number(value: object) -> float | None:
 
 
 def _measured_share(config: SaverConfig) -> float:
-    """The share of `max_degradation` that the measured costs of all restores may use."""
+    """Return the share of `max_degradation` that the measured costs of all restores may use."""
     return _MEASURED_OF_ADOPTIONS if config.adopt else _MEASURED
 
 
 def reserve_of(config: SaverConfig) -> float:
-    """The part of `max_degradation` that is for what no measurement at a save sees."""
+    """Return the part of `max_degradation` that is for what no measurement at a save sees."""
     return (1 - _measured_share(config)) * config.max_degradation
 
 
 def budget_of(config: SaverConfig) -> RestoreBudget:
-    """A run's budget, of which no restore has used anything yet."""
+    """Return a run's budget, of which no restore has used anything yet."""
     bound = _measured_share(config) * config.max_degradation
     return RestoreBudget(bound, config.restore_budget, reserve_of(config))
 
@@ -276,7 +276,7 @@ class RecoveryEstimate:
         self._step_s = math.inf
 
     def saw(self, step: int) -> None:
-        """A save begins: credit the time and the steps since the last one."""
+        """Credit the time and the steps since the last save; another one begins."""
         now, (then, before, _) = self._clock(), self._since
         self._budget_s = self._balance(now, earns=step > before)
         if step > before:
@@ -284,7 +284,7 @@ class RecoveryEstimate:
         self._since = now, max(step, before), self._spent_s()
 
     def _balance(self, now: float, *, earns: bool = True) -> float:
-        """The budget with what has been earned and spent since the last save began."""
+        """Return the budget with what has been earned and spent since the last save began."""
         if not math.isfinite(self._overhead):
             return 0.0
         then, _, paid = self._since
@@ -314,7 +314,7 @@ class RecoveryEstimate:
         return self._short
 
     def _is_new(self, options: str, scale: float) -> bool:
-        """Whether the settings differ enough from those of the last probe that the cost may differ."""
+        """Return whether the settings differ enough from those of the last probe that the cost may differ."""
         if self._probed is None or self._probed[0] != options:
             return True
         return abs(math.log2(scale / self._probed[1])) > 1
@@ -357,7 +357,7 @@ class RecoveryEstimate:
         return pooled(left, expected)
 
     def _at_the_end(self, at: Rise, resumed: Mapping[int, Rise]) -> Rise:
-        """The rise after all steps: as measured, or from that after the last mark.
+        """Return the rise after all steps: as measured, or from that after the last mark.
 
         A rise that grows within a short probe is extrapolated at the same rate. Of one that does not grow, the share
         that earlier long probes have found is left at the end.
@@ -380,7 +380,7 @@ class RecoveryEstimate:
         return left.times(self._onward)
 
     def state_dict(self) -> dict[str, object]:
-        """The estimate and the budget in JSON primitives, for a resumed training."""
+        """Return the estimate and the budget in JSON primitives, for a resumed training."""
         return {
             "remains": self.remains,
             "error": self._error,

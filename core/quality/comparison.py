@@ -174,7 +174,7 @@ class Comparison:
         return self._noisy(None, averages=False) != self.baseline
 
     def _noisy(self, names: Collection[str] | None, *, averages: bool = True) -> Losses:
-        """The losses with noise in the weights, as of `perturbed_model`."""
+        """Return the losses with noise in the weights, as of `perturbed_model`."""
         return self._losses(perturbed_model(self._state, averages=averages, names=names))
 
     def _losses(self, weights: Mapping[str, torch.Tensor]) -> Losses:
@@ -198,7 +198,7 @@ def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
 def restored_model(
     state: TrainingState, scheme: Scheme, reference: Mapping[str, ReferenceState] | None, threads: int = 1
 ) -> dict[str, torch.Tensor]:
-    """The model as a reader of the snapshot under a scheme would restore it.
+    """Return the model as a reader of the snapshot under a scheme would restore it.
 
     Args:
         state: the snapshot.
@@ -226,7 +226,7 @@ def restored_model(
 def restored_state(
     state: TrainingState, scheme: Scheme, reference: Mapping[str, ReferenceState] | None, threads: int = 1
 ) -> TrainingState:
-    """The whole training state as a reader would restore it; arguments as `restored_model`."""
+    """Return the whole training state as a reader would restore it; arguments as `restored_model`."""
     values = restored_values(state, scheme, reference, threads=threads)
     return TrainingState(state.tree, values, state.specs)
 
@@ -234,7 +234,7 @@ def restored_state(
 def mirrored_model(
     state: TrainingState, restored: MutableMapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The model on the other side of the true one: ``2 * true - restored`` of each weight and average.
+    """Return the model on the other side of the true one: ``2 * true - restored`` of each weight and average.
 
     Buffers and integer tensors are the true ones, and so are tensors that were restored exactly.
 
@@ -261,7 +261,7 @@ def own_memory(state: TrainingState, weights: Mapping[str, torch.Tensor]) -> fro
 
 
 def _mirror(true: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
-    """The mirror image, in the memory of what was restored."""
+    """Return the mirror image, in the memory of what was restored."""
     wide = torch.promote_types(true.dtype, torch.float32)  # half precision would lose the difference
     centres, flat = true.reshape(-1), restored.contiguous().view(-1)
     for start in range(0, flat.numel(), _CHUNK):

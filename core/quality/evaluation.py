@@ -50,7 +50,7 @@ class EvaluationUnavailableError(ShrinkpointError):
 
 
 def losses_of(value: Any) -> tuple[float, ...]:
-    """The losses that an evaluation gave, one for each batch.
+    """Return the losses that an evaluation gave, one for each batch.
 
     Args:
         value: a number, a tensor of one element or of one dimension, or a sequence of such numbers.

@@ -182,7 +182,7 @@ def _kept_rows(save_context: SaveContext, name: str, restored: torch.Tensor, row
 
 
 def _lost_share(save_context: SaveContext, values: dict[str, torch.Tensor]) -> float:
-    """The share of the weights' movement that a restore takes back, as far as that is no chance.
+    """Return the share of the weights' movement that a restore takes back, as far as that is no chance.
 
     It is the error's projection onto the movement since the previous checkpoint, -1 where weights stay where they were; the mean of
     the tensors that are not exact, by their elements, so that one that moves far does not hide another. An error that does not depend on

@@ -178,7 +178,7 @@ class ScaleLadder(Ladder):
         return self._rung
 
     def _wider(self, allowed: float, *, base: bool) -> int:
-        """The rung that all measurements together allow.
+        """Return the rung that all measurements together allow.
 
         In a base any rung; else only one an octave wider at least, since smaller changes do not
         pay for new step sizes. Where the measurements are within noise, an octave above the rung of then at most.
@@ -335,7 +335,7 @@ class GivenSettings(Ladder):
         return Plan(scheme, "as given", reason, rise, options=self._settings)
 
     def state_dict(self) -> dict[str, object]:
-        """The pooled measurements and the settings that they were made with."""
+        """Return the pooled measurements and the settings that they were made with."""
         history = self._history.to_json() if self._history is not None else None
         return {"settings": self._settings, "history": history}
 
@@ -400,7 +400,7 @@ class ConfigurationLadder(Ladder):
 
 
 def ladder_of(config: SaverConfig, spent_s: Callable[[], float], clock: Callable[[], float]) -> Ladder | None:
-    """The scheme's ladder; None for a lossless scheme, which has nothing to choose.
+    """Return the scheme's ladder; None for a lossless scheme, which has nothing to choose.
 
     Args:
         config: the scheme and its options.

@@ -112,11 +112,11 @@ class Rise:
         return self.mean > self.error
 
     def within(self, allowed: float) -> bool:
-        """Whether the upper end is finite and no more than `allowed`."""
+        """Return whether the upper end is finite and no more than `allowed`."""
         return math.isfinite(self.high) and self.high <= allowed
 
     def times(self, factor: float) -> "Rise":
-        """The rise multiplied by a factor, with the same relative error."""
+        """Return the rise multiplied by a factor, with the same relative error."""
         return replace(
             self,
             mean=self.mean * factor,
@@ -135,7 +135,7 @@ class Rise:
         return self if self.batches == 0 else replace(self, error=self.error_of(max(abs(self.mean), mean)))
 
     def error_of(self, size: float) -> float:
-        """The standard error of these batches' mean if the rise is `size` in truth."""
+        """Return the standard error of these batches' mean if the rise is `size` in truth."""
         prior = _PROPORTIONAL * size + self.absolute
         if self.batches < 2:
             return math.hypot(prior, self.doubt)
@@ -156,7 +156,7 @@ def relative_rise(loss: float, baseline: float) -> float:
 
 
 def absolute_error(share: float) -> float:
-    """The part of a measurement's error that does not follow the rise.
+    """Return the part of a measurement's error that does not follow the rise.
 
     Args:
         share: what one restore may cost. Rises far below it need not be known better than to a fifth of it.
@@ -171,7 +171,7 @@ def measured_rise(
     *,
     absolute: float = ABSOLUTE,
 ) -> Rise:
-    """The relative rise of the loss, paired by batch: of a pair its second-order part, else all of it.
+    """Return the relative rise of the loss, paired by batch: of a pair its second-order part, else all of it.
 
     Args:
         true: the losses without a restore.
@@ -227,12 +227,12 @@ def lasting_rises(
 
 
 def _finite(value: float) -> float:
-    """The value, or 0 where nothing is known by it."""
+    """Return the value, or 0 where nothing is known by it."""
     return value if math.isfinite(value) else 0.0
 
 
 def pooled(own: Rise, past: Rise | None) -> Rise:
-    """The precision-weighted mean of a measurement and the prediction from earlier ones.
+    """Return the precision-weighted mean of a measurement and the prediction from earlier ones.
 
     A fall counts as no rise. A measurement that exceeds the prediction by more than both errors explain replaces it:
     the training has changed.
@@ -282,11 +282,11 @@ class History:
         return cls(scale, max(0.0, rise.mean), rise.error)
 
     def aged(self) -> "History":
-        """The estimate one save later: the same mean, a larger error."""
+        """Return the estimate one save later: the same mean, a larger error."""
         return replace(self, error=math.hypot(self.error, _DRIFT * self.mean))
 
     def predicted(self, scale: float) -> Rise:
-        """The rise predicted at a scale."""
+        """Return the rise predicted at a scale."""
         ratio = scale / self.scale
         error = math.hypot(self.error, _OCTAVE * abs(math.log2(ratio)) * self.mean)
         return Rise(self.mean * ratio**2, error * ratio**2)
@@ -297,7 +297,7 @@ class History:
 
     @classmethod
     def from_json(cls, value: Any) -> "History | None":
-        """The history that `to_json` wrote; None for None.
+        """Return the history that `to_json` wrote; None for None.
 
         Raises:
             ConfigError: it is neither.

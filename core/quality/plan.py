@@ -98,14 +98,14 @@ class Ladder(ABC):
         self._comparison: weakref.ref[Comparison] | None = None  # which holds the whole snapshot
 
     def takes(self, spec: TensorSpec) -> bool:
-        """Whether the scheme codes this tensor as a weight."""
+        """Return whether the scheme codes this tensor as a weight."""
         if self._options is None:
             return spec.tag.role is Role.WEIGHT
         return bool(self._options.takes(spec))
 
     @abstractmethod
     def unmeasured(self, save_context: SaveContext) -> Plan:
-        """The plan where there is no way to evaluate the model."""
+        """Return the plan where there is no way to evaluate the model."""
 
     @abstractmethod
     def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
@@ -119,7 +119,7 @@ class Ladder(ABC):
     def milder(
         self, save_context: SaveContext, comparison: Comparison | None, allowed: float, refusal: Refusal
     ) -> Plan | None:
-        """A plan with milder settings than the last one had, or None where there are none.
+        """Return a plan with milder settings than the last one had, or None where there are none.
 
         Args:
             save_context: as of `measured`.
@@ -131,7 +131,7 @@ class Ladder(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, object]:
-        """What is known, in JSON primitives, for a resumed training."""
+        """Return what is known, in JSON primitives, for a resumed training."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -142,12 +142,12 @@ class Ladder(ABC):
         """
 
     def _begins(self, comparison: Comparison) -> bool:
-        """Whether this comparison is of another save than the last one."""
+        """Return whether this comparison is of another save than the last one."""
         begins = self._comparison is None or self._comparison() is not comparison
         self._comparison = weakref.ref(comparison)
         return begins
 
 
 def exactly(reason: str, *, is_explained: bool = False) -> Plan:
-    """A plan that stores everything bit-exactly."""
+    """Return a plan that stores everything bit-exactly."""
     return Plan(Lossless(), "exact", reason, EXACT, is_explained=is_explained)

@@ -269,7 +269,7 @@ class Planner:
         return plan
 
     def _sees_averages_only(self, save: _Save, comparison: Comparison) -> bool:
-        """Whether the evaluation measures averages of the weights and not the weights.
+        """Return whether the evaluation measures averages of the weights and not the weights.
 
         Raises:
             BlindEvaluationError: it does, and the scheme stores averages exactly: nothing that it changes is seen.
@@ -313,7 +313,7 @@ class Planner:
         return exactly(f"{outcome}, and with milder settings too: stored exactly")
 
     def _settled(self, save: _Save, comparison: Comparison, allowed: float, remains: float) -> Plan:
-        """The ladder's choice that the guard accepts, with its cost as predicted without a probe."""
+        """Return the ladder's choice that the guard accepts, with its cost as predicted without a probe."""
         plan = save.ladder.measured(save.context, comparison, allowed)
         plan = self._guarded(save, plan, comparison, allowed)
         if plan.rise is not None and 2 * _half(plan.rise) > allowed:
@@ -345,7 +345,7 @@ class Planner:
     def _guarded(
         self, save: _Save, plan: Plan, comparison: Comparison | None = None, allowed: float = 0.0
     ) -> Plan:
-        """The plan, or a milder one that the guard accepts, or an exact one."""
+        """Return the plan, or a milder one that the guard accepts, or an exact one."""
         if save.guard is None or plan.is_exact:
             return plan
         plan, first = self._checked(save, save.guard, plan)
@@ -405,7 +405,7 @@ class Planner:
                 warn(message)
 
     def state_dict(self) -> dict[str, object]:
-        """The search's state in JSON primitives, for the manifest."""
+        """Return the search's state in JSON primitives, for the manifest."""
         return {
             "scheme": self._config.scheme,
             "strategy": self._ladder.state_dict() if self._ladder is not None else {},
@@ -450,7 +450,7 @@ class Planner:
 
 
 def _stricter(plan: Plan, share: float) -> float:
-    """The rise allowed at the restore so that the lasting rise is `share`, by proportion."""
+    """Return the rise allowed at the restore so that the lasting rise is `share`, by proportion."""
     at, cost = plan.rise or EXACT, plan.lasting
     if not math.isfinite(cost.high):
         return _AIM * share / 4  # four times narrower steps at least

@@ -239,7 +239,7 @@ class _Memory:
         return found
 
     def _nearest(self, items: Iterable[object]) -> list[object]:
-        """Those of a container's elements that are looked into: all, as long as there is room."""
+        """Return those of a container's elements that are looked into: all, as long as there is room."""
         found = [item for item in items if type(item) not in _ATOMS]
         self._room -= len(found)
         return found if self._room >= 0 else []
@@ -341,7 +341,7 @@ class _Memory:
         return [item for item in before if type(item) not in _ATOMS]
 
     def name(self, value: object, depth: int = 5) -> str:
-        """An object by its class, and the attribute that refers to it."""
+        """Return an object by its class, and the attribute that refers to it."""
         name = brief(value)
         for owner in list(self._seen.values()) if depth else ():
             if not _kind_of(type(owner)).has_dict:
@@ -422,7 +422,7 @@ def _looked(look: Callable[[Any], object], value: object) -> object:
 
 
 def _is_left_alone(defined: Any) -> bool:
-    """Whether a class or a function is of one of these packages."""
+    """Return whether a class or a function is of one of these packages."""
     return str(defined.__module__).partition(".")[0] in _LEFT_ALONE.split()
 
 
@@ -458,13 +458,13 @@ def _write(memory: torch.Tensor, copy: torch.Tensor) -> None:
 
 
 def _digest(memory: torch.Tensor) -> int:
-    """The sum of the bytes as 64-bit integers: of gigabytes on a device quickly."""
+    """Return the sum of the bytes as 64-bit integers: of gigabytes on a device quickly."""
     whole = memory[: memory.numel() // 8 * 8].view(torch.int64) if memory.data_ptr() % 8 == 0 else memory
     return int(whole.sum())
 
 
 def _same(now: Iterable[object], before: list[object]) -> bool:
-    """Whether both are the same objects (by identity, not equality) in the same order."""
+    """Return whether both are the same objects (by identity, not equality) in the same order."""
     present = [*now]
     return len(present) == len(before) and all(map(operator.is_, present, before))
 
@@ -479,7 +479,7 @@ def _collection_undo(value: Any, base: Any, items: list[object]) -> Undo:
 
 
 def _state_undo(value: Any, kind: type) -> Undo | None:
-    """How to put back an object that gives its state and takes it; None of others."""
+    """Return how to put back an object that gives its state and takes it; None of others."""
     if issubclass(kind, torch.Generator):
         state = value.get_state()
         return lambda: _discard(value.set_state(state))

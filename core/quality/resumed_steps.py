@@ -66,7 +66,7 @@ class ResumedRun:
         optimizer_states: Sequence[Mapping[str, Any]],
         marks: Sequence[int],
     ) -> list[tuple[float, ...]]:
-        """The held-out losses after each of `marks` optimizer steps from a state.
+        """Return the held-out losses after each of `marks` optimizer steps from a state.
 
         Every call draws the same random numbers. Afterwards everything is bit by bit as before, whatever was raised:
         parameters, buffers, optimizers, gradients, modes, random number generators, and what else `preserved_state` reaches.
@@ -160,7 +160,7 @@ class UntilFailure:
         self._changed = False
 
     def guard(self, resumed: ResumedSteps | None) -> ResumedSteps | None:
-        """The same steps, watched; None where there are none or they have failed."""
+        """Return the same steps, watched; None where there are none or they have failed."""
         if resumed is None or self._failed:
             return None
 
@@ -190,7 +190,7 @@ class UntilFailure:
 def obstacle(
     module: nn.Module, optimizers: Sequence[Optimizer], *, alone: bool = False, shards: bool = False
 ) -> str | None:
-    """Why resumed steps could not be undone completely in this training; None where they can.
+    """Return why resumed steps could not be undone completely in this training; None where they can.
 
     Args:
         module: the live model.
@@ -265,7 +265,7 @@ def _restorable_devices() -> set[torch.device]:
 
 
 def _trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """Every trained tensor once, including parameters of a loss that is no part of the module."""
+    """Return every trained tensor once, including parameters of a loss that is no part of the module."""
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     return list(dict.fromkeys(chain(module.parameters(), *groups)))
 
@@ -322,7 +322,7 @@ def _load_optimizer(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
 
 
 def _placed(value: Any, live: Any, device: torch.device | None, counts: torch.device = _HOST) -> Any:
-    """A writable copy of a stored value: in the memory of the `live` one where that fits.
+    """Return a writable copy of a stored value: in the memory of the `live` one where that fits.
 
     Args:
         value: only read.

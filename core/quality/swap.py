@@ -101,7 +101,7 @@ def _not_distributed() -> bool:
 
 
 def _fit(live: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether two tensors can exchange their contents."""
+    """Return whether two tensors can exchange their contents."""
     return (
         (live.dtype, live.shape) == (value.dtype, value.shape)
         and live.layout is value.layout is torch.strided

@@ -33,7 +33,7 @@ _TABLE_PAYS = 1 << 17  # elements; below, filling the table of 2^16 entries take
 
 
 def sample_weights(histogram: Histogram, magnitude_share: float = DEFAULT_MAGNITUDE_SHARE) -> Float64s:
-    """The weight of each bucket in k-means: ``(1 - lambda) f + lambda h``, float64, sum 1.
+    """Return the weight of each bucket in k-means: ``(1 - lambda) f + lambda h``, float64, sum 1.
 
     f is the bucket's share of the elements, h is |value| over the sum of |value|: it gives the few large weights more
     influence. Each bucket counts once in h, however many elements it has, so take outliers out before: of 10^6 weights
@@ -108,7 +108,7 @@ def optimal_codebooks(values: Float64s, weights: Float64s, ks: Sequence[int]) ->
 
 
 def assign(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
-    """The index of each element's nearest centroid.
+    """Return the index of each element's nearest centroid.
 
     Boundaries are the midpoints of neighbouring centroids, rounded down to float32; an element on a midpoint takes the
     lower one. One comparison of float32 values decides, so that the result is the same on every device.
@@ -184,7 +184,7 @@ def _check_codebook(codebook: torch.Tensor) -> None:
 
 
 def _checked(values: Float64s, weights: Float64s) -> tuple[Float64s, Float64s]:
-    """The buckets of positive weight, after checks."""
+    """Return the buckets of positive weight, after checks."""
     values, weights = np.asarray(values, np.float64), np.asarray(weights, np.float64)
     if values.ndim != 1 or values.shape != weights.shape:
         raise ConfigError(f"values {values.shape} and weights {weights.shape} must be 1-D and of one length")
@@ -225,7 +225,7 @@ def _solver() -> Callable[[Float64s, Float64s, Float64s, int], Int32s]:
 
 
 def _solve(mass: Float64s, moment: Float64s, square: Float64s, rows: int) -> Int32s:
-    """The optimal last cluster's start for the first 1..n values and each number of clusters 1..rows.
+    """Return the optimal last cluster's start for the first 1..n values and each number of clusters 1..rows.
 
     starts[r, j] belongs to values 0..j in r + 1 clusters. It does not decrease with j, so positions are visited at
     halving strides and each one searches only between its solved neighbours.

@@ -40,7 +40,7 @@ def total(values: Float32s) -> float:
 
 @jit_in_any_order
 def square_sum(values: Float32s) -> float:
-    """The sum of all squares of a flat array."""
+    """Return the sum of all squares of a flat array."""
     total = np.float64(0)
     for i in range(values.size):
         total += np.float64(values[i]) * np.float64(values[i])

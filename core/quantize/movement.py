@@ -47,7 +47,7 @@ class MovementTracker:
         self._own_memory = False
 
     def since(self, state: TrainingState, step: int) -> Movement | None:
-        """The movement from the last noted snapshot to this one; None where there is none before it.
+        """Return the movement from the last noted snapshot to this one; None where there is none before it.
 
         Args:
             state: a snapshot; tensors on the host.

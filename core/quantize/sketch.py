@@ -179,7 +179,7 @@ class QuantileSketch(_BucketCounts):
         return self._magnitude_cells(chunk, 0.0)
 
     def threshold_below(self, share: float) -> float:
-        """The greatest threshold t with at most ``share * count`` elements x < t.
+        """Return the greatest threshold t with at most ``share * count`` elements x < t.
 
         It is an edge of the bucket that holds the quantile, and a float32, so that the count is exact: ties (zeros,
         the few values of a bfloat16 grid) fall on one side together and never take more than the share.
@@ -224,7 +224,7 @@ class SignedHistogram(_BucketCounts):
         )  # an arithmetic shift: -1 if negative
 
     def histogram(self) -> Histogram:
-        """The occupied buckets: negative ones, zero, positive ones."""
+        """Return the occupied buckets: negative ones, zero, positive ones."""
         positive, negative = self.counts
         zero = positive[:1] + negative[:1]
         counts = np.concatenate((negative[:0:-1], zero, positive[1:]))

@@ -68,7 +68,7 @@ def step_of(q0: np.float32, q1: np.float32, q2: np.float32, q3: np.float32, expo
 
 @jit_part
 def _bits(start: np.uint64, i: int) -> np.uint64:
-    """The 17 bits of an element's dither."""
+    """Return the 17 bits of an element's dither."""
     bits: np.uint64 = random_bits(start, i) >> _47
     return bits
 
@@ -130,7 +130,7 @@ def sum_squares(
 
 @jit
 def values(points: Int16s, exponents: UInt8s, quarters: Float32s, seed: int, out: Float32s) -> None:
-    """The weights that points represent: a subtraction and a product."""
+    """Compute the weights that points represent: a subtraction and a product."""
     start = np.uint64(seed) << _32
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     for i in range(out.size):
@@ -141,7 +141,7 @@ def values(points: Int16s, exponents: UInt8s, quarters: Float32s, seed: int, out
 def _expected(
     before: np.float32, offset: np.float32, step: np.float32, dither: np.float32
 ) -> tuple[np.float32, np.float32]:
-    """Where a weight is expected, in steps, and the nearest even point."""
+    """Compute where a weight is expected, in steps, and the nearest even point."""
     # 2**-6 times a product is exact, unless the result is about to be subnormal, which counts as zero
     mean = before + (offset * _OF_OFFSET if abs(offset) >= _LEAST_OFFSET else _ZERO)
     place = min(max(mean / step + dither, -_BOUND), _BOUND)
@@ -194,7 +194,7 @@ def reach(points: Int16s, even: Int16s, farthest: int, out: Int16s) -> bool:
 
 @jit
 def remember(points: Int16s, places: Int16s, gains: UInt16s, exponents: UInt8s, out: Int8s) -> None:
-    """How far from its restored value each weight is expected, in 1/64 of the step size.
+    """Compute how far from its restored value each weight is expected, in 1/64 of the step size.
 
     Args:
         points: in half steps.

@@ -86,12 +86,12 @@ def keep(kernel: Any, function: Callable[..., Any]) -> Any:
 
 
 def kernels_are_interpreted() -> bool:
-    """Whether numba is set to compile nothing."""
+    """Return whether numba is set to compile nothing."""
     return bool(config.DISABLE_JIT)
 
 
 def kept_of(kernel: object) -> "KernelCache | None":
-    """The cache of a kernel; None of anything else."""
+    """Return the cache of a kernel; None of anything else."""
     found = getattr(kernel, _CACHE, None) if isinstance(kernel, Dispatcher) else None
     return found if isinstance(found, KernelCache) else None
 
@@ -128,7 +128,7 @@ class KernelCache:
         return [*([] if self._own is None else [self._own]), *others]
 
     def folders(self) -> Iterator[Path]:
-        """Every folder that is read, in this order."""
+        """Yield every folder that is read, in this order."""
         return (Path(each.cache_path) for each in self._all)
 
     def load_overload(self, signature: Any, target: Any) -> Any:
@@ -196,7 +196,7 @@ def _file(function: Callable[..., Any]) -> Path:
 
 
 def _folders(function: Callable[..., Any]) -> Iterator[str]:
-    """Where numba looks for a folder that may be written to, in its order."""
+    """Yield where numba looks for a folder that may be written to, in its order."""
     for kind in (UserProvidedCacheLocator, InTreeCacheLocator, UserWideCacheLocator):
         if kind is not UserProvidedCacheLocator or config.CACHE_DIR:
             yield kind(function, inspect.getfile(function)).get_cache_path()
@@ -226,7 +226,7 @@ def _temporary(function: Callable[..., Any]) -> Path | None:
 
 @cache
 def kernel_sources() -> str:
-    """A digest of what all kernels are compiled from."""
+    """Return a digest of what all kernels are compiled from."""
     digest = hashlib.sha256()
     for file in sorted(file for pattern in _SOURCES for file in _PACKAGE.rglob(pattern)):
         digest.update(f"{file.relative_to(_PACKAGE).as_posix()} {file.stat().st_size}\n".encode())
@@ -297,7 +297,7 @@ class _Wheel(NamedTuple):
 
 
 def includes(coders: Collection[str]) -> bool:
-    """Whether all of these coders, as `write` was given them, are precompiled for this machine."""
+    """Return whether all of these coders, as `write` was given them, are precompiled for this machine."""
     wheel = _wheel()
     return wheel is not None and wheel.coders.issuperset(coders)
 
@@ -370,7 +370,7 @@ def _relative(level: Level) -> Path:
 
 
 def _in_wheel(folder: Path, file: Path) -> Path:
-    """The folder of the kernels of a module of this package."""
+    """Return the folder of the kernels of a module of this package."""
     return folder / file.parent.relative_to(_PACKAGE)
 
 

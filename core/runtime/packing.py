@@ -52,7 +52,7 @@ def empty_tensors(like: Mapping[str, torch.Tensor], *, pinned: bool) -> dict[str
 
 
 def _best(rooms: Sequence[tuple[str, int]]) -> list[list[str]]:
-    """The names by block, for the size of blocks that takes the least memory."""
+    """Return the names by block, for the size of blocks that takes the least memory."""
     if not rooms:
         return []
     least = _rounded(max(rooms[0][1], _LEAST))

@@ -62,7 +62,7 @@ class Waiting:
 
 
 def is_quiet() -> bool:
-    """Whether progress output is turned off."""
+    """Return whether progress output is turned off."""
     return (
         _hushed.is_set()
         or bool(os.environ.get(_QUIET))

@@ -63,7 +63,7 @@ class Pace:
 
 
 def _running() -> Iterator[CodeType]:
-    """The code of all that this thread is in, innermost first."""
+    """Yield the code of all that this thread is in, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame.f_code
@@ -71,7 +71,7 @@ def _running() -> Iterator[CodeType]:
 
 
 def signals_of(names: Sequence[str]) -> list[signal.Signals]:
-    """The signals of these names.
+    """Return the signals of these names.
 
     Raises:
         ConfigError: there is no such signal, or it cannot be handled.

@@ -50,7 +50,7 @@ class Turns:
                 self._inside = None
 
     def take_within(self, timeout_s: float, call: str, function: Callable[[], T]) -> T | None:
-        """The same, if other threads' calls end in time.
+        """Return the same, if other threads' calls end in time.
 
         Args:
             timeout_s: seconds to wait for them at most.

@@ -19,7 +19,7 @@ _SHORT = 1 << 20  # bytes that `tobytes` copies in less than a millisecond
 
 
 def join_bytes(parts: Iterable[bytes | memoryview], size: int) -> bytes:
-    """The bytes of all parts, one after the other.
+    """Return the bytes of all parts, one after the other.
 
     Args:
         parts: contiguous bytes; each is copied before the next one is asked for, so that its memory may be returned in between.
@@ -52,7 +52,7 @@ def join_bytes(parts: Iterable[bytes | memoryview], size: int) -> bytes:
 
 
 def to_bytes(array: npt.NDArray[Any]) -> bytes:
-    """The elements in C order, as ``array.tobytes()``.
+    """Return the elements in C order, as ``array.tobytes()``.
 
     Examples:
         >>> import numpy as np

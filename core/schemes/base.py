@@ -59,7 +59,7 @@ class PackedPlanes(Mapping[str, npt.NDArray[np.generic]]):
         return bytes_in_memory(self._parts)
 
     def moved(self, move: Callable[[Planes], Planes]) -> "PackedPlanes":
-        """The same planes, whose form is elsewhere.
+        """Return the same planes, whose form is elsewhere.
 
         Args:
             move: gives what stands for the arrays that it consists of, by name.
@@ -126,7 +126,7 @@ class ReferenceState:
         return planes.nbytes if isinstance(planes, PackedPlanes) else bytes_in_memory(planes)
 
     def moved(self, move: Callable[[Planes], Planes]) -> "ReferenceState":
-        """The same, with its arrays elsewhere.
+        """Return the same, with its arrays elsewhere.
 
         Args:
             move: gives what stands for some arrays, by name.
@@ -182,7 +182,7 @@ class TensorCodec(Protocol):
         ...
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
-        """The planes of a stored tensor.
+        """Return the planes of a stored tensor.
 
         Raises:
             FormatError: the sections or params are malformed.
@@ -192,7 +192,7 @@ class TensorCodec(Protocol):
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
-        """The tensor that the planes represent.
+        """Return the tensor that the planes represent.
 
         Raises:
             FormatError: the sections or params are malformed.
@@ -211,7 +211,7 @@ class Rebasable(Protocol):
         reference: ReferenceState,
         spec: TensorSpec,
     ) -> EncodedTensor | None:
-        """The same tensor, decodable without a predecessor; None where that is not possible.
+        """Return the same tensor, decodable without a predecessor; None where that is not possible.
 
         Args:
             encoded: the tensor as a delta.
@@ -284,7 +284,7 @@ class Scheme(Protocol):
     name: ClassVar[str]
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
-        """A factory of the codec for each tensor that is not to be stored exactly; may be `Makers`.
+        """Return a factory of the codec for each tensor that is not to be stored exactly; may be `Makers`.
 
         Codecs are made one after another, just before they encode, so that masks and scores of only one tensor
         are in memory at a time.
@@ -292,5 +292,5 @@ class Scheme(Protocol):
         ...
 
     def describe(self) -> JSON:
-        """The scheme's settings for the container's header and the logs."""
+        """Return the scheme's settings for the container's header and the logs."""
         ...

@@ -140,7 +140,7 @@ _codecs_of_others: dict[str, type[TensorCodec]] = {}
 
 
 def entry_of(name: object) -> SchemeEntry:
-    """The entry of a scheme, this library's own or that of another installed package.
+    """Return the entry of a scheme, this library's own or that of another installed package.
 
     Raises:
         ConfigError: there is no such scheme, or its package has none that can be used.
@@ -158,7 +158,7 @@ def entry_of(name: object) -> SchemeEntry:
 
 
 def codec_class(name: str) -> type[TensorCodec] | None:
-    """The codec with this id; None if neither this version nor an installed package has it.
+    """Return the codec with this id; None if neither this version nor an installed package has it.
 
     Raises:
         ConfigError: its package is installed and cannot be used.
@@ -171,7 +171,7 @@ def codec_class(name: str) -> type[TensorCodec] | None:
 
 
 def codec_for_reading(name: str) -> TensorCodec:
-    """The codec that decodes tensors stored under this id.
+    """Return the codec that decodes tensors stored under this id.
 
     Raises:
         UnsupportedFormatError: neither this version nor an installed package has it.
@@ -220,7 +220,7 @@ def _loaded(point: "EntryPoint") -> SchemeEntry:
 
 
 def options_of(name: str) -> Any:
-    """A scheme's default options; None if it has none."""
+    """Return a scheme's default options; None if it has none."""
     options = entry_of(name).options
     return options() if options is not None else None
 

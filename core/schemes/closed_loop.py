@@ -81,7 +81,7 @@ def as_reference(reference: ReferenceState | None, codec: str, spec: TensorSpec)
 
 
 def previous_value(reference: ReferenceState | None, spec: TensorSpec) -> Float32s | None:
-    """The reconstruction in the reference; None if the previous checkpoint has none of this size."""
+    """Return the reconstruction in the reference; None if the previous checkpoint has none of this size."""
     plane = plane_of(reference, VALUE, spec)
     return np.asarray(plane, np.float32) if plane is not None else None
 
@@ -116,7 +116,7 @@ class ClosedLoopCodec(ABC):
     def decode_delta(
         self, encoded: EncodedTensor, previous: Float32s, spec: TensorSpec, context: Context
     ) -> dict[str, npt.NDArray[np.generic]]:
-        """All planes, the new ``value`` among them.
+        """Return all planes, the new ``value`` among them.
 
         Raises:
             FormatError: the sections or params are malformed.

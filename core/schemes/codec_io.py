@@ -51,7 +51,7 @@ _CHUNK = 1 << 18
 def as_float32(
     tensor: torch.Tensor, spec: TensorSpec, dtypes: Collection[torch.dtype] = WEIGHT_DTYPES
 ) -> Float32s:
-    """The elements as flat fp32 in C order, for quantizing.
+    """Return the elements as flat fp32 in C order, for quantizing.
 
     Args:
         tensor: on the host.
@@ -72,12 +72,12 @@ def as_float32(
 
 
 def finite(values: Float32s) -> bool:
-    """Whether all values are finite, without a temporary array."""
+    """Return whether all values are finite, without a temporary array."""
     return values.size == 0 or (math.isfinite(values.min()) and math.isfinite(values.max()))
 
 
 def emit(values: Float32s, spec: TensorSpec, *, own: bool = False) -> torch.Tensor:
-    """A tensor of the spec's dtype and shape from flat fp32, rounded to nearest even.
+    """Return a tensor of the spec's dtype and shape from flat fp32, rounded to nearest even.
 
     Args:
         values: of all elements.
@@ -100,7 +100,7 @@ def check_moment(spec: TensorSpec) -> None:
 
 
 def emitted(restored: Float32s, spec: TensorSpec, *, nonzero: Float32s | None = None) -> torch.Tensor:
-    """What a reader will have of restored values, in the spec's dtype.
+    """Return what a reader will have of restored values, in the spec's dtype.
 
     Args:
         restored: flat; nobody else holds them.
@@ -141,7 +141,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def section(encoded: EncodedTensor, spec: TensorSpec, name: str) -> bytes:
-    """A section's bytes.
+    """Return a section's bytes.
 
     Raises:
         FormatError: there is no such section.
@@ -159,7 +159,7 @@ def check_sections(encoded: EncodedTensor, spec: TensorSpec, *names: str) -> Non
 
 
 def floats(encoded: EncodedTensor, spec: TensorSpec, name: str, count: int) -> Float32s:
-    """A section of `count` little-endian fp32 numbers, all finite, subnormals as zero.
+    """Return a section of `count` little-endian fp32 numbers, all finite, subnormals as zero.
 
     Raises:
         FormatError: the section is missing, has another size, or contains NaN or infinity.
@@ -174,7 +174,7 @@ def floats(encoded: EncodedTensor, spec: TensorSpec, name: str, count: int) -> F
 
 
 def integer(params: Mapping[str, JSON], spec: TensorSpec, key: str, low: int, high: int) -> int:
-    """A param that must be an integer from `low` to `high`.
+    """Return a param that must be an integer from `low` to `high`.
 
     Raises:
         FormatError: it is not.
@@ -186,7 +186,7 @@ def integer(params: Mapping[str, JSON], spec: TensorSpec, key: str, low: int, hi
 
 
 def number(params: Mapping[str, JSON], spec: TensorSpec, key: str) -> np.float32:
-    """A param that must be a finite number, as fp32, a subnormal as zero.
+    """Return a param that must be a finite number, as fp32, a subnormal as zero.
 
     Raises:
         FormatError: it is not.
@@ -198,6 +198,6 @@ def number(params: Mapping[str, JSON], spec: TensorSpec, key: str) -> np.float32
 
 
 def plane_of(reference: ReferenceState | None, name: str, spec: TensorSpec) -> npt.NDArray[Any] | None:
-    """A plane of the previous checkpoint; None if it has none of this tensor's size."""
+    """Return a plane of the previous checkpoint; None if it has none of this tensor's size."""
     plane = reference.planes.get(name) if reference is not None else None
     return plane if plane is not None and plane.size == spec.numel else None

@@ -128,7 +128,7 @@ def _tensor(bits: npt.NDArray[Any], spec: TensorSpec, context: Context) -> torch
 
 
 def _decay(here: Unsigned, before: Unsigned) -> float | None:
-    """What many fp32 numbers are of what they were before; None if no multiple stands out.
+    """Return what many fp32 numbers are of what they were before; None if no multiple stands out.
 
     So do moments of elements that had no gradient, and weights that only decay.
     """
@@ -164,7 +164,7 @@ def _floating(dtype: torch.dtype) -> bool:
 
 
 def fitted(reference: ReferenceState | None, size: int, item: int) -> npt.NDArray[Any] | None:
-    """A reference's bit patterns for a tensor of another size: the first ones, then zeros.
+    """Return a reference's bit patterns for a tensor of another size: the first ones, then zeros.
 
     Args:
         reference: what the tensor has left in the previous checkpoint.

@@ -88,7 +88,7 @@ class ExactPart:
     """In memory."""
 
     def added(self, other: "ExactPart") -> "ExactPart":
-        """The two together, which have the same role and reason."""
+        """Return the two together, which have the same role and reason."""
         return replace(
             self,
             tensors=self.tensors + other.tensors,
@@ -98,7 +98,7 @@ class ExactPart:
 
 
 def explained(code: str) -> str:
-    """The message of a reason's code."""
+    """Return the message of a reason's code."""
     word, _, detail = code.partition(":")
     text = _TEXTS.get(word)
     return code if text is None else text[0].format(detail)
@@ -129,7 +129,7 @@ def exact_parts(
 
 
 def added_parts(parts: Iterable[ExactPart]) -> tuple[ExactPart, ...]:
-    """One part for each role and reason, the one with the most bytes first."""
+    """Return one part for each role and reason, the one with the most bytes first."""
     sums: dict[tuple[str, str], ExactPart] = {}
     for one in parts:
         before = sums.get((one.role, one.code))
@@ -159,7 +159,7 @@ def large_share(parts: Iterable[ExactPart], size: int, subject: str) -> tuple[st
 
 
 def parts_json(parts: Iterable[ExactPart], size: int) -> list[dict[str, "JSON"]]:
-    """The largest parts of a checkpoint of this size, in the form of a manifest."""
+    """Return the largest parts of a checkpoint of this size, in the form of a manifest."""
     return [asdict(part) for part in parts if 100 * part.bytes >= size][:_PARTS]
 
 
@@ -177,7 +177,7 @@ def pack_reasons(names: Iterable[str], reasons: Mapping[str, str]) -> "JSON":
 
 
 def unpack_reasons(packed: "JSON", names: Sequence[str]) -> dict[str, str]:
-    """The inverse; malformed entries are ignored, since decoding never needs them."""
+    """Return the inverse; malformed entries are ignored, since decoding never needs them."""
     codes, line = (packed.get(name) for name in ("why", "of")) if isinstance(packed, dict) else (None, None)
     if not isinstance(codes, list) or not isinstance(line, str):
         return {}

@@ -15,7 +15,7 @@ _ENDINGS = (": stored exactly", " and is stored exactly", " are stored exactly")
 
 
 def refusal(message: str, name: str) -> str:
-    """The reason where a codec has refused a tensor: the error's message without the tensor's name."""
+    """Return the reason where a codec has refused a tensor: the error's message without the tensor's name."""
     text = message.replace(f"{name}: ", "").replace(f"{name} ", "")
     for ending in _ENDINGS:
         text = text.removesuffix(ending)
@@ -23,7 +23,7 @@ def refusal(message: str, name: str) -> str:
 
 
 def why_left(spec: TensorSpec, options: object) -> str:
-    """Why a scheme has no codec for a tensor, as far as that follows from the tensor's kind.
+    """Return why a scheme has no codec for a tensor, as far as that follows from the tensor's kind.
 
     Args:
         spec: the tensor.

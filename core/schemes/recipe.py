@@ -59,12 +59,12 @@ class WeightOptions:
         check_choice(self, "moments", Moments)
 
     def takes(self, spec: TensorSpec) -> bool:
-        """Whether the tensor is coded as a weight."""
+        """Return whether the tensor is coded as a weight."""
         return is_weight(spec, self.min_elements)
 
 
 def is_weight(spec: TensorSpec, min_elements: int) -> bool:
-    """Whether a scheme may code the tensor as a weight."""
+    """Return whether a scheme may code the tensor as a weight."""
     return (
         spec.tag.role is Role.WEIGHT
         and spec.tag.layer_type is not LayerType.NORM
@@ -98,7 +98,7 @@ def weight_codecs(
 def reference_value(
     reference: Mapping[str, ReferenceState] | None, spec: TensorSpec, codec: str
 ) -> ReferenceState | None:
-    """The reader's reconstruction of a weight, if this codec can code a delta to it."""
+    """Return the reader's reconstruction of a weight, if this codec can code a delta to it."""
     own = as_reference((reference or {}).get(spec.name), codec, spec)
     if own is None or VALUE not in own.planes:
         return None
@@ -106,5 +106,5 @@ def reference_value(
 
 
 def described(name: str, options: object) -> JSON:
-    """The scheme's entry in a container's header."""
+    """Return the scheme's entry in a container's header."""
     return {"name": name, "options": asdict(options)}  # type: ignore[call-overload]

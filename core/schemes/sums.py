@@ -48,5 +48,5 @@ class WeightSums:
 
 
 def added_sums(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The sums of several ranks' weights, as messages and as a message."""
+    """Return the sums of several ranks' weights, as messages and as a message."""
     return sum(map(WeightSums.from_json, messages), WeightSums()).to_json()

@@ -139,7 +139,7 @@ def decode_plane(
 
 
 def uses_previous(payload: bytes) -> bool:
-    """Whether a payload was coded given the previous plane."""
+    """Return whether a payload was coded given the previous plane."""
     if payload[:1] == bytes([_LSTM]):
         from shrinkpoint.entropy.lstm import coder as lstm
 

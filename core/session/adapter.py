@@ -53,7 +53,7 @@ class TrainingAdapter(ABC):
         return self.model
 
     def names(self) -> Mapping[str, str]:
-        """The name in a checkpoint of each of the model's own names, where the two differ."""
+        """Return the name in a checkpoint of each of the model's own names, where the two differ."""
         return {}
 
     # ---- its state
@@ -98,7 +98,7 @@ class TrainingAdapter(ABC):
         load_optimizers(self.optimizers, state["optimizers"], same_dtypes=True)
 
     def completed(self, rest: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole `state` of a `rest` and the present `parts`."""
+        """Return a whole `state` of a `rest` and the present `parts`."""
         return {**rest, **self.live()}
 
     def bare_state(self) -> dict[str, Any]:
@@ -106,21 +106,21 @@ class TrainingAdapter(ABC):
         return self.state()
 
     def describe(self, state: Mapping[str, Any]) -> Describe:
-        """The roles of the tensors of a `state`."""
+        """Return the roles of the tensors of a `state`."""
         return describe_training(
             self.model, self.optimizers, model_path=("model",), optimizers_path=("optimizers",)
         )
 
     def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
-        """The model's state and the optimizers' in a `state`, as ``load_state_dict`` takes them."""
+        """Return the model's state and the optimizers' in a `state`, as ``load_state_dict`` takes them."""
         return state["model"], state["optimizers"]
 
     def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A `state` without these parts, which a step log restores by itself."""
+        """Return a `state` without these parts, which a step log restores by itself."""
         return {key: value for key, value in state.items() if key not in ("model", "optimizers")}
 
     def followed(self) -> dict[str, Any]:
-        """The part of a `state` with weights, and averages of them that exist from the start."""
+        """Return the part of a `state` with weights, and averages of them that exist from the start."""
         return {"model": state_of(self.model)}
 
     def live(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class TrainingAdapter(ABC):
         return {**self.followed(), "optimizers": [state_of(optimizer) for optimizer in self.optimizers]}
 
     def weight_names(self) -> Collection[str]:
-        """The names in the model's part of a `state`."""
+        """Return the names in the model's part of a `state`."""
         names: Collection[str] = state_of(self.model).keys()
         return names
 
@@ -136,7 +136,7 @@ class TrainingAdapter(ABC):
 
     @abstractmethod
     def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
-        """The loss of the model with its present weights.
+        """Return the loss of the model with its present weights.
 
         Args:
             batch: on the host; it may be changed.
@@ -149,7 +149,7 @@ class TrainingAdapter(ABC):
         """
 
     def step_losses(self, parts: Sequence[Any], index: int) -> Iterable[torch.Tensor]:
-        """The losses whose gradients one step adds up, with graphs.
+        """Yield the losses whose gradients one step adds up, with graphs.
 
         Args:
             parts: of the step's batch, on the host; not to be changed.
@@ -176,7 +176,7 @@ class TrainingAdapter(ABC):
     # ---- numbers
 
     def metrics(self) -> dict[str, float]:
-        """The finite metrics of the present weights; on the first rank at least."""
+        """Return the finite metrics of the present weights; on the first rank at least."""
         return {}
 
     def path_settings(self) -> dict[str, Any]:

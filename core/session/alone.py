@@ -28,7 +28,7 @@ def alone() -> AbstractContextManager[Any]:
 
 
 def wrapper_obstacle(wrapped: nn.Module | None) -> str | None:
-    """Why gradients cannot be computed without the wrapper for several processes; None where they can.
+    """Return why gradients cannot be computed without the wrapper for several processes; None where they can.
 
     Args:
         wrapped: the model as it is trained.

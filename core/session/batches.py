@@ -176,7 +176,7 @@ def _nbytes(batch: Any) -> int:
 
 
 def to_host(batch: Any) -> Any:
-    """A copy of a batch whose tensors are on the host and share no memory with the original's.
+    """Return a copy of a batch whose tensors are on the host and share no memory with the original's.
 
     Handles tensors, lists, tuples and named tuples, mappings (dicts, and such as transformers' ``BatchEncoding``) and
     dataclasses, nested in each other. Another object with a method ``to``, as graph libraries' batches have, is copied
@@ -239,7 +239,7 @@ class PathBatches(KeptBatches):
         self._recent.append(to_host(batch))
 
     def start_over(self) -> None:
-        """A planned save has been made."""
+        """Note that a planned save has been made."""
         self._recent.clear()
 
     def add_to(self, stored: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ _OWN_REFERENCES = 3  # of a loader to its iterator, and those of the count itsel
 
 
 def sizes_of(loader: Any, name: str = "") -> dict[str, int]:
-    """The lengths and sizes of a loader or a sampler, as far as it has them; empty for anything else.
+    """Return the lengths and sizes of a loader or a sampler, as far as it has them; empty for anything else.
 
     Args:
         loader: its own length is not asked of a torch loader of a stream, which would count the batches from then on.

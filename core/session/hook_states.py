@@ -105,7 +105,7 @@ def restore_hook_states(model: Any, stored: Sequence[Any]) -> None:
 
 
 def hidden_state(model: object) -> str | None:
-    """Why the states of a model's hooks cannot be stored; None where they can."""
+    """Return why the states of a model's hooks cannot be stored; None where they can."""
     for hook, state in _hooks(model):
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         found = _hidden_in(hook, state)
@@ -205,7 +205,7 @@ def _on(value: Any, device: torch.device) -> Any:
 
 
 def _unknown_in(value: Any, where: object) -> str | None:
-    """The first part of a value that cannot be stored, for a message."""
+    """Return the first part of a value that cannot be stored, for a message."""
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic, *_PLAIN)):
         return None
     if isinstance(value, (np.random.RandomState, torch.Generator)):
@@ -220,7 +220,7 @@ def _unknown_in(value: Any, where: object) -> str | None:
 
 
 def _hidden_in(hook: Any, state: object, depth: int = 8) -> str | None:
-    """What a hook's closure or object keeps that may change."""
+    """Return what a hook's closure or object keeps that may change."""
     inner = getattr(hook, "func", None)  # a partial function
     if inner is not None and not isinstance(hook, FunctionType):
         given = [*getattr(hook, "args", ()), *getattr(hook, "keywords", {}).values()]

@@ -39,7 +39,7 @@ def identities(model: nn.Module, optimizers: Sequence[Any]) -> list[dict[str, An
 
 
 def _names(model: nn.Module) -> dict[int, tuple[Any, str]]:
-    """The model's parameters, and the first name of each."""
+    """Return the model's parameters, and the first name of each."""
     names: dict[int, tuple[Any, str]] = {}
     with plain_names(model) as inner:
         for name, parameter in inner.state_dict(keep_vars=True).items():
@@ -143,7 +143,7 @@ def require_same_optimizers(
 
 
 def scheduler_classes(named: Mapping[str, Any]) -> dict[str, str]:
-    """The class of each of torch's learning rate schedulers among some objects, by their names.
+    """Return the class of each of torch's learning rate schedulers among some objects, by their names.
 
     A LambdaLR is followed by the names of its functions, as far as they have some: those of Transformers differ in nothing else.
 

@@ -50,7 +50,7 @@ class LoopMeasurements:
         self._warned = False
 
     def evaluation(self) -> Evaluate | None:
-        """The loss with other weights in the model's place; None if no loss was given."""
+        """Return the loss with other weights in the model's place; None if no loss was given."""
         return self._evaluate if self._loss is not None else None
 
     def _evaluate(self, weights: Mapping[str, torch.Tensor]) -> Loss:

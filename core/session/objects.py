@@ -54,7 +54,7 @@ class Stateful(Protocol):
     """
 
     def state_dict(self) -> Any:
-        """The state: nested numbers, strings and tensors."""
+        """Return the state: nested numbers, strings and tensors."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> Any:
@@ -111,7 +111,7 @@ class LoopObjects:
             self._replaced += counted - self._counted()
 
     def state(self, step: int) -> dict[str, Any]:
-        """The whole state after a step; its tensors are the live ones.
+        """Return the whole state after a step; its tensors are the live ones.
 
         Raises:
             StateMismatchError: as `Trained.state`.
@@ -150,7 +150,7 @@ class LoopObjects:
         self._dry.check(capture, self.model, self.optimizers)
 
     def weights(self) -> dict[str, Any]:
-        """The part of `state` that holds the weights and may hold averages of them."""
+        """Return the part of `state` that holds the weights and may hold averages of them."""
         others = {name: value for name, value in self.stateful.items() if not _may_load(value)}
         return {
             "model": state_of(self.model),
@@ -158,13 +158,13 @@ class LoopObjects:
         }
 
     def live(self) -> dict[str, Any]:
-        """The part of `state` whose tensors training may be given other values in."""
+        """Return the part of `state` whose tensors training may be given other values in."""
         # a tensor of a loader's or sampler's state is a copy: reading it may start their workers
         states = [with_object_states(state_of(optimizer)) for optimizer in self.optimizers]
         return {**self.weights(), "optimizers": states}
 
     def describe(self) -> Describe:
-        """The roles of the tensors of `state`."""
+        """Return the roles of the tensors of `state`."""
         return describe_training(
             self.model, self.optimizers, model_path=("model",), optimizers_path=("optimizers",)
         )
@@ -266,11 +266,11 @@ class LoopObjects:
         return swapped_weights(self.model, weights, [*self.stateful.values()])
 
     def captured(self, state: object, describe: Describe = plain) -> TrainingState:
-        """A part of `state` as tensors by name."""
+        """Return a part of `state` as tensors by name."""
         return TrainingState.capture(state, describe)
 
     def obstacle(self) -> str | None:
-        """Why steps from another state could not be taken and undone; None where they can."""
+        """Return why steps from another state could not be taken and undone; None where they can."""
         return obstacle(self.model, self.inner)
 
     def settle(self) -> None:
@@ -297,7 +297,7 @@ class LoopObjects:
 
 
 def _may_load(value: object) -> bool:
-    """Whether an object may be a loader or a sampler: reading its state may start workers."""
+    """Return whether an object may be a loader or a sampler: reading its state may start workers."""
     return hasattr(value, "__iter__") and not isinstance(value, nn.Module)  # nn.Sequential has it
 
 

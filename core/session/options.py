@@ -106,7 +106,7 @@ LoopSaver = Saver | ShardedSaver
 def saver_for(
     objects: LoopObjects, url: RunUrl, config: SaverConfig, *, storage_options: StorageOptions
 ) -> LoopSaver:
-    """The saver for the objects' kind.
+    """Return the saver for the objects' kind.
 
     Args:
         objects: of the loop.
@@ -138,7 +138,7 @@ def warn_of_copies() -> None:
 
 
 def way_back(objects: LoopObjects, saver: LoopSaver, manifest: Manifest | None) -> Callable[[], None]:
-    """A function that restores the present state: that of a checkpoint, or of a fresh start.
+    """Return a function that restores the present state: that of a checkpoint, or of a fresh start.
 
     Both are called on the first process alone, and call nothing that communicates with others.
 

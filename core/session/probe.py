@@ -71,7 +71,7 @@ class LossProbe:
         return evaluate
 
     def measurement(self, agreed: list[Any] | None) -> Measured:
-        """The losses of the model with its current weights.
+        """Return the losses of the model with its current weights.
 
         Args:
             agreed: as of `agreed`.
@@ -161,7 +161,7 @@ class StepProbe:
 
 
 def named_as(names: Mapping[str, str], weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensors by other names.
+    """Return the same tensors by other names.
 
     Args:
         names: the new ones by the old; where there are any, tensors without one are left out.
@@ -171,19 +171,19 @@ def named_as(names: Mapping[str, str], weights: Mapping[str, Any]) -> dict[str, 
 
 
 def scale_of(scaler: Any) -> float:
-    """The present scale of the losses, where half-precision training has a scaler; not changed."""
+    """Return the present scale of the losses, where half-precision training has a scaler; not changed."""
     return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
 
 
 def number_of(value: Any) -> float | None:
-    """A number or a tensor of one element as a float; None of anything else."""
+    """Return a number or a tensor of one element as a float; None of anything else."""
     if isinstance(value, (int, float)):
         return float(value)
     return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else None
 
 
 def loss_of(value: Any) -> float:
-    """The scalar loss from the return value of a model or a training step.
+    """Return the scalar loss from the return value of a model or a training step.
 
     Args:
         value: a number; a tensor, of which the mean is taken; a mapping with ``"total"`` or ``"loss"``; or several losses

@@ -64,7 +64,7 @@ def log_of_copies(objects: CopiedObjects, options: StepLog, **run: Any) -> Train
 
 
 def _of_ranks(objects: CopiedObjects) -> dict[str, Any]:
-    """What is each rank's own, where it differs from the first one's; a collective."""
+    """Return what is each rank's own, where it differs from the first one's; a collective."""
     group = world()
     own = group.on_every(lambda: own_of(objects.own(), group.rank))
     known = group.broadcast(own.digests())

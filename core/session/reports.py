@@ -58,7 +58,7 @@ class BestCheckpoints:
             self.scores = {path: self.scores[path] for path in self._best(self.top_k)}
 
     def _best(self, count: int) -> list[str]:
-        """The paths that retention would keep of these, oldest first."""
+        """Return the paths that retention would keep of these, oldest first."""
         steps = (int(path.rpartition("=")[2]) for path in self.scores)
         records = [
             Record(seq=at, step=step, metric=self.scores[path])
@@ -69,12 +69,12 @@ class BestCheckpoints:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that a manifest can store: JSON has neither NaN nor infinity."""
+    """Return the metrics that a manifest can store: JSON has neither NaN nor infinity."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:
-    """The metrics that were stored with a checkpoint."""
+    """Return the metrics that were stored with a checkpoint."""
     save = manifest.meta.get("save")
     metrics = save.get("metrics") if isinstance(save, dict) else None
     return dict(metrics) if isinstance(metrics, dict) else {}
@@ -105,7 +105,7 @@ def numbers(report: SaveReport) -> dict[str, float]:
 
 
 def configuration(report: SaveReport) -> tuple[str, str]:
-    """The chosen settings, for loggers that take text: the name, and the text."""
+    """Return the chosen settings, for loggers that take text: the name, and the text."""
     return "checkpoint/configuration", f"{report.configuration} ({report.scheme})"
 
 

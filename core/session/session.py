@@ -321,7 +321,7 @@ class TrainingSession:
             say(f"continuing {self.settings.url} from step {step}")
 
     def restore(self, manifest: Manifest) -> Any:
-        """The state of a checkpoint, which saves go on from.
+        """Return the state of a checkpoint, which saves go on from.
 
         Args:
             manifest: as `choose` gave it.
@@ -365,7 +365,7 @@ class TrainingSession:
             self.remember()
 
     def outline(self, keys: Collection[str], manifest: Manifest | None = None) -> dict[str, Any] | None:
-        """A stored state with meta tensors (shapes without elements); for the first rank.
+        """Return a stored state with meta tensors (shapes without elements); for the first rank.
 
         Only its container's header is read, whether its chain is sound or not.
 
@@ -643,7 +643,7 @@ class TrainingSession:
         return Adoption(live=self.adapter.live, settings=self.adapter.path_settings())
 
     def wants(self, *, last: bool) -> bool:
-        """Whether a due save is made now; the same on all ranks, called before they gather a state.
+        """Return whether a due save is made now; the same on all ranks, called before they gather a state.
 
         Args:
             last: it is the last save, so it waits for a running one.
@@ -698,7 +698,7 @@ class TrainingSession:
             warn(message)
 
     def captured(self) -> dict[str, Any]:
-        """The adapter's state, with what every framework's lacks.
+        """Return the adapter's state, with what every framework's lacks.
 
         Raises:
             StateMismatchError: what would be saved is not what is trained.

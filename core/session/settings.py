@@ -214,7 +214,7 @@ def reduced(callback: Any, kind: type) -> tuple[Callable[..., Any], tuple[Any, .
 
 
 def _state_of(callback: Any) -> Mapping[str, Any]:
-    """Its attributes, or what a subclass gives in their place."""
+    """Return its attributes, or what a subclass gives in their place."""
     given = getattr(type(callback), "__getstate__", None)
     if given is None or given is getattr(object, "__getstate__", None):
         found: Mapping[str, Any] = vars(callback)

@@ -29,7 +29,7 @@ BUCKETS = "buckets"
 
 
 def has_shards(model: Any) -> bool:
-    """Whether a model's parameters are shards, or copies that the ranks know to be the same.
+    """Return whether a model's parameters are shards, or copies that the ranks know to be the same.
 
     Raises:
         ConfigError: they are, and there is no process group; or they are shards of a kind that is not supported.
@@ -115,7 +115,7 @@ class ShardedObjects(LoopObjects):
         reshard(self.model)
 
     def own(self) -> dict[str, dict[str, Any]]:
-        """What this rank has for itself: its generators, and the other objects' state."""
+        """Return what this rank has for itself: its generators, and the other objects' state."""
         return {
             "rng": capture_rng(),
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
@@ -123,7 +123,7 @@ class ShardedObjects(LoopObjects):
         }
 
     def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-        """The tensors that a restore fills.
+        """Return the tensors that a restore fills.
 
         Args:
             specs: of the checkpoint's whole tensors, by name.
@@ -190,7 +190,7 @@ class CopiedObjects(ShardedObjects):
         return {**state, BUCKETS: self.buckets()}
 
     def buckets(self) -> list[list[int]]:
-        """The order in which DDP sums gradients; a collective."""
+        """Return the order in which DDP sums gradients; a collective."""
         return bucket_order(self._wrapper)
 
     @property

@@ -70,7 +70,7 @@ class Trained:
         state: Callable[[], object],
         others: Mapping[str, nn.Module] | None = None,
     ) -> dict[str, Any]:
-        """The entries of a checkpoint that `load_trained` and `require_same_optimizers` take.
+        """Return the entries of a checkpoint that `load_trained` and `require_same_optimizers` take.
 
         What is looked up is kept as long as the optimizers get no further parameters: training waits for it.
 
@@ -295,7 +295,7 @@ def _flags(modules: Mapping[str, nn.Module], outside: Mapping[str, Any]) -> dict
 def _outside(
     model: nn.Module, optimizers: Sequence[Any], weights: Collection[str], state: Callable[[], object]
 ) -> dict[str, torch.Tensor]:
-    """What optimizers train and no tensor of a state has, by `unnamed`."""
+    """Return what optimizers train and no tensor of a state has, by `unnamed`."""
     seen = {id(p) for name, p in named_parameters(model, remove_duplicate=False) if name in weights}
     places: set[object] | None = None
     found: dict[str, torch.Tensor] = {}
@@ -371,7 +371,7 @@ def _tensors(node: object) -> Iterator[torch.Tensor]:
 
 
 def _parts(tensor: Any) -> Iterator[object]:
-    """Where a tensor's elements are: that of ties and views of all of it is the same."""
+    """Yield where a tensor's elements are: that of ties and views of all of it is the same."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))

@@ -45,7 +45,7 @@ class Schedule:
         return cls(**{item.name: options.pop(item.name) for item in fields(cls)})
 
     def saves(self, *, steps: int, epochs: int) -> int | None:
-        """The number of saves that this plans; None where it does not follow from a trainer's limits.
+        """Return the number of saves that this plans; None where it does not follow from a trainer's limits.
 
         Args:
             steps: of the whole training; 0 or less for no limit.
@@ -95,7 +95,7 @@ class Trigger:
         self.due = self.planned = False
 
     def after_step(self, step: int, *, agree: Callable[[bool], bool] = bool) -> None:
-        """An optimizer step has been made.
+        """Note that an optimizer step has been made.
 
         Args:
             step: optimizer steps so far.
@@ -108,7 +108,7 @@ class Trigger:
             self._plan(agree(self._clock() - self._saved_at >= interval.total_seconds()))
 
     def after_epoch(self, epochs: int) -> None:
-        """An epoch's last step has been made.
+        """Note that an epoch's last step has been made.
 
         Args:
             epochs: epochs done so far, this one included.
@@ -117,7 +117,7 @@ class Trigger:
         self._epochs = epochs
 
     def after_validation(self, epochs: int) -> None:
-        """A validation within an epoch is over.
+        """Note that a validation within an epoch is over.
 
         Args:
             epochs: epochs done when this one will be.
@@ -139,7 +139,7 @@ class Trigger:
         self.due = True
 
     def saved(self) -> None:
-        """The due checkpoint has been taken, or skipped."""
+        """Note that the due checkpoint has been taken, or skipped."""
         self.due = self.planned = False
         self._saved_at = self._clock()
 

@@ -55,7 +55,7 @@ def _digests(samples: Any) -> Iterator[str]:
 
 
 def reads_alike(loader: DataLoader[Any]) -> bool:
-    """Whether a worker reads the same samples twice with equal results and draws no random number.
+    """Return whether a worker reads the same samples twice with equal results and draws no random number.
 
     A worker's generators start from the epoch's seed and run on with every sample, so they cannot be put to a position.
     The reading is done in a worker of its own: some datasets must not be read in the main process before it forks.
@@ -102,7 +102,7 @@ def samplers(loader: Any) -> Iterator[Any]:
 
 
 def generators(loaders: Iterable[Any]) -> list[torch.Generator]:
-    """The loaders' and samplers' own generators, each once, always in the same order."""
+    """Return the loaders' and samplers' own generators, each once, always in the same order."""
     parts = [part for loader in loaders for part in (loader, *samplers(loader))]
     found = [getattr(part, "generator", None) for part in parts]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())

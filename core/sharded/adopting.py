@@ -23,7 +23,7 @@ _LONGEST_PAUSE_S = 0.5
 
 
 def takeover_for(shards: Shards, describe: Describe, adoption: Adoption, waited_s: float) -> Takeover:
-    """What this rank's background hands the restored values over by; a collective.
+    """Return what this rank's background hands the restored values over by; a collective.
 
     Args:
         shards: of the state that is saved.

@@ -73,7 +73,7 @@ class Agreed:
 
 
 def agree(group: Distributed, status: Status) -> Agreed:
-    """A collective: each rank says what it knows, and all learn the same.
+    """Return a collective: each rank says what it knows, and all learn the same.
 
     Args:
         group: all ranks.

@@ -95,7 +95,7 @@ class RankBackground(Background):
         )
 
     def base_is_due(self, *, planned: bool) -> bool:
-        """Whether the next checkpoint is to be a base, as far as this rank decides it.
+        """Return whether the next checkpoint is to be a base, as far as this rank decides it.
 
         Args:
             planned: whether it is a planned one of a training that adopts, where every rank decides alike.

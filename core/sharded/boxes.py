@@ -28,7 +28,7 @@ class Box:
         return math.prod(self.size)
 
     def cut(self, tensor: torch.Tensor, inner: "Box") -> torch.Tensor:
-        """A view of `inner`, which lies in this box.
+        """Return a view of `inner`, which lies in this box.
 
         Args:
             tensor: what this box holds.
@@ -41,7 +41,7 @@ class Box:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor have in common; None if that has no elements."""
+    """Return what two boxes of one tensor have in common; None if that has no elements."""
     low = tuple(map(max, one.offset, other.offset))
     ends = (
         min(a + n, b + m) for a, n, b, m in zip(one.offset, one.size, other.offset, other.size, strict=True)
@@ -55,7 +55,7 @@ Pieces = Mapping[str, Mapping[Box, torch.Tensor]]
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether a tensor is one whose ranks hold parts, or copies, of a whole one that they all know."""
+    """Return whether a tensor is one whose ranks hold parts, or copies, of a whole one that they all know."""
     return type(tensor).__name__ in ("DTensor", "ShardedTensor")
 
 

@@ -48,15 +48,15 @@ class Move(NamedTuple):
         return -(-self.cut.numel * self.dtype.itemsize // _ALIGNED) * _ALIGNED
 
     def out_of(self, given: Pieces) -> torch.Tensor:
-        """What is sent, as a view of the sender's memory."""
+        """Return what is sent, as a view of the sender's memory."""
         return self.source.cut(given[self.name][self.source], self.cut)
 
     def into(self, taken: Pieces) -> torch.Tensor:
-        """Where it is received, as a view of the receiver's memory."""
+        """Return where it is received, as a view of the receiver's memory."""
         return self.target.cut(taken[self.name][self.target], self.cut)
 
     def in_buffer(self, buffer: torch.Tensor, at: int) -> torch.Tensor:
-        """The piece, as a view of a buffer."""
+        """Return the piece, as a view of a buffer."""
         size = self.cut.numel * self.dtype.itemsize
         return buffer[at : at + size].view(self.dtype).reshape(self.cut.size)
 
@@ -252,7 +252,7 @@ def _moves(
 
 
 def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements as bytes, on its device."""
+    """Return a tensor's elements as bytes, on its device."""
     return tensor.contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 

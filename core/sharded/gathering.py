@@ -140,7 +140,7 @@ Unproven = Sequence[tuple[str, Box]]
 
 
 def fingerprints(unproven: Unproven, pieces: Pieces, *, whole: bool) -> list[int | None]:
-    """A number of this rank's values for each of some boxes; None where it does not hold one.
+    """Return a number of this rank's values for each of some boxes; None where it does not hold one.
 
     Args:
         unproven: names and boxes.

@@ -48,7 +48,7 @@ def tensors_of_rank(
     specs: Mapping[str, TensorSpec],
     copied: Callable[[TensorSpec], bool] = lambda spec: False,
 ) -> tuple[RankTensors, Pieces]:
-    """What this rank holds.
+    """Return what this rank holds.
 
     Args:
         tensors: DTensors, ShardedTensors and plain ones, by name.
@@ -90,12 +90,12 @@ class Layout:
     """What several ranks hold without being known to torch as copies of each other: see `shrinkpoint.sharded.gathering`."""
 
     def first_alone(self, name: str) -> bool:
-        """Whether a save takes a tensor from the first of the ranks that hold it: what is no shard."""
+        """Return whether a save takes a tensor from the first of the ranks that hold it: what is no shard."""
         return name not in self.sharded
 
 
 def layout_of(everyone: Sequence[RankTensors]) -> Layout:
-    """The table of all ranks' tensors.
+    """Return the table of all ranks' tensors.
 
     Args:
         everyone: by rank.
@@ -178,7 +178,7 @@ def _described(spec: TensorSpec) -> str:
 
 
 def _has_shape(own: RankTensors, name: str, spec: TensorSpec) -> bool:
-    """Whether a rank's own tensor of this name, which is no shard, is like the first rank's."""
+    """Return whether a rank's own tensor of this name, which is no shard, is like the first rank's."""
     return name in own.specs and (own.specs[name].dtype, own.specs[name].shape) == (spec.dtype, spec.shape)
 
 
@@ -270,7 +270,7 @@ def _balanced(sizes: Mapping[str, int], world: int) -> dict[str, int]:
 def owned_boxes(
     owners: Mapping[str, tuple[TensorSpec, int]],
 ) -> dict[str, dict[Box, tuple[int, ...]]]:
-    """The owner of each box of each whole tensor, in the form of `Layout.holders`.
+    """Return the owner of each box of each whole tensor, in the form of `Layout.holders`.
 
     Args:
         owners: as `owners_of` gives them.

@@ -57,7 +57,7 @@ class OwnedWeights(dict[str, torch.Tensor]):
 
 
 def owned_weights(state: TrainingState, model: Mapping[str, torch.Tensor]) -> OwnedWeights:
-    """A rank's part of a candidate, as `Probe.measure` takes it.
+    """Return a rank's part of a candidate, as `Probe.measure` takes it.
 
     Args:
         state: what the rank owns.
@@ -170,7 +170,7 @@ class Probe:
         return self._desk.resume(tensors, marks)
 
     def leave(self) -> None:
-        """This rank asks for no evaluation any more."""
+        """Note that this rank asks for no evaluation any more."""
         self._planning = False
 
     # ---- the training threads' side
@@ -305,7 +305,7 @@ class Probe:
         return tensors
 
     def _of_all(self, save: ProbedSave, own: dict[str, Any]) -> list[Losses]:
-        """The losses of all ranks at each mark, from this rank's."""
+        """Return the losses of all ranks at each mark, from this rank's."""
         save.evaluations += 1
         self._made = {save.number: save.evaluations}
         try:
@@ -329,7 +329,7 @@ class Probe:
     # ---- what the ranks' evaluations come to
 
     def _together(self, save: ProbedSave, own: dict[str, Any]) -> dict[str, Any]:
-        """The losses of all ranks, or why there are none.
+        """Return the losses of all ranks, or why there are none.
 
         Raises:
             ConfigError: an evaluation has failed, and a rank does not leave its own.
@@ -353,7 +353,7 @@ class Probe:
         return together
 
     def _when_there(self, key: str, failed: Mapping[str, Any]) -> dict[str, Any]:
-        """A message, for which less time is left where an evaluation is known to have failed."""
+        """Return a message, for which less time is left where an evaluation is known to have failed."""
         limit_s = self._patience_s if "error" in failed else _LONGEST_S
         deadline, pause_s = time.monotonic() + limit_s, _FIRST_LOOK_S
         while not self._mailbox.has(key):
@@ -379,7 +379,7 @@ class Probe:
         return {"losses": [[loss for own in at_mark for loss in own] for at_mark in spoken]}
 
     def messages(self, number: int, world: int) -> list[str]:
-        """The messages of a save's evaluations, which all ranks have read when the next save begins.
+        """Return the messages of a save's evaluations, which all ranks have read when the next save begins.
 
         Args:
             number: of the save.

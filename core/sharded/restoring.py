@@ -63,7 +63,7 @@ class Decoded:
 
 
 def read_newest(store: RunStore, group: Distributed, threads: int, limit: int) -> Decoded | None:
-    """The newest checkpoint that is sound on every rank; a collective. None in an empty run.
+    """Return the newest checkpoint that is sound on every rank; a collective. None in an empty run.
 
     Raises:
         ChainError: there are checkpoints, and none is sound. StoreError: the store cannot be read. On every rank.
@@ -98,7 +98,7 @@ def read_newest(store: RunStore, group: Distributed, threads: int, limit: int) -
 def read_one(
     store: RunStore, group: Distributed, choose: Callable[[], Manifest | None], threads: int, limit: int
 ) -> Decoded:
-    """One checkpoint; a collective.
+    """Return one checkpoint; a collective.
 
     Args:
         store: the run.
@@ -125,7 +125,7 @@ def plan_of(
     headers: Sequence[Header],
     tables: Sequence[tuple[Mapping[str, TensorSpec], Mapping[str, int]]] = (),
 ) -> ReadPlan:
-    """What a checkpoint's headers say.
+    """Return what a checkpoint's headers say.
 
     Args:
         manifest: of the checkpoint.
@@ -207,7 +207,7 @@ def _decode(store: RunStore, group: Distributed, plan: ReadPlan, threads: int, l
 
 
 def _own_names(plan: ReadPlan, rank: int) -> set[str]:
-    """The tensors that a rank which has written the checkpoint had for itself."""
+    """Return the tensors that a rank which has written the checkpoint had for itself."""
     tree = plan.own[rank]
     return plan.specs.keys() & tensor_names(tree) if tree is not None else set()
 

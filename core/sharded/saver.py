@@ -458,13 +458,13 @@ class ShardedSaver(StateSaver):
         return True
 
     def reports(self) -> list[SaveReport]:
-        """Every save of this process that was committed, oldest first, the same on every rank."""
+        """Return every save of this process that was committed, oldest first, the same on every rank."""
         return [] if self._background is None else list(self._background.reports)
 
     # ---- restoring
 
     def newest(self) -> Manifest | None:
-        """The newest checkpoint that is sound on every rank; None in an empty run.
+        """Return the newest checkpoint that is sound on every rank; None in an empty run.
 
         Raises:
             ChainError: there are checkpoints, and none of them is sound. StoreError: the store cannot be read.

@@ -110,7 +110,7 @@ class Targets:
         }
 
     def reordered(self, optimizers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The optimizers' states by the numbers that parameters have here, whose names decide.
+        """Return the optimizers' states by the numbers that parameters have here, whose names decide.
 
         Args:
             optimizers: of the checkpoint that `find` was called for.

@@ -16,7 +16,7 @@ LARGEST = 2**20
 
 
 def renamed_tensors(node: JSON, names: Mapping[str, str]) -> JSON:
-    """A tree that refers to tensors by other names.
+    """Return a tree that refers to tensors by other names.
 
     Args:
         node: as `TrainingState.capture` made it.
@@ -119,7 +119,7 @@ def _with_indices(group: JSON, several: Mapping[JSON, Sequence[list[JSON]]]) -> 
 
 
 def without_tensors(node: JSON, known: Collection[str]) -> JSON:
-    """A tree without the entries whose tensors are not known.
+    """Return a tree without the entries whose tensors are not known.
 
     Args:
         node: as `TrainingState.capture` made it.

@@ -52,7 +52,7 @@ class AverageFinder:
                 self._by_end.setdefault((name.rpartition(".")[2], shape), []).append(name)
 
     def tag(self, path: Path, tensor: torch.Tensor) -> Tag:
-        """The tag of a tensor that is neither the model's nor an optimizer's.
+        """Return the tag of a tensor that is neither the model's nor an optimizer's.
 
         Args:
             path: its place in the state.
@@ -67,7 +67,7 @@ class AverageFinder:
         return replace(self._tags[name], role=Role.AVERAGE)
 
     def _in_order(self, index: str, shape: tuple[int, ...]) -> str | None:
-        """The weight with the same index among all parameters, as in a list of shadow parameters."""
+        """Return the weight with the same index among all parameters, as in a list of shadow parameters."""
         place = int(index) if len(index) < 10 else len(self._order)
         if place >= len(self._order) or self._order[place][1] != shape:
             return None
@@ -75,7 +75,7 @@ class AverageFinder:
         return name if name in self._trained else None
 
     def _by_name(self, path: Path, shape: tuple[int, ...]) -> str | None:
-        """The weight whose name shares the longest suffix; None if there are several."""
+        """Return the weight whose name shares the longest suffix; None if there are several."""
         parts = ".".join(path).split(".")
         shared = {name: _shared(parts, name) for name in self._by_end.get((parts[-1], shape), ())}
         most = max(shared.values(), default=0)
@@ -109,7 +109,7 @@ def confirmed(state: TrainingState) -> TrainingState:
 
 
 def is_near(average: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Whether a tensor is so close to a weight that it must be an average of it, or a copy."""
+    """Return whether a tensor is so close to a weight that it must be an average of it, or a copy."""
     if weight is None or weight.shape != average.shape:
         return False
     wide = torch.float64 if torch.float64 in (average.dtype, weight.dtype) else torch.float32
@@ -119,7 +119,7 @@ def is_near(average: torch.Tensor, weight: torch.Tensor | None) -> bool:
 
 
 def average_key(name: str) -> str:
-    """The key of an average among the model's weights and buffers that an evaluation gets.
+    """Return the key of an average among the model's weights and buffers that an evaluation gets.
 
     Args:
         name: its name in the state.
@@ -128,12 +128,12 @@ def average_key(name: str) -> str:
 
 
 def averages_in(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The averages among what an evaluation gets, by their names in the state."""
+    """Return the averages among what an evaluation gets, by their names in the state."""
     return {name[len(_MARK) :]: value for name, value in weights.items() if name.startswith(_MARK)}
 
 
 def without_averages(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The model's own weights and buffers among what an evaluation gets; a `Candidate` stays one."""
+    """Return the model's own weights and buffers among what an evaluation gets; a `Candidate` stays one."""
     own = {name: value for name, value in weights.items() if not name.startswith(_MARK)}
     return Candidate(own, weights.lent & own.keys()) if isinstance(weights, Candidate) else own
 
@@ -143,7 +143,7 @@ def live_tensors(
     names: Collection[str],
     capture: Callable[[object], TrainingState] = TrainingState.capture,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a state that share memory with the object that returns it.
+    """Return the tensors of a state that share memory with the object that returns it.
 
     Args:
         state: returns the state; called twice, since tensors that are copied on each call share no memory.
@@ -159,7 +159,7 @@ def live_tensors(
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where its elements are; those of a DTensor, which has no memory of its own, in its shard."""
+    """Return where its elements are; those of a DTensor, which has no memory of its own, in its shard."""
     return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
 
 

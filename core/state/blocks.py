@@ -18,7 +18,7 @@ BLOCK_ELEMENTS = 2**24
 
 
 def blocks_of(spec: TensorSpec, limit: int = BLOCK_ELEMENTS) -> list[TensorSpec]:
-    """What a tensor is stored as: itself, or blocks of its rows.
+    """Return what a tensor is stored as: itself, or blocks of its rows.
 
     Args:
         spec: of the whole tensor.
@@ -37,7 +37,7 @@ def blocks_of(spec: TensorSpec, limit: int = BLOCK_ELEMENTS) -> list[TensorSpec]
 
 
 def block_of(spec: TensorSpec, place: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> TensorSpec:
-    """One block of a tensor.
+    """Return one block of a tensor.
 
     Args:
         spec: of the whole tensor.
@@ -67,7 +67,7 @@ def whole_specs(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
 def joined(
     tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, TensorSpec]]:
-    """The same with all blocks put together; what is no block is passed on as it is.
+    """Return the same with all blocks put together; what is no block is passed on as it is.
 
     Args:
         tensors: by name.
@@ -110,7 +110,7 @@ _PAIRS = 4096
 
 
 def boxes_meet(offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> bool:
-    """Whether any two of some boxes have elements in common.
+    """Return whether any two of some boxes have elements in common.
 
     Args:
         offsets: of each in every dimension, of which there is at least one.

@@ -19,7 +19,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def state_digest(tensor_digests: Mapping[str, str]) -> str:
-    """One digest for a whole state, from its tensors' names and digests in the container's order."""
+    """Return one digest for a whole state, from its tensors' names and digests in the container's order."""
     digest = xxhash.xxh3_128()
     for name, value in tensor_digests.items():
         digest.update(f"{len(name)}:{name}{value}".encode())

@@ -67,7 +67,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The format's name of a dtype.
+    """Return the format's name of a dtype.
 
     Raises:
         CannotRepresentError: the dtype is not in the format (quantized and packed types).
@@ -81,7 +81,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """The dtype of a name read from a header.
+    """Return the dtype of a name read from a header.
 
     Raises:
         FormatError: no such dtype.
@@ -94,7 +94,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def tensor_to_bytes(tensor: torch.Tensor) -> UInt8s:
-    """The elements of a host tensor in C order as little-endian bytes, shape (numel * itemsize,).
+    """Return the elements of a host tensor in C order as little-endian bytes, shape (numel * itemsize,).
 
     The result shares memory with the tensor where it is contiguous already.
     """
@@ -110,7 +110,7 @@ def tensor_to_bytes(tensor: torch.Tensor) -> UInt8s:
 
 
 def tensor_from_bytes(data: UInt8s, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The inverse of `tensor_to_bytes`; the tensor uses `data` without a copy if that is writable.
+    """Return the inverse of `tensor_to_bytes`; the tensor uses `data` without a copy if that is writable.
 
     Raises:
         FormatError: the number of bytes is not that of the dtype and shape.
@@ -191,13 +191,13 @@ def in_memory_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def is_flat(value: object) -> bool:
-    """Whether a tensor is made of others, and stored so; shards have a way of their own."""
+    """Return whether a tensor is made of others, and stored so; shards have a way of their own."""
     kind = type(value)
     return kind not in _ORDINARY and kind.__name__ != "DTensor" and is_traceable_wrapper_subclass(value)
 
 
 def inner_tensors(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a tensor is made of, by names below its own; one that is made of no others itself."""
+    """Yield what a tensor is made of, by names below its own; one that is made of no others itself."""
     if not is_flat(tensor):
         yield name, tensor
         return

@@ -91,7 +91,7 @@ class FrozenTensors:
         return TrainingState(tree, {name: state.tensors[name] for name in specs}, specs)
 
     def filled(self, state: TrainingState, url: str) -> TrainingState:
-        """A restored state with the model's own tensors in the place of references.
+        """Return a restored state with the model's own tensors in the place of references.
 
         Args:
             state: as it was read.
@@ -120,7 +120,7 @@ class FrozenTensors:
         return {**dict(named_parameters(self._model)), **state_of(self._model)}
 
     def _candidates(self) -> dict[str, torch.Tensor]:
-        """The tensors that may be referred to, by their names in the model."""
+        """Return the tensors that may be referred to, by their names in the model."""
         with plain_names(self._model):
             return self._unchanged()
 
@@ -167,20 +167,20 @@ class FrozenTensors:
 
 
 def meta_filled(state: TrainingState) -> TrainingState:
-    """A state with tensors without elements in the place of references."""
+    """Return a state with tensors without elements in the place of references."""
     specs = {name: TensorSpec.from_json(node) for name, node in references(state.tree).items()}
     empty = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     return _filled(state, empty)
 
 
 def named_digests(tree: JSON) -> dict[str, str]:
-    """The digests of all frozen tensors that a tree needs, by their names in the model."""
+    """Return the digests of all frozen tensors that a tree needs, by their names in the model."""
     base = tree.get(ADAPTERS, {}).get("base", {}) if isinstance(tree, dict) else {}
     return {**{name: node["digest"] for name, node in references(tree).items()}, **base}
 
 
 def references(tree: JSON) -> dict[str, JSON]:
-    """A tree's references to tensors that it does not contain, by their names in the model."""
+    """Return a tree's references to tensors that it does not contain, by their names in the model."""
     found: dict[str, JSON] = {}
 
     def note(node: JSON) -> JSON:
@@ -206,7 +206,7 @@ def _filled(state: TrainingState, live: Mapping[str, torch.Tensor]) -> TrainingS
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Where an ordinary tensor's elements are, and how they are read; None of others."""
+    """Return where an ordinary tensor's elements are, and how they are read; None of others."""
     others = not isinstance(tensor, torch.Tensor) or hasattr(tensor, "__tensor_flatten__") or tensor.is_meta
     if others or tensor.layout != torch.strided or tensor.is_quantized or not tensor.numel():
         return None

@@ -15,7 +15,7 @@ __all__ = ["OwnState", "merged_tree", "own_name"]
 
 
 def own_name(rank: int) -> str:
-    """What the names of a rank's own tensors begin with."""
+    """Return what the names of a rank's own tensors begin with."""
     return f"ranks/{rank}"
 
 
@@ -26,11 +26,11 @@ class OwnState:
     parts: Mapping[tuple[str, str], TrainingState] = field(default_factory=dict)
 
     def digests(self) -> dict[str, str]:
-        """One for each value, by which other ranks see that theirs are the same."""
+        """Return one for each value, by which other ranks see that theirs are the same."""
         return {f"{group}/{name}": _digest(part) for (group, name), part in self.parts.items()}
 
     def without(self, known: Mapping[str, Any]) -> "OwnState":
-        """What differs from the first rank's, whose `digests` these are."""
+        """Return what differs from the first rank's, whose `digests` these are."""
         own = self.digests()
         kept = {
             key: part for key, part in self.parts.items() if own["/".join(key)] != known.get("/".join(key))
@@ -66,7 +66,7 @@ def _digest(part: TrainingState) -> str:
 
 
 def _anonymous(node: JSON) -> JSON:
-    """A tree without the names of its tensors."""
+    """Return a tree without the names of its tensors."""
     if isinstance(node, list):
         return [_anonymous(item) for item in node]
     if isinstance(node, dict):
@@ -75,7 +75,7 @@ def _anonymous(node: JSON) -> JSON:
 
 
 def merged_tree(tree: JSON, own: JSON) -> JSON:
-    """The state's plain data, with a rank's own values in the place of the first rank's.
+    """Return the state's plain data, with a rank's own values in the place of the first rank's.
 
     Args:
         tree: of the state.

@@ -17,7 +17,7 @@ _OTHERS = ("PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def capture_rng() -> dict[str, Any]:
-    """The state of torch's, numpy's and Python's global generators and of this process's GPU.
+    """Return the state of torch's, numpy's and Python's global generators and of this process's GPU.
 
     Tensors and primitives only: a state that reaches an ordinary ``.ckpt`` must load with ``weights_only=True``.
     """

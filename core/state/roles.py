@@ -115,7 +115,7 @@ def model_tags(module: nn.Module) -> dict[str, Tag]:
 
 
 def part_tag(tags: Mapping[str, Tag], path: Path) -> Tag:
-    """The tag of a tensor in a module's state.
+    """Return the tag of a tensor in a module's state.
 
     Args:
         tags: as of `model_tags`.
@@ -135,7 +135,7 @@ def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Modul
 
 
 def unnamed(index: int, number: int) -> str:
-    """How a checkpoint refers to a parameter that an optimizer trains and the model has not.
+    """Return how a checkpoint refers to a parameter that an optimizer trains and the model has not.
 
     Args:
         index: of the optimizer among the training's.
@@ -145,7 +145,7 @@ def unnamed(index: int, number: int) -> str:
 
 
 def moment_role(key: str, optimizer: torch.optim.Optimizer) -> Role:
-    """The role of an optimizer state's entry by its key; `Role.STATE` for an unknown key.
+    """Return the role of an optimizer state's entry by its key; `Role.STATE` for an unknown key.
 
     A second moment counts as Adam's only for classes known to behave like Adam, because first moments are coded in
     units of its root; otherwise it is `Role.SQUARES`. SGD's momentum is a first moment without a second.
@@ -166,7 +166,7 @@ def state_tag(
     weight: Tag,
     optimizer: torch.optim.Optimizer,
 ) -> Tag:
-    """The tag of an entry of an optimizer's state.
+    """Return the tag of an entry of an optimizer's state.
 
     Args:
         key: the entry's.

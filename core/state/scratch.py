@@ -103,7 +103,7 @@ class Scratch:
     def weights(
         self, state: TrainingState, wanted: Callable[[TensorSpec], bool], *, lasting: bool
     ) -> TrainingState:
-        """Those tensors of a snapshot that the next one is compared with.
+        """Return those tensors of a snapshot that the next one is compared with.
 
         Args:
             state: the snapshot, on the host; it stays as it is.
@@ -120,7 +120,7 @@ class Scratch:
         return TrainingState(None, tensors, specs)
 
     def moments(self, snapshot: Snapshot, state: TrainingState) -> TrainingState:
-        """A snapshot without its moments in memory: whoever wants one reads it.
+        """Return a snapshot without its moments in memory: whoever wants one reads it.
 
         Args:
             snapshot: lets go of them.
@@ -271,7 +271,7 @@ def _path(folder: str | os.PathLike[str]) -> str:
 
 
 def _file_system(folder: str) -> str | None:
-    """The kind of file system that a folder is on, as Linux names it; None where that is not known."""
+    """Return the kind of file system that a folder is on, as Linux names it; None where that is not known."""
     try:
         device = os.stat(folder).st_dev
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
@@ -315,14 +315,14 @@ class DiskTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, place: Place, like: torch.Tensor) -> "DiskTensor":
-        """The tensor, without values."""
+        """Return the tensor, without values."""
         make: Callable[..., DiskTensor] = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
         made = make(cls, like.shape, dtype=like.dtype, device="cpu")
         made._place = place
         return made
 
     def read(self) -> torch.Tensor:
-        """An ordinary tensor, read anew.
+        """Return an ordinary tensor, read anew.
 
         Raises:
             ScratchError: it cannot be read, or is not what was written.
@@ -348,7 +348,7 @@ class DiskTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The same for what comes from within torch."""
+        """Return the same for what comes from within torch."""
         return _on_values(function, args, kwargs)
 
 
@@ -449,7 +449,7 @@ def put_arrays(file: ScratchFile, arrays: Mapping[str, npt.NDArray[Any]]) -> Map
 
 
 def in_memory(state: TrainingState) -> TrainingState:
-    """The same state with all of its tensors in memory.
+    """Return the same state with all of its tensors in memory.
 
     Raises:
         ScratchError: one cannot be read.

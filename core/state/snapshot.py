@@ -32,7 +32,7 @@ class DeviceCopy:
         self._began.record(stream)
 
     def end(self) -> None:
-        """The last one is queued."""
+        """Note that the last one is queued."""
         self._ended.record(self._stream)
 
     def wait(self) -> float:
@@ -66,7 +66,7 @@ class Snapshot:
         return self.blocked_s if self.copy is None else max(self.blocked_s, self.copy.wait())
 
     def wait(self) -> TrainingState:
-        """The state, once every copy has arrived; called off the training thread."""
+        """Return the state, once every copy has arrived; called off the training thread."""
         if self.copy is not None:
             self.copy.wait()
         return self.state

@@ -69,7 +69,7 @@ class Block:
     """The larger tensor's `Tag.parameter`; the block's own one has its place behind."""
 
     def is_rows(self, size: Sequence[int]) -> bool:
-        """Whether a block of this size is whole rows of the larger tensor."""
+        """Return whether a block of this size is whole rows of the larger tensor."""
         return not any(self.offset[1:]) and tuple(size[1:]) == self.shape[1:]
 
     def to_json(self, size: Sequence[int]) -> JSON:
@@ -110,7 +110,7 @@ class Block:
         return cls(of=of, offset=tuple(at), shape=tuple(shape), parameter=parameter)
 
     def holds(self, size: Sequence[int]) -> bool:
-        """Whether a tensor of this shape may be such a block."""
+        """Return whether a tensor of this shape may be such a block."""
         return (
             len(size) == len(self.shape)
             and all(at + n <= of for at, n, of in zip(self.offset, size, self.shape, strict=True))
@@ -153,7 +153,7 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     def to_json(self) -> JSON:
-        """The spec in the form of a container's header."""
+        """Return the spec in the form of a container's header."""
         return {
             "name": self.name,
             "dtype": dtype_name(self.dtype),

@@ -101,7 +101,7 @@ def parts_of(state: Any, optimizer: Any) -> list[tuple[Mapping[str, Any], Any]]:
 
 
 def optimizer_states(node: Any) -> Iterator[Mapping[str, Any]]:
-    """Every ``state_dict`` of an optimizer below, in order."""
+    """Yield every ``state_dict`` of an optimizer below, in order."""
     if isinstance(node, Mapping):
         if isinstance(node.get("param_groups"), list) and isinstance(node.get("state"), Mapping):
             yield node

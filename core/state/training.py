@@ -19,7 +19,7 @@ Describe = Callable[[Path, torch.Tensor], Tag]
 
 
 def plain(path: Path, tensor: torch.Tensor) -> Tag:
-    """The `Describe` that gives no tensor a role: every tensor is stored exactly."""
+    """Return the `Describe` that gives no tensor a role: every tensor is stored exactly."""
     return Tag()
 
 
@@ -84,7 +84,7 @@ class TrainingState:
         return cls(encode_tree(state, put, below), tensors, specs)
 
     def to_object(self, *, own_tensors: bool = False) -> Any:
-        """The nested state again, with this state's tensors in their places.
+        """Return the nested state again, with this state's tensors in their places.
 
         Tensors whose dimensions had another order in memory, such as channels last, are copied into that order: fused optimizers
         depend on it. Blocks are joined where the tree refers to the tensor that they make up: a rank's part of a state has some of a tensor's
@@ -116,7 +116,7 @@ class TrainingState:
         return decode_tree(self.tree, get, as_given=own_tensors)
 
     def whole(self) -> "TrainingState":
-        """The same with long tensors in one piece that are stored as blocks of rows."""
+        """Return the same with long tensors in one piece that are stored as blocks of rows."""
         tensors, specs = joined(self.tensors, self.specs)
         return self if specs is self.specs else TrainingState(self.tree, tensors, specs)
 
@@ -135,7 +135,7 @@ class TrainingState:
 
 
 def _place(tensor: torch.Tensor, path: Path) -> tuple[object, ...]:
-    """Which memory a tensor reads, and how."""
+    """Return which memory a tensor reads, and how."""
     if type(tensor).__name__ == "DTensor":
         raise CannotRepresentError(
             f"{join_path(path)} is a DTensor, of which each rank has a shard: give the model to a Checkpointer on every"
@@ -146,7 +146,7 @@ def _place(tensor: torch.Tensor, path: Path) -> tuple[object, ...]:
 
 
 def _address(tensor: torch.Tensor, path: Path) -> int:
-    """Where a tensor's elements are; by it tied tensors are recognised.
+    """Return where a tensor's elements are; by it tied tensors are recognised.
 
     Raises:
         CannotRepresentError: they are nowhere: all such tensors would be taken for one.

@@ -250,7 +250,7 @@ def _encode_numpy(value: Any, put: Callable[[Path, torch.Tensor], str], path: Pa
 
 
 def decode_tree(node: JSON, get: Callable[[str], torch.Tensor], *, as_given: bool = False) -> Any:
-    """The inverse of `encode_tree`.
+    """Return the inverse of `encode_tree`.
 
     Args:
         node: JSON as `encode_tree` made it.
@@ -423,7 +423,7 @@ def dense_only(node: JSON) -> tuple[JSON, dict[str, str]]:
 
 
 def tensor_names(node: JSON) -> set[str]:
-    """The names of all tensors that a tree refers to.
+    """Return the names of all tensors that a tree refers to.
 
     Raises:
         FormatError: not such JSON.

@@ -94,12 +94,12 @@ def _inside(module: nn.Module) -> nn.Module:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Any]:
-    """All parameters of an optimizer, in the groups' order."""
+    """Return all parameters of an optimizer, in the groups' order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The innermost optimizer whose parameter groups and state are this one's.
+    """Return the innermost optimizer whose parameter groups and state are this one's.
 
     A wrapper has an attribute ``optimizer``, and its parameter groups, and its state where it has one, are that one's own
     objects. Lookahead and SAM, which keep tensors of their own, are no wrappers in

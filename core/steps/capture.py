@@ -170,7 +170,7 @@ class Recorder:
                 handle.remove()
 
     def take(self) -> tuple[list[Event], list[Copied]]:
-        """The events recorded since the last call, and the memory that they use."""
+        """Return the events recorded since the last call, and the memory that they use."""
         taken = self._events, self._copied
         self._events, self._copied = [], []
         return taken
@@ -282,7 +282,7 @@ class Recorder:
 
 
 def _number(loss: object) -> Any:
-    """The loss as a number, since some optimizers' steps depend on it."""
+    """Return the loss as a number, since some optimizers' steps depend on it."""
     if isinstance(loss, torch.Tensor):
         return loss.detach().clone() if loss.numel() == 1 and loss.layout == torch.strided else None
     return loss if isinstance(loss, bool | int | float) else None

@@ -121,7 +121,7 @@ class ExactLog(Log):
             self._seal()
 
     def accumulates(self) -> bool:
-        """Whether there are gradients that no recorded step has used."""
+        """Return whether there are gradients that no recorded step has used."""
         parameters = [parameter for one in self._optimizers for parameter in parameters_of(one)]
         try:
             return any(isinstance(self._recorder.fate(parameter), torch.Tensor) for parameter in parameters)

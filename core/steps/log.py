@@ -168,14 +168,14 @@ class Log:
         raise NotImplementedError
 
     def _goes_on(self, since: int) -> bool:
-        """Whether the log is on; it begins with the first step where nothing was resumed."""
+        """Return whether the log is on; it begins with the first step where nothing was resumed."""
         if self.off is None and self._writer is None:
             with self._guarded():
                 self._begin_at(since)
         return not self._failed()
 
     def _failed(self) -> bool:
-        """Whether the log is off, also since its writer has failed meanwhile."""
+        """Return whether the log is off, also since its writer has failed meanwhile."""
         if self._writer is not None and self._writer.failure is not None:
             self._turn_off(self._writer.failure)
         return self.off is not None

@@ -156,7 +156,7 @@ class LogReader:
 
 
 def _load_head(objects: ObjectStore, key: Key, size: int, run: str) -> Head:
-    """A segment's file, of a listed size, without its tensors; verified by its seal."""
+    """Return a segment's file, of a listed size, without its tensors; verified by its seal."""
     data = objects.get(str(key), 0, min(size, _FIRST_READ), max_size=_FIRST_READ)
     end = header_end(data, size)
     if end > len(data):

@@ -93,7 +93,7 @@ class Remainder:
         return {name: tensor for name, tensor in found.items() if (tensor.nbytes > limit) is large}
 
     def _made_objects(self) -> dict[str, Any]:
-        """The states of the objects that ``after_step`` updates."""
+        """Return the states of the objects that ``after_step`` updates."""
         if self._after_step is None:
             return {}
         states = {name: state_of(self._stateful[name]) for name in self._early()}

@@ -104,7 +104,7 @@ class Replay:
         return len(chain), remainder, None
 
     def _records(self, chain: Sequence[Reference]) -> Iterator[Record | None]:
-        """The steps of all segments, and None after each segment.
+        """Yield the steps of all segments, and None after each segment.
 
         Raises:
             FormatError: a segment is damaged, or of another training.
@@ -225,7 +225,7 @@ def _read_ahead(records: Iterator[Record | None]) -> Iterator[Iterator[Record | 
 
 
 def _run_up(references: Sequence[Reference], end: int) -> list[Reference]:
-    """The segments before number `end`, as far back as each begins where the one before it ends."""
+    """Return the segments before number `end`, as far back as each begins where the one before it ends."""
     begin = end
     while begin > 0 and (begin == end or references[begin - 1].end == references[begin].begin):
         begin -= 1

@@ -86,7 +86,7 @@ class Key:
 
     @staticmethod
     def parse(text: str) -> "Key | None":
-        """The key of a file's name; None if the name is not a key."""
+        """Return the key of a file's name; None if the name is not a key."""
         match = _KEY.fullmatch(text)
         return Key(int(match[1]), match[2], int(match[3])) if match else None
 
@@ -369,7 +369,7 @@ class Tensors:
 
 
 def checked_spec(spec: JSON) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and the shape of a tensor that a file declares.
+    """Return the dtype and the shape of a tensor that a file declares.
 
     Raises:
         FormatError: it is none, or has too many elements.

@@ -241,7 +241,7 @@ def _refuse(options: StepLog, config: SaverConfig) -> None:
 
 
 def _near(options: StepLog, run_url: RunUrl, optimizers: Sequence[torch.optim.Optimizer]) -> Location:
-    """The folder of the log's own."""
+    """Return the folder of the log's own."""
     if options.url is None:
         size = nbytes_of(optimizers)
         raise ConfigError(

@@ -419,7 +419,7 @@ def pack(symbols: UInt8s, alphabet: int, together: int) -> UInt8s:
 
 
 def unpack(packed: UInt8s, alphabet: int, together: int, count: int) -> UInt8s:
-    """The inverse of `pack`.
+    """Return the inverse of `pack`.
 
     Raises:
         FormatError: a number is not of that form.
@@ -441,7 +441,7 @@ def _joined(arrays: Sequence[UInt8s]) -> UInt8s:
 
 
 def _parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[UInt8s]:
-    """A column of bytes, in parts."""
+    """Return a column of bytes, in parts."""
     data = _column(tensor, torch.uint8, tensor.numel())
     ends = np.cumsum([0, *sizes], dtype=object).tolist()
     if ends[-1] != data.size:

@@ -223,7 +223,7 @@ class Catalog:
         raise StoreError(f"{self._objects.show('commits/')} lists no checkpoint, {reason}")
 
     def _reason_to_doubt(self) -> str | None:
-        """Why a listing without a checkpoint is not to be believed."""
+        """Return why a listing without a checkpoint is not to be believed."""
         if exists(self._objects, COMMITTED_KEY):
             return (
                 f"although {self._objects.show(COMMITTED_KEY)} says that this run has some: a disk that is not mounted, a link"
@@ -263,7 +263,7 @@ class Catalog:
         return self._keys.get(manifest.digest)
 
     def head(self, ref: BlobRef) -> Head:
-        """The table of parts that ``ref`` is the head of; read once.
+        """Return the table of parts that ``ref`` is the head of; read once.
 
         Raises:
             ChainError: It is missing.
@@ -307,7 +307,7 @@ class Catalog:
         return {info.key: info.size for info in self._objects.list("data/")}
 
     def is_whole(self, manifest: Manifest, sizes: Mapping[str, int]) -> bool:
-        """Whether all that ``manifest`` needs is there in its size, by a listing of ``data/``."""
+        """Return whether all that ``manifest`` needs is there in its size, by a listing of ``data/``."""
         if any(sizes.get(ref.key) != ref.size for ref in manifest.chain):
             return False
         try:
@@ -375,7 +375,7 @@ class Catalog:
 
 
 def is_listed(objects: ObjectStore, key: str) -> bool:
-    """Whether a listing shows ``key``, asked now."""
+    """Return whether a listing shows ``key``, asked now."""
     return any(info.key == key for info in objects.list(key))
 
 
@@ -408,7 +408,7 @@ def read_checked(
 
 
 def is_begun_here(record: Mapping[str, Any]) -> bool:
-    """Whether this process has begun the run, so that it is no surprise that it holds nothing yet."""
+    """Return whether this process has begun the run, so that it is no surprise that it holds nothing yet."""
     return str(record.get("run")) in _begun_here
 
 

@@ -55,7 +55,7 @@ def open_objects(
     *,
     read_anyway: bool = False,
 ) -> ObjectStore:
-    """The object store below ``url``; nothing is read, written or connected yet.
+    """Return the object store below ``url``; nothing is read, written or connected yet.
 
     Args:
         url: One URL, or those of several stores that are to hold one run together.
@@ -194,7 +194,7 @@ class RenewingObjects(ObjectsBelow):
 def open_location(
     location: Location, storage_options: Options | None = None, *, remakes: bool = True
 ) -> ObjectStore:
-    """The object store below a parsed URL.
+    """Return the object store below a parsed URL.
 
     Args:
         location: The parsed URL.
@@ -226,7 +226,7 @@ def open_location(
 
 
 def looks_like_file(url: str) -> bool:
-    """Whether ``url`` means one container rather than a run."""
+    """Return whether ``url`` means one container rather than a run."""
     if len(split_urls(url)) > 1:
         return False
     if url.rstrip("/").endswith(".shrink"):
@@ -256,7 +256,7 @@ def write_file(url: str | os.PathLike[str], data: bytes, storage_options: Option
 
 
 def read_file(url: str | os.PathLike[str], storage_options: Options | None = None) -> bytes:
-    """The whole file; its checksums are the caller's business.
+    """Return the whole file; its checksums are the caller's business.
 
     Raises:
         ConfigError: The URL or the options cannot work.

@@ -201,7 +201,7 @@ def _named(catalog: Catalog, manifests: Collection[Manifest], modified: Mapping[
 def _read_trash(
     objects: ObjectStore, catalog: Catalog, modified: Mapping[str, float | None], before: float
 ) -> tuple[_Named, list[str]]:
-    """What entries in their grace name, and the keys of those past theirs.
+    """Return what entries in their grace name, and the keys of those past theirs.
 
     Whatever a damaged entry named is older than it: all of that is kept until the entry itself expires.
     """

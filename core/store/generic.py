@@ -56,7 +56,7 @@ class GenericObjects:
         return True if self._location.protocol == "memory" else None
 
     def show(self, key: str) -> str:
-        """The URL of ``key``."""
+        """Return the URL of ``key``."""
         return self._location.show(key)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:

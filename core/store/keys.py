@@ -55,17 +55,17 @@ def new_nonce() -> str:
 
 
 def is_session(text: str) -> bool:
-    """Whether ``text`` has the form of a session nonce."""
+    """Return whether ``text`` has the form of a session nonce."""
     return _NONCE_RE.fullmatch(text) is not None
 
 
 def data_key(step: int, session: str) -> str:
-    """A new key for a container; it is never handed out twice."""
+    """Return a new key for a container; it is never handed out twice."""
     return f"data/{step:012d}-{session}-{new_nonce()}.shrink"
 
 
 def is_data_key(key: str) -> bool:
-    """Whether ``key`` is exactly of the form of a container's key: no ``..``, no scheme, no root."""
+    """Return whether ``key`` is exactly of the form of a container's key: no ``..``, no scheme, no root."""
     return _DATA_RE.fullmatch(key) is not None
 
 
@@ -84,7 +84,7 @@ def commit_key(seq: int, container_key: str | None = None) -> str:
 
 
 def seq_of_commit(key: str) -> int | None:
-    """The sequence number in a manifest's key, or None where ``key`` is not one."""
+    """Return the sequence number in a manifest's key, or None where ``key`` is not one."""
     match = _COMMIT_RE.fullmatch(key)
     return int(match[1]) if match else None
 
@@ -95,22 +95,22 @@ def trash_key(seq: int) -> str:
 
 
 def is_trash_key(key: str) -> bool:
-    """Whether ``key`` was made by :func:`trash_key`."""
+    """Return whether ``key`` was made by :func:`trash_key`."""
     return _TRASH_RE.fullmatch(key) is not None
 
 
 def probe_key() -> str:
-    """A new key to try the store's put-if-absent on."""
+    """Return a new key to try the store's put-if-absent on."""
     return f"probe/{new_nonce()}"
 
 
 def is_probe_key(key: str) -> bool:
-    """Whether ``key`` was made by :func:`probe_key`."""
+    """Return whether ``key`` was made by :func:`probe_key`."""
     return _PROBE_RE.fullmatch(key) is not None
 
 
 def pin_key(name: str) -> str:
-    """The key of pin ``name``; raises ConfigError unless that can be part of a key."""
+    """Return the key of pin ``name``; raises ConfigError unless that can be part of a key."""
     if _PIN_NAME_RE.fullmatch(name) is None:
         raise ConfigError(
             f"pin name {name!r}: use 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit"
@@ -119,7 +119,7 @@ def pin_key(name: str) -> str:
 
 
 def pin_name(key: str) -> str | None:
-    """The name in a pin's key, or None where ``key`` is not one."""
+    """Return the name in a pin's key, or None where ``key`` is not one."""
     match = _PIN_RE.fullmatch(key)
     return match[1] if match else None
 

@@ -73,7 +73,7 @@ class LocalObjects:
         return str(self._root)
 
     def show(self, key: str) -> str:
-        """The file of ``key``."""
+        """Return the file of ``key``."""
         return str(self._root / key)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
@@ -156,7 +156,7 @@ class LocalObjects:
                     _sync_folder(folder)
 
     def server_time(self) -> float:
-        """The time stamp that a new file gets: on a network file system, the server's clock."""
+        """Return the time stamp that a new file gets: on a network file system, the server's clock."""
         with self._translated("write", ""):
             self._prepare(self._root)
             path = self._root / f".tmp-{new_nonce()}"
@@ -242,7 +242,7 @@ def _translate(error: OSError, what: str) -> StoreError:
 
 
 def _read(descriptor: int, first: int, last: int) -> bytes:
-    """These bytes; fewer where the file has become shorter."""
+    """Return these bytes; fewer where the file has become shorter."""
     data = os.pread(descriptor, last - first, first)
     while len(data) < last - first and (
         more := os.pread(descriptor, last - first - len(data), first + len(data))

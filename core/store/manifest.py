@@ -54,7 +54,7 @@ def seal(record: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, what: str) -> dict[str, Any]:
-    """The record that :func:`seal` wrote; nothing is parsed before size and checksum are right.
+    """Return the record that :func:`seal` wrote; nothing is parsed before size and checksum are right.
 
     Raises:
         CorruptionError: The checksum does not match.
@@ -79,7 +79,7 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether `unseal` reads these bytes."""
+    """Return whether `unseal` reads these bytes."""
     try:
         unseal(data, "a record")
     except FormatError:
@@ -282,7 +282,7 @@ class Manifest:
         return any(ref.parts for ref in self.chain)
 
     def to_bytes(self) -> bytes:
-        """The stored form: the bytes it was read from, or canonical JSON with its checksum line.
+        """Return the stored form: the bytes it was read from, or canonical JSON with its checksum line.
 
         Raises:
             FormatError: ``meta`` is not finite JSON, or the record is too long.
@@ -379,7 +379,7 @@ class Head:
         return sum(part.ref.size for part in self.parts)
 
     def to_bytes(self) -> bytes:
-        """The stored form: a sealed record (docs/store.md).
+        """Return the stored form: a sealed record (docs/store.md).
 
         Raises:
             ConfigError: there are more parts than a record may name.

@@ -200,7 +200,7 @@ class NearCopies:
             return None
 
     def _trouble(self, message: str) -> None:
-        """A warning, once until a copy succeeds again."""
+        """Give a warning, once until a copy succeeds again."""
         topic = message.partition(":")[0]
         if topic not in self._warned:
             self._warned.add(topic)
@@ -208,7 +208,7 @@ class NearCopies:
 
 
 def is_near(objects: ObjectStore) -> bool:
-    """Whether a folder is one of copies."""
+    """Return whether a folder is one of copies."""
     return isinstance(without_retries(objects), LocalObjects) and exists(objects, NEAR_KEY)
 
 

@@ -117,7 +117,7 @@ class ObjectStore(Protocol):
         """True where put-if-absent is known to be exclusive; None where that must be probed."""
 
     def show(self, key: str) -> str:
-        """Where ``key`` lies, for messages."""
+        """Return where ``key`` lies, for messages."""
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Write durably, whole or not at all, unless ``key`` exists.

@@ -88,7 +88,7 @@ class RetryingObjects(ObjectsBelow):
 
 
 def without_retries(objects: ObjectStore) -> ObjectStore:
-    """The store below all `RetryingObjects`, to see of which kind it is."""
+    """Return the store below all `RetryingObjects`, to see of which kind it is."""
     while isinstance(objects, RetryingObjects):
         objects = objects.inner
     return objects

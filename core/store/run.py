@@ -142,7 +142,7 @@ class RunStore:
         return None if self.stores is None else self.stores.group.parity
 
     def exists(self) -> bool:
-        """Whether the prefix holds a run.
+        """Return whether the prefix holds a run.
 
         Raises:
             RunMismatchError: Its ``format.json`` is damaged or foreign.
@@ -153,7 +153,7 @@ class RunStore:
         return self._catalog.record() is not None
 
     def run_id(self) -> str:
-        """The nonce that distinguishes this run from every other: 32 hexadecimal digits.
+        """Return the nonce that distinguishes this run from every other: 32 hexadecimal digits.
 
         Raises:
             NoCheckpointError: There is no run yet; opening a writer makes one.
@@ -165,7 +165,7 @@ class RunStore:
         return run
 
     def manifests(self) -> list[Manifest]:
-        """Every committed checkpoint, newest first by (epoch, number).
+        """Return every committed checkpoint, newest first by (epoch, number).
 
         Unreadable ones are left out, kept in ``damaged`` and warned about once.
 
@@ -209,7 +209,7 @@ class RunStore:
         return self._catalog.refs(manifest)
 
     def head(self, ref: BlobRef) -> Head:
-        """The parts of a checkpoint, whose head `ref` is.
+        """Return the parts of a checkpoint, whose head `ref` is.
 
         Raises:
             ChainError, CorruptionError, StoreError: As `refs`.
@@ -232,7 +232,7 @@ class RunStore:
         return BlobRef(key=key, size=len(container), sha256=hashlib.sha256(container).hexdigest())
 
     def fetch_blob(self, ref: BlobRef, manifest: Manifest) -> bytes:
-        """One container of the chain of ``manifest``, checked for size and SHA-256.
+        """Return one container of the chain of ``manifest``, checked for size and SHA-256.
 
         Raises:
             ChainError: The container is missing.
@@ -281,7 +281,7 @@ class RunStore:
         self.objects.delete([key])
 
     def newest_readable(self, read: Callable[[Manifest], T]) -> tuple[Manifest, T] | None:
-        """The newest checkpoint that ``read`` takes, with what it returned.
+        """Return the newest checkpoint that ``read`` takes, with what it returned.
 
         Args:
             read: Reads what it needs of the chain; raises FormatError, ChainError or CorruptionError to have the next older
@@ -399,7 +399,8 @@ class RunStore:
         )
 
     def _warn_of_no_checkpoint(self) -> None:
-        """A run of before that has nothing to continue from: mostly one that ended before its first save."""
+        """Warn of a run of before that has nothing to continue from: mostly one that ended before its first
+        save."""
         if self._is_begun and "data/" not in self._warned:
             self._warn(
                 "begun",
@@ -410,7 +411,7 @@ class RunStore:
             )
 
     def _say_parity(self) -> None:
-        """Where a run begins in several stores because its URL has a comma in it, say what that means."""
+        """Say what a comma in the URL of a run that begins means."""
         if self.stores is not None and self._is_implied and self._opened is not None:
             count = len(self.stores.group.stores)
             self._warn(
@@ -492,7 +493,7 @@ class RunStore:
             warn(message)
 
     def _refuse_member(self) -> None:
-        """One store of a set holds its records, but only shards of its containers, and is not to be written to alone."""
+        """Refuse one store of a set, which holds its records but only shards of its containers."""
         if self.stores is not None or not exists(self.objects, MEMBER_KEY):
             return
         from shrinkpoint.store.striped.members import read_member

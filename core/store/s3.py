@@ -128,7 +128,7 @@ class S3Objects(GenericObjects):
                     raise _DeleteRefused(failed)
 
     def server_time(self) -> float:
-        """The Date header of a listing."""
+        """Return the Date header of a listing."""
         with self._translated("list", ""):
             page = next(self._pages("list_objects_v2", self._full("probe/")))
             return parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
@@ -164,7 +164,7 @@ class S3Objects(GenericObjects):
                 position = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def _call(self, method: str, **options: Any) -> Any:
-        """The response to one request about this bucket."""
+        """Return the response to one request about this bucket."""
         filesystem = self._filesystem
         if "IfNoneMatch" not in options:
             return filesystem.call_s3(method, Bucket=self._bucket, **options)
@@ -180,7 +180,7 @@ class S3Objects(GenericObjects):
         return await send(**{**known, **options})
 
     def _sync(self, operation: Callable[..., Any], *args: Any) -> Any:
-        """The result of the coroutine ``operation(filesystem, *args)``."""
+        """Return the result of the coroutine ``operation(filesystem, *args)``."""
         from fsspec.asyn import sync
 
         return sync(self._filesystem.loop, operation, self._filesystem, *args)
@@ -275,7 +275,7 @@ def http_status(error: BaseException) -> int | None:
 
 
 def translate(error: Exception, what: str) -> StoreError | CorruptionError:
-    """The error to raise instead of ``error``; ``what`` begins its message and names the object."""
+    """Return the error to raise instead of ``error``; ``what`` begins its message and names the object."""
     if isinstance(error, StoreError | CorruptionError):
         return error
     status, code, text = _response(error)

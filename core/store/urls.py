@@ -116,12 +116,12 @@ class Location:
     display: str
 
     def show(self, key: str) -> str:
-        """The URL of one object, for messages."""
+        """Return the URL of one object, for messages."""
         return f"{self.display}/{key}" if key else self.display
 
 
 def split_urls(url: RunUrl) -> list[str | os.PathLike[str]]:
-    """The URLs of a run's stores; one for an ordinary run.
+    """Return the URLs of a run's stores; one for an ordinary run.
 
     Raises:
         ConfigError: There is none, or one of them cannot stand in a list as text.

@@ -204,7 +204,7 @@ class ComposerAdapter(TrainingAdapter):
 
 
 def _total(loss: Any) -> torch.Tensor:
-    """The total loss, added up as in Composer."""
+    """Return the total loss, added up as in Composer."""
     if isinstance(loss, Mapping) and "total" in loss:
         total: torch.Tensor = loss["total"]
         return total

@@ -51,7 +51,7 @@ class DataPlace:
         self._skipped = False
 
     def state(self, state: State) -> dict[str, Any]:
-        """This rank's position, in plain data and tensors.
+        """Return this rank's position, in plain data and tensors.
 
         Args:
             state: at one of Composer's checkpoint events.
@@ -83,7 +83,7 @@ class DataPlace:
             self._watch_iterator(state, lambda state: _set_generators(state, epoch), skip=skip)
 
     def epoch_starts(self, state: State) -> None:
-        """An epoch begins, and its iterator is about to be built."""
+        """Note that an epoch begins, and its iterator is about to be built."""
         pending = self._pending
         self._continue(state)
         self._fetches = 0
@@ -93,14 +93,14 @@ class DataPlace:
         self._watch_iterator(state, self._note_epoch, instead=pending if draws else None)
 
     def fetches(self, state: State) -> None:
-        """A batch is about to be fetched."""
+        """Note that a batch is about to be fetched."""
         dropped = int(state.timestamp.batch_in_epoch)
         if _TRAIN not in state.dataset_resumption and self._fetches == dropped:
             self._continue(state)
         self._fetches += 1
 
     def batch_starts(self, state: State) -> None:
-        """A batch that is trained on has been fetched."""
+        """Note that a batch that is trained on has been fetched."""
         self._unwatch()
         self._continue(state)  # the user has disabled Composer's search for the position
 
@@ -119,7 +119,7 @@ class DataPlace:
         self._epoch = _generators(state)
 
     def _continue(self, state: State) -> None:
-        """The position is reached: set the generators to the moment at which the checkpoint was taken."""
+        """Set the generators to the moment at which the checkpoint was taken."""
         if self._pending is not None:
             _set_generators(state, self._pending)
             self._pending = None
@@ -231,7 +231,7 @@ def _sizes(state: State) -> dict[str, int]:
 
 
 def _generators(state: State) -> dict[str, Any]:
-    """The states of all generators that loading and training draw from."""
+    """Return the states of all generators that loading and training draw from."""
     return {"rng": capture_rng(), "generators": [g.get_state() for g in generators([state.dataloader])]}
 
 
@@ -323,7 +323,7 @@ def can_skip(loader: Any, *, count: int, length: int | None) -> bool:
 
 
 def _holds_generator(dataset: Any, depth: int = 3) -> bool:
-    """Whether an object, or one of its parts, has its own generator, whose position is not stored."""
+    """Return whether an object, or one of its parts, has its own generator, whose position is not stored."""
     if isinstance(dataset, _GENERATORS):
         return True
     if depth == 0 or isinstance(dataset, (str, bytes, torch.Tensor, np.ndarray)):

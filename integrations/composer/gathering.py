@@ -92,7 +92,7 @@ class GatheringProbe(LossProbe):
         return self.evaluate if self.adapter.run.fsdp_enabled else super().evaluation()
 
     def evaluate(self, weights: Mapping[str, torch.Tensor] | None) -> tuple[float, ...]:
-        """The losses of all ranks, each on the batches that it has seen; called on every rank.
+        """Return the losses of all ranks, each on the batches that it has seen; called on every rank.
 
         Args:
             weights: the first rank's; None elsewhere.
@@ -129,7 +129,7 @@ def _reshard(module: nn.Module) -> None:
 
 
 def _shards(module: nn.Module, weights: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """Each rank's part of the first rank's `weights`, by the module's own names."""
+    """Return each rank's part of the first rank's `weights`, by the module's own names."""
     names = {stored: own for own, stored in parameter_names(module).items()}
     live: dict[str, torch.Tensor] = dict(named_parameters(module)) | dict(named_buffers(module))
     given = (

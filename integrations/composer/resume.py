@@ -193,7 +193,7 @@ def start_log(run: TrainingSession, state: State) -> None:
 
 
 def rest_of(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored state without what the log restores by itself."""
+    """Return a stored state without what the log restores by itself."""
     rest = {key: value for key, value in stored["state"].items() if key not in _NOT_IN_THE_REST}
     return {**stored, "state": rest}
 

@@ -64,7 +64,7 @@ class Session:
     # ---- before training
 
     def init(self, state: State, logger: Logger) -> None:
-        """The trainer is being built: check the store before anything expensive.
+        """Check the store before anything expensive; the trainer is being built.
 
         Raises:
             ConfigError: two callbacks save to one run, or no process will ever have the whole state.
@@ -139,15 +139,15 @@ class Session:
     # ---- during training
 
     def epoch_starts(self, state: State) -> None:
-        """An epoch's iterator is about to be built."""
+        """Note that an epoch's iterator is about to be built."""
         self.adapter.data.epoch_starts(state)
 
     def fetches(self, state: State) -> None:
-        """A training batch is about to be fetched."""
+        """Note that a training batch is about to be fetched."""
         self.adapter.data.fetches(state)
 
     def batch_starts(self, state: State) -> None:
-        """A batch is about to be trained on."""
+        """Note that a batch is about to be trained on."""
         self.adapter.data.batch_starts(state)
         self._first_part = True
 
@@ -164,7 +164,7 @@ class Session:
             self.run.probe.kept.see_validation(state.batch, int(state.eval_timestamp.batch))
 
     def evaluation_ends(self, state: State) -> None:
-        """One evaluator has been run."""
+        """Note that one evaluator has been run."""
         self.adapter.evaluated[str(state.dataloader_label)] = int(state.timestamp.batch)
 
     def _owes(self, state: State) -> bool:
@@ -178,11 +178,12 @@ class Session:
         self.run.gradients_complete(None if every is None else -int(state.timestamp.batch) % every)
 
     def epoch_ends(self, state: State) -> None:
-        """All of an epoch's batches have been fetched."""
+        """Note that all of an epoch's batches have been fetched."""
         self.adapter.data.epoch_ends(state)
 
     def checkpoint(self, state: State, event: Event) -> None:
-        """A moment from which a run can be continued: serve the background worker, and save if a checkpoint is due.
+        """Serve the background worker, and save if a checkpoint is due, at a moment from which a run can be
+        continued.
 
         Raises:
             SystemExit: the process was asked to end, and has been saved.

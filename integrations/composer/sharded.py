@@ -28,7 +28,7 @@ _PLACE = "place"  # of a stored state: each rank's own position in the data
 
 
 def session_for(settings: Settings, state: State) -> Session:
-    """The session that a trainer needs.
+    """Return the session that a trainer needs.
 
     Args:
         settings: the callback's options.

@@ -60,7 +60,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def trained_module(state: State) -> nn.Module:
-    """The user's model, without the wrapper of data parallelism."""
+    """Return the user's model, without the wrapper of data parallelism."""
     module: nn.Module = state.model.module if state.is_model_ddp else state.model
     return module
 
@@ -105,7 +105,7 @@ def plain_optimizers(state: State) -> dict[str, Any]:
 
 
 def stored_state(state: State, ranks: list[Any]) -> dict[str, Any]:
-    """The state from which a run is continued; its tensors are the live ones.
+    """Return the state from which a run is continued; its tensors are the live ones.
 
     Called on every rank: with FSDP the shards are gathered, and the first rank alone gets them.
 
@@ -143,7 +143,7 @@ def sharded_state(state: State, place: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def followed_state(state: State) -> dict[str, Any]:
-    """The part of a `stored_state` with weights, and averages of them that exist from the start.
+    """Return the part of a `stored_state` with weights, and averages of them that exist from the start.
 
     Called on every rank: with FSDP the shards are gathered.
     """
@@ -155,7 +155,7 @@ def followed_state(state: State) -> dict[str, Any]:
 
 
 def _others(state: State) -> dict[str, Any]:
-    """All of Composer's state but the model's and the optimizers'."""
+    """Return all of Composer's state but the model's and the optimizers'."""
     attributes = state.serialized_attributes
     state.serialized_attributes = [name for name in attributes if name not in ("model", "optimizers")]
     try:
@@ -186,7 +186,7 @@ def _with_keys(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, A
 
 
 def numbered_states(stored: Mapping[str, Any], state: State) -> list[dict[str, Any]]:
-    """The optimizers' states as these take them, of a `stored_state`."""
+    """Return the optimizers' states as these take them, of a `stored_state`."""
     found = []
     for kind, optimizer in plain_optimizers(state).items():
         names = optimizer_parameter_names(optimizer, trained_module(state))
@@ -207,7 +207,7 @@ def _begin_next_epoch(stored: dict[str, Any], state: State) -> None:
 
 
 def describe_state(state: State) -> Describe:
-    """The role of each tensor of a `stored_state`: Composer names moments after their parameters."""
+    """Return the role of each tensor of a `stored_state`: Composer names moments after their parameters."""
     module = trained_module(state)
     own = {name: _renamed(tag) for name, tag in model_tags(module).items()}
     averages = AverageFinder(module, own)

@@ -215,7 +215,7 @@ class LightningAdapter(TrainingAdapter):
 
 
 def around(trainer: Trainer) -> tuple[object, ...]:
-    """What a step may change in addition to the module, as of `preserved_state`."""
+    """Return what a step may change in addition to the module, as of `preserved_state`."""
     return trainer, trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
 
 
@@ -275,7 +275,7 @@ def _nowhere(*args: Any, **kwargs: Any) -> None:
 
 
 def _arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
-    """The arguments of a training or validation step.
+    """Return the arguments of a training or validation step.
 
     Raises:
         ConfigError: it reads its batches itself.

@@ -65,7 +65,7 @@ class Captured:
         self._checkpoint = checkpoint
 
     def checkpoint(self) -> dict[str, Any]:
-        """The collected checkpoint.
+        """Return the collected checkpoint.
 
         Raises:
             CannotRepresentError: there is none: the strategy does not write checkpoints through its plugin.
@@ -204,7 +204,7 @@ def load_checkpoint(address: Address, saver: Saver | ShardedSaver, *, adopt: boo
 def open_as_ckpt(
     address: str, *, storage_options: StorageOptions = None, without: Collection[str] = ()
 ) -> BytesIO:
-    """A run's checkpoint as an ordinary ``.ckpt`` file in memory.
+    """Return a run's checkpoint as an ordinary ``.ckpt`` file in memory.
 
     Args:
         address: ``<run>#step=1000``, ``<run>#newest``, or the run alone, which means its newest checkpoint.

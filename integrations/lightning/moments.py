@@ -15,13 +15,13 @@ __all__ = ["ends_epoch", "ends_training", "validation_follows"]
 
 
 def ends_epoch(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether the present batch is its epoch's last one."""
+    """Return whether the present batch is its epoch's last one."""
     batches = trainer.fit_loop.epoch_loop.batch_progress
     return batch_idx + 1 >= trainer.num_training_batches or bool(batches.is_last_batch)
 
 
 def ends_training(trainer: Trainer, *, last_batch: bool) -> bool:
-    """Whether Lightning makes no step after the present batch, as far as is known now.
+    """Return whether Lightning makes no step after the present batch, as far as is known now.
 
     Args:
         trainer: at the end of a batch, a validation or an epoch.
@@ -41,7 +41,7 @@ def _stops_early(trainer: Trainer) -> bool:
 
 
 def validation_follows(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether Lightning may validate right after the present batch.
+    """Return whether Lightning may validate right after the present batch.
 
     A validation by wall-clock time cannot be foreseen.
     """

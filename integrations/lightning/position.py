@@ -48,7 +48,7 @@ class Position:
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Position":
-        """The trainer's position; several callbacks on one trainer share it."""
+        """Return the trainer's position; several callbacks on one trainer share it."""
         return cls._of.setdefault(trainer, cls())
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class Position:
             self._data.note_epoch(trainer)
 
     def batch_ends(self, trainer: Trainer, *, validation_follows: bool) -> None:
-        """A training batch is done."""
+        """Note that a training batch is done."""
         self._data.note_batch(trainer)
         self._before_validation = capture_rng() if validation_follows else {}
 
     def is_known(self, trainer: Trainer) -> bool:
-        """Whether the position in the data is known after this batch."""
+        """Return whether the position in the data is known after this batch."""
         return self._data.is_known(trainer)
 
     def state(
@@ -185,7 +185,7 @@ class Position:
 
 
 def _obstacle(loaded: Mapping[str, Any], world: int) -> str | None:
-    """Why a checkpoint's position is not this training's; None where it is."""
+    """Return why a checkpoint's position is not this training's; None where it is."""
     stored = len(loaded["ranks"]) if "ranks" in loaded else loaded["world"]
     if stored != world:
         return f"the checkpoint was saved by {stored} processes and is continued by {world}"
@@ -331,7 +331,7 @@ class DataPlace:
         return sizes | ({"batches of an epoch": batches} if isinstance(batches, int) else {})
 
     def note_epoch(self, trainer: Trainer | None) -> None:
-        """An iterator is about to be built; its order depends on the generators' present states.
+        """Note that an iterator is about to be built; its order depends on the generators' present states.
 
         Args:
             trainer: None before the first epoch, whose loaders do not exist yet.
@@ -357,7 +357,7 @@ class DataPlace:
         return not _draws_ahead(trainer) or self._behind is not None
 
     def state(self, trainer: Trainer, loader_states: list[Any]) -> dict[str, Any]:
-        """The position, in plain data and tensors.
+        """Return the position, in plain data and tensors.
 
         Args:
             trainer: at the end of a batch, a validation or an epoch.

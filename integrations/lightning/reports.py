@@ -35,7 +35,7 @@ class Measured:
                 self._found[name] = (value, value._version, step)
 
     def of_these_weights(self, trainer: Trainer) -> dict[str, float]:
-        """The metrics of the present step that a manifest can store."""
+        """Return the metrics of the present step that a manifest can store."""
         self.note(trainer)
         step = trainer.global_step
         found = {name: value for name, (value, _, at) in self._found.items() if at == step}

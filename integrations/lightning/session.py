@@ -123,7 +123,7 @@ class Session:
         )
 
     def take_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint of any kind is being loaded."""
+        """Note that a checkpoint of any kind is being loaded."""
         if trainer.state.fn == TrainerFn.FITTING:
             own = checkpoint.get(POSITION_KEY, {})
             self._stopped = own.get(_STOPPED, False)
@@ -134,7 +134,7 @@ class Session:
             Position.of(trainer).load(trainer, checkpoint)
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
-        """The model is built; no batch has been fetched.
+        """Note that the model is built; no batch has been fetched.
 
         Raises:
             StateMismatchError: the checkpoint that is being restored has other optimizers.
@@ -268,18 +268,18 @@ class Session:
         Position.of(trainer).epoch_starts(trainer)
 
     def batch_starts(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
-        """A batch is about to be trained on."""
+        """Note that a batch is about to be trained on."""
         self.run.probe.kept.see_training(batch)
         if self._active:
             self.run.steps.recent.see(batch, first=batch_idx % trainer.accumulate_grad_batches == 0)
 
     def validates(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        """The module is about to get a batch of validation."""
+        """Note that the module is about to get a batch of validation."""
         if dataloader_idx == 0:
             self.run.probe.kept.see_validation(batch, batch_idx)
 
     def before_step(self, trainer: Trainer) -> None:
-        """The gradients of an optimizer step are complete."""
+        """Note that the gradients of an optimizer step are complete."""
         if self._active:
             remaining = self.run.trigger.steps_until_due(trainer.global_step)
             self.run.gradients_complete(None if remaining is None else remaining - 1)
@@ -318,7 +318,7 @@ class Session:
                 self._end(trainer)
 
     def _is_asked_to_end(self, trainer: Trainer) -> tuple[bool, bool]:
-        """Whether by any signal, and whether by a Ctrl-C, which Lightning does not handle.
+        """Return whether by any signal, and whether by a Ctrl-C, which Lightning does not handle.
 
         One rank may learn of a signal earlier than the others: all must save at the same batch, or none.
         """
@@ -371,7 +371,8 @@ class Session:
             self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
-        """When all is stored, do as was asked on every rank: end training, or let SLURM requeue the job, which then ends it."""
+        """Do as was asked on every rank when all is stored: end training, or let SLURM requeue the job,
+        which then ends it."""
         requeued = trainer.strategy.reduce_boolean_decision(self._requeue.received, all=False)
         ended = trainer.strategy.reduce_boolean_decision(self._interruption.received, all=False)
         try:
@@ -383,7 +384,8 @@ class Session:
                 self._interruption.end()
 
     def add_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint of any kind is being made; shrinkpoint's get the position in the data, from every rank."""
+        """Add to a checkpoint that is being made, if it is shrinkpoint's, the position in the data, from
+        every rank."""
         if RunCheckpointIO.install(trainer.strategy).is_capturing:
             position = Position.of(trainer)
             checkpoint[POSITION_KEY] = position.state(

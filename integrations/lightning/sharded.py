@@ -34,7 +34,7 @@ _GRADIENTS = "gradients"
 
 
 def session_for(trainer: Trainer, session: Session) -> Session:
-    """The session that a trainer's strategy needs.
+    """Return the session that a trainer's strategy needs.
 
     Args:
         trainer: whose strategy is known.
@@ -194,7 +194,7 @@ Read = Callable[[Address], dict[str, Any]]
 
 
 def shards_model(strategy: Strategy) -> bool:
-    """Whether a strategy shards the model by DTensors."""
+    """Return whether a strategy shards the model by DTensors."""
     return "ModelParallelStrategy" in {base.__name__ for base in type(strategy).__mro__}
 
 

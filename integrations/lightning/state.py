@@ -18,12 +18,12 @@ _BESIDE = "current_model_state"
 
 
 def trained_key(checkpoint: Mapping[str, Any]) -> str:
-    """The key of the trained module's state in a checkpoint."""
+    """Return the key of the trained module's state in a checkpoint."""
     return _BESIDE if _BESIDE in checkpoint else "state_dict"
 
 
 def describe_checkpoint(trainer: Trainer, module: LightningModule, checkpoint: Mapping[str, Any]) -> Describe:
-    """The roles of the tensors of a checkpoint."""
+    """Return the roles of the tensors of a checkpoint."""
     return describe_training(
         module,
         trainer.optimizers,
@@ -33,7 +33,7 @@ def describe_checkpoint(trainer: Trainer, module: LightningModule, checkpoint: M
 
 
 def followed_state(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """The part of a checkpoint with weights, and averages of them that exist from the start."""
+    """Return the part of a checkpoint with weights, and averages of them that exist from the start."""
     with plainly_named(trainer, module):
         checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
         for callback in trainer.callbacks:
@@ -54,7 +54,7 @@ def plainly_named(trainer: Trainer, module: LightningModule) -> Iterator[None]:
 
 
 def with_own_names(checkpoint: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A checkpoint whose weights have a module's own names again.
+    """Return a checkpoint whose weights have a module's own names again.
 
     Args:
         checkpoint: as it was stored.

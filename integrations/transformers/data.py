@@ -59,7 +59,7 @@ class DataPlace:
             warn(other)
 
     def state(self, *, inside_epoch: bool) -> dict[str, Any]:
-        """This rank's position, in plain data and tensors.
+        """Return this rank's position, in plain data and tensors.
 
         Args:
             inside_epoch: whether batches of the present epoch are still to be trained on.
@@ -86,7 +86,7 @@ class DataPlace:
             self._pending = None
 
     def in_epoch(self) -> None:
-        """The trainer has the first batch after the position."""
+        """Note that the trainer has the first batch after the position."""
         if self._pending is not None:
             warn(
                 "the order of the samples could not be restored: the trainer has not used the loader of its"
@@ -164,22 +164,22 @@ class _Epoch:
         self._ahead: deque[tuple[int, Any]] = deque(maxlen=_AHEAD)
 
     def state(self) -> dict[str, Any]:
-        """The states recorded so far."""
+        """Return the states recorded so far."""
         ahead = {str(number): states for number, states in self._ahead if number >= self.consumed}
         return {"start": self._start, "sampler": self._sampler, "ahead": ahead, "asked": self._asked}
 
     def starts(self, *, workers: bool, hooked: bool) -> None:
-        """The iterator is about to be built: workers get their seed from torch's generator."""
+        """Note that the iterator is about to be built: workers get their seed from torch's generator."""
         self._workers = workers
         # Where all is read in this process, the moment at which the sampler starts is the first that counts.
         self._start = self._moment("start") if workers or not hooked else None
 
     def sampler_starts(self) -> None:
-        """The sampler is about to shuffle."""
+        """Note that the sampler is about to shuffle."""
         self._sampler = self._moment("sampler")
 
     def asks(self, number: int) -> None:
-        """The loader asks its sampler for a batch."""
+        """Note that the loader asks its sampler for a batch."""
         if self._stored is not None and number >= self._stored["epoch"]["asked"]:
             self._continue()
         self._asked = number
@@ -195,7 +195,7 @@ class _Epoch:
         self._ahead.append((number, self._generators.states()))
 
     def reached(self) -> None:
-        """The trainer gets a batch that it trains on."""
+        """Note that the trainer gets a batch that it trains on."""
         self._continue()
 
     def _moment(self, name: str) -> Any:
@@ -261,7 +261,7 @@ class _IndexHook:
 
     @classmethod
     def on(cls, base: DataLoader[Any]) -> "_IndexHook":
-        """The loader's hook, which is created once."""
+        """Return the loader's hook, which is created once."""
         found = vars(base).get("_shrinkpoint_hook")
         if found is None:
             kind = type(base)
@@ -294,7 +294,7 @@ class _IndexHook:
 
 
 def _base(loader: Any) -> DataLoader[Any] | None:
-    """The torch loader inside accelerate's wrappers; None where there is no plain one."""
+    """Return the torch loader inside accelerate's wrappers; None where there is no plain one."""
     base = vars(loader).get("base_dataloader", loader) if hasattr(loader, "__dict__") else loader
     if type(base) is DataLoader or "_shrinkpoint_hook" in getattr(base, "__dict__", {}):
         found: DataLoader[Any] = base
@@ -303,7 +303,7 @@ def _base(loader: Any) -> DataLoader[Any] | None:
 
 
 def can_skip(loader: DataLoader[Any], *, count: int, exact: bool) -> bool:
-    """Whether skipping is equivalent to reading and dropping, if the generators are set afterwards.
+    """Return whether skipping is equivalent to reading and dropping, if the generators are set afterwards.
 
     If this process reads, reading only changes generators whose states are known. Workers have their own generators:
     only if they draw no random numbers can batches be skipped.
@@ -363,7 +363,7 @@ class Generators:
 
 
 def seeds(loader: Any) -> list[int]:
-    """The seeds of samplers that shuffle by seed and epoch, as accelerate's own does."""
+    """Return the seeds of samplers that shuffle by seed and epoch, as accelerate's own does."""
     return [part.initial_seed for part in _seeded(loader)]
 
 
@@ -378,7 +378,7 @@ def _seeded(loader: Any) -> list[Any]:
 
 
 def _parts(loader: Any) -> Iterator[Any]:
-    """A loader's samplers, those within them, its data set and its collator, each once."""
+    """Yield a loader's samplers, those within them, its data set and its collator, each once."""
     seen: set[int] = set()
     waiting = [] if loader is None else [loader]
     while waiting:

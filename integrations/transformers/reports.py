@@ -13,7 +13,7 @@ _LOGGERS = "transformers.integrations"
 
 
 def current_metrics(state: Any) -> dict[str, float]:
-    """The metrics logged at the present step that a manifest can store.
+    """Return the metrics logged at the present step that a manifest can store.
 
     Args:
         state: the trainer's ``TrainerState``. An evaluation of an earlier step does not apply to the present weights.

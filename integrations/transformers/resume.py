@@ -92,13 +92,13 @@ def require_supported(trainer: Any) -> None:
 
 
 def is_sharded(trainer: Any) -> bool:
-    """Whether FSDP2 shards the model once training begins."""
+    """Return whether FSDP2 shards the model once training begins."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     return plugin is not None and int(getattr(plugin, "fsdp_version", 1)) == 2
 
 
 def choose(run: TrainingSession, trainer: Any, given: Any) -> Mapping[str, Any] | None:
-    """The state that a training continues from, compared with its model; the same on all ranks.
+    """Return the state that a training continues from, compared with its model; the same on all ranks.
 
     Of a sharded model it is the trainer's part alone: tensors are filled by `TrainingSession.restore` once the model is sharded.
 

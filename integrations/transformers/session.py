@@ -64,13 +64,13 @@ class Session:
         self._best_step: int | None = None
 
     def renewed(self) -> "Session":
-        """A fresh one with the same options, for another training."""
+        """Return a fresh one with the same options, for another training."""
         return Session(self._given)
 
     # ---- before training
 
     def init_ends(self, args: Any) -> None:
-        """The trainer has been built: refuse a training that could not be saved.
+        """Refuse a training that could not be saved; the trainer has been built.
 
         Raises:
             ConfigError: the message says what to change.
@@ -146,7 +146,8 @@ class Session:
         }
 
     def _instead(self, load: Any) -> Override:
-        """Where the trainer would load a part of its own checkpoint, load shrinkpoint's, if it continues one."""
+        """Load shrinkpoint's checkpoint where the trainer would load a part of its own, if it continues
+        one."""
 
         def override(original: Any) -> Any:
             def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -231,7 +232,7 @@ class Session:
         return self._ranks and self._best_step == self._trainer.state.global_step
 
     def _sees(self, batch: Any, number: int) -> None:
-        """A batch is about to be trained on."""
+        """Note that a batch is about to be trained on."""
         if self._trainer is not None:
             self.run.probe.kept.see_training(batch)
             accumulated = self._trainer.args.gradient_accumulation_steps
@@ -247,12 +248,12 @@ class Session:
         return prediction_step
 
     def evaluation_ends(self) -> None:
-        """An evaluation is over."""
+        """Note that an evaluation is over."""
         self._evaluated_batches = 0
         self._evaluated = True
 
     def before_step(self, state: Any) -> None:
-        """The gradients of an optimizer step are complete."""
+        """Note that the gradients of an optimizer step are complete."""
         if self._trainer is not None:
             remaining = self.run.trigger.steps_until_due(state.global_step)
             self.run.gradients_complete(None if remaining is None else remaining - 1)
@@ -265,7 +266,7 @@ class Session:
                 control.should_save = False
 
     def epoch_ends(self, control: Any) -> None:
-        """All batches of an epoch have been trained on, or the training stops within it."""
+        """Note that all batches of an epoch have been trained on, or the training stops within it."""
         self.step_ends(control)
         self._epoch_over = True
 

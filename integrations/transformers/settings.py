@@ -82,7 +82,7 @@ class Settings:
         return evaluation_metric(args.metric_for_best_model), "max" if args.greater_is_better else "min"
 
     def schedule_for(self, args: Any, save_steps: int) -> Schedule:
-        """The save schedule.
+        """Return the save schedule.
 
         Args:
             args: the trainer's ``TrainingArguments``.

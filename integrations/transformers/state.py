@@ -46,7 +46,7 @@ OUTLINE = ("format", "version", "model")
 
 
 def optimizers_of(trainer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers that the trainer steps, without accelerate's wrapper."""
+    """Return the optimizers that the trainer steps, without accelerate's wrapper."""
     optimizer = trainer.optimizer
     return [] if optimizer is None else [_unwrapped(optimizer)]
 
@@ -61,7 +61,7 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def stored_state(trainer: Any, ranks: Sequence[Any]) -> dict[str, Any]:
-    """The state from which a run is continued; its tensors are the live ones.
+    """Return the state from which a run is continued; its tensors are the live ones.
 
     Args:
         trainer: between two steps.
@@ -86,24 +86,24 @@ def stored_state(trainer: Any, ranks: Sequence[Any]) -> dict[str, Any]:
 
 
 def arguments(args: Any) -> dict[str, Any]:
-    """The arguments from which the length of a training is computed."""
+    """Return the arguments from which the length of a training is computed."""
     return {"max_steps": args.max_steps, "num_train_epochs": float(args.num_train_epochs)}
 
 
 def followed_state(trainer: Any) -> dict[str, Any]:
-    """The part of a `stored_state` with weights."""
+    """Return the part of a `stored_state` with weights."""
     return {"model": state_of(trainer.model), **reference_of(trainer)}
 
 
 def describe_state(trainer: Any) -> Describe:
-    """The role of each tensor of a `stored_state`."""
+    """Return the role of each tensor of a `stored_state`."""
     return describe_training(
         trainer.model, optimizers_of(trainer), model_path=("model",), optimizers_path=("optimizers",)
     )
 
 
 def _trainer_state(trainer: Any) -> dict[str, Any]:
-    """The trainer's state as it writes it itself, with its callbacks' present states."""
+    """Return the trainer's state as it writes it itself, with its callbacks' present states."""
     stateful: dict[str, Any] = {}
     for part in _exportable(trainer):
         name = type(part).__name__
@@ -215,7 +215,7 @@ def load_callbacks(stored: Mapping[str, Any], trainer: Any) -> None:
 
 
 def trainer_state(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The trainer's state, as it reads it from a file of JSON."""
+    """Return the trainer's state, as it reads it from a file of JSON."""
     state: dict[str, Any] = dict(stored["trainer"])
     return state
 
@@ -227,7 +227,7 @@ _SUM = "_tr_loss"
 
 
 def inside_epoch(state: Any) -> bool:
-    """Whether batches of the present epoch are still to be trained on."""
+    """Return whether batches of the present epoch are still to be trained on."""
     return bool(state.epoch) and float(state.epoch) != round(state.epoch)
 
 
@@ -238,7 +238,7 @@ class Progress:
         self._pending = 0.0
 
     def state(self, trainer: Any, tr_loss: torch.Tensor | None) -> dict[str, Any]:
-        """This rank's sums.
+        """Return this rank's sums.
 
         Args:
             trainer: after a step has been logged.

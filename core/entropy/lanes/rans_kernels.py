@@ -45,7 +45,7 @@ def _bits(counts: Int64s) -> float:
 
 @jit_part
 def _saving(counts: Int64s, bits: Float64s, one: int, other: int) -> float:
-    """What two tables take less when they are joined; most tables of a small chunk are empty."""
+    """Return what two tables take less when they are joined; most tables of a small chunk are empty."""
     apart = bits[one] + bits[other]
     if bits[one] == _EMPTY_BITS or bits[other] == _EMPTY_BITS:
         return float(apart - max(bits[one], bits[other]))
@@ -153,7 +153,7 @@ def fit(
 
 @jit_part
 def _code(count: int) -> int:
-    """A count in eight bits: exact below 16, then eight values to an octave."""
+    """Return a count in eight bits: exact below 16, then eight values to an octave."""
     if count < 16:
         return count
     shift = 0

@@ -138,7 +138,7 @@ def _encode(coder: Int64s, stream: UInt8s, ends: Int32s, symbol: Integer) -> Non
 
 @jit_part
 def _decode(coder: Int64s, stream: UInt8s, ends: Int32s) -> Integer:
-    """The next symbol; past the end of the stream, zeros are read."""
+    """Return the next symbol; past the end of the stream, zeros are read."""
     unit = coder[1] >> _TOTAL_BITS
     place = min(coder[2] // unit, (1 << _TOTAL_BITS) - 1)
     low, high = 0, ends.size - 1

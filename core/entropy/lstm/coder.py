@@ -231,7 +231,7 @@ def decode_plane(
 
 
 def uses_previous(payload: Payload) -> bool:
-    """Whether a payload of :func:`encode_plane` was coded given the previous plane."""
+    """Return whether a payload of :func:`encode_plane` was coded given the previous plane."""
     return len(payload) > 0 and payload[0] in (_GIVEN, _LSTM_GIVEN)
 
 
@@ -253,7 +253,7 @@ def _matrix(previous: UInt8s | None, columns: int) -> UInt8s:
 
 
 def _encode_chunk(plan: _Plan, symbols: UInt8s, span: Span) -> bytes | None:
-    """A chunk that decodes to its symbols; None if for any reason it does not."""
+    """Return a chunk that decodes to its symbols; None if for any reason it does not."""
     chunk = symbols[slice(*span)].copy()
     stream = np.empty(2 * chunk.size + chunk.size // 64 + 16, dtype=np.uint8)
     used = plan.code(span[0], chunk, stream, decoding=False)
@@ -289,7 +289,7 @@ def _read_plan(reader: ByteReader, alphabet: int, previous: UInt8s) -> _Plan:
 
 @lru_cache(maxsize=1)
 def curves() -> "Curves":
-    """The network's tables, by decimal arithmetic that is exact to the last digit everywhere."""
+    """Return the network's tables, by decimal arithmetic that is exact to the last digit everywhere."""
     from shrinkpoint.entropy.lstm.network_kernels import Curves  # numba
 
     with localcontext() as context:
@@ -313,7 +313,7 @@ def rarities(counts: Int64s) -> bytes:
 
 
 def new_learner(rarity: bytes, width: int, rate: int) -> "Learner":
-    """A network that has seen nothing but how rare each symbol is.
+    """Return a network that has seen nothing but how rare each symbol is.
 
     Args:
         rarity: of each symbol, as `rarities` gives it.

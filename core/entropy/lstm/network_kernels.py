@@ -86,7 +86,7 @@ class Curves(NamedTuple):
 
 @jit_part
 def clamp(value: Integer, low: int, high: int) -> Integer:
-    """The nearest number between two others."""
+    """Return the nearest number between two others."""
     return np.int64(low) if value < low else np.int64(high) if value > high else np.int64(value)
 
 
@@ -285,7 +285,7 @@ def _root(square: Integer) -> Integer:
 
 @jit
 def improve(weights: Int32s, gradient: Int64s, squares: Int64s, batches: Integer, rate: Integer) -> None:
-    """One step of Adam with beta1 = 0, whose bias-corrected mean of squares is a plain mean at first.
+    """Compute one step of Adam with beta1 = 0, whose bias-corrected mean of squares is a plain mean at first.
 
     Args:
         weights: flat, in 2^-24, changed.

@@ -105,7 +105,7 @@ class Factors:
         return float(np.sqrt(np.square(octaves).mean())) if octaves.size else 0.0
 
     def _quotients(self, values: Float32s) -> tuple[Float64s, Float64s]:
-        """The means by row and by column of values over the product."""
+        """Return the means by row and by column of values over the product."""
         from shrinkpoint.quantize import matrix_kernels  # numba
 
         sums = np.zeros((2, values.shape[0])), np.zeros((2, values.shape[1]))
@@ -136,7 +136,7 @@ class Factors:
         return product.reshape(-1)
 
     def encode(self) -> bytes:
-        """The section."""
+        """Return the section."""
         rows, columns = (encode_numbers(_unsigned(side)) for side in (self.rows, self.columns))
         head = bytearray()
         write_uvarint(head, len(rows))
@@ -144,7 +144,7 @@ class Factors:
 
     @classmethod
     def read(cls, encoded: EncodedTensor, spec: TensorSpec) -> "Factors":
-        """The factors of a tensor of the spec's shape.
+        """Return the factors of a tensor of the spec's shape.
 
         Raises:
             FormatError: the section is missing or malformed.
@@ -179,7 +179,7 @@ def _means(rows: Float64s, columns: Float64s) -> tuple[Float64s, Float64s]:
 
 
 def _log_sum(values: Float32s) -> tuple[float, int]:
-    """The sum of log2 over the positive elements, and how many these are."""
+    """Return the sum of log2 over the positive elements, and how many these are."""
     from shrinkpoint.quantize import matrix_kernels  # numba
 
     total, count, subnormal = matrix_kernels.log_sum(values.reshape(-1).view(np.int32))

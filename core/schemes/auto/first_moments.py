@@ -95,11 +95,11 @@ class _CentroidCodec(ABC):
     def _measure(
         self, values: Float32s, spec: TensorSpec, context: Context
     ) -> tuple[Float32s, dict[str, bytes]]:
-        """Each element's unit, and what has to be stored for it; refuses what it does not suit."""
+        """Return each element's unit, and what has to be stored for it; refuses what it does not suit."""
 
     @abstractmethod
     def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Float32s:
-        """The units again, from what is stored.
+        """Return the units again, from what is stored.
 
         Raises:
             FormatError: it is malformed.
@@ -141,7 +141,7 @@ class _CentroidCodec(ABC):
         return _Quantized(plane, radius, np.float32(step * longer), centroids, units, sections)
 
     def _wanted(self, values: Float32s, units: Float32s, spec: TensorSpec) -> Float32s:
-        """What a reader should have, but for the levels."""
+        """Return what a reader should have, but for the levels."""
         return values
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
@@ -278,7 +278,7 @@ class _Quantized:
 
 
 def _roots(spec: TensorSpec, context: Context) -> Float32s | None:
-    """The root of the second moment at every element, or None if the parameter has none."""
+    """Return the root of the second moment at every element, or None if the parameter has none."""
     second = context.siblings.get(Role.EXP_AVG_SQ.value)
     if second is None or second.numel() != spec.numel or second.dtype not in CODED_DTYPES:
         return None

@@ -80,7 +80,7 @@ def _expected(prediction: Prediction, i: int, row: int, column: int) -> np.int32
 
 @jit
 def nearest(x: Float32s, step: int, seed: int, larger: float, out: Int16s) -> None:
-    """The exponents nearest to those of values that lie on levels, within `LOW` and `HIGH`.
+    """Compute the exponents nearest to those of values that lie on levels, within `LOW` and `HIGH`.
 
     Args:
         x: finite.
@@ -170,7 +170,7 @@ def pack(exponents: Int16s, step: int, seed: int, out: Int8s) -> tuple[bool, int
 
 @jit
 def unpack(levels: Int8s, middle: int, step: int, seed: int, out: Int16s) -> None:
-    """The exponents of packed levels."""
+    """Compute the exponents of packed levels."""
     start = np.uint64(seed) << _32
     for i in range(out.size):
         exponent = (np.int32(levels[i]) + middle) * step + _offset(start, i, step)
@@ -179,7 +179,7 @@ def unpack(levels: Int8s, middle: int, step: int, seed: int, out: Int16s) -> Non
 
 @jit
 def values(exponents: Int16s, negative: Bools, parts: Float32s, out: Float32s) -> None:
-    """The numbers that exponents stand for.
+    """Compute the numbers that exponents stand for.
 
     Args:
         exponents: within `LOW` and `HIGH`, or `NONE`.

@@ -209,7 +209,7 @@ class _Levels:
     seed: int
 
     def away(self, prediction: "Prediction", part: slice | None = None) -> Int16s:
-        """How far all elements, or some, lie from where they are predicted, in steps.
+        """Return how far all elements, or some, lie from where they are predicted, in steps.
 
         Raises:
             ValueError: one lies on no level.
@@ -262,7 +262,7 @@ def _by_factors(factors: Factors) -> "Prediction":
 
 
 def _sixteenths(side: Int16s) -> Int32s:
-    """A factor's quarter octaves in sixteenths; 0 for those of zeros."""
+    """Return a factor's quarter octaves in sixteenths; 0 for those of zeros."""
     return np.where(side == EMPTY, 0, side.astype(np.int32) * (_PER_OCTAVE // 4)).astype(np.int32)
 
 

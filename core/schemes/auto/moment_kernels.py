@@ -118,7 +118,7 @@ def in_other_units(
 
 @jit
 def count_beyond(values: Float32s, units: Float32s, limit: np.float32) -> int:
-    """How many values are more than ``limit`` units large, where the unit is not zero."""
+    """Return how many values are more than ``limit`` units large, where the unit is not zero."""
     count = np.int32(0)
     for i in range(values.size):
         count += np.int32((abs(values[i]) > limit * units[i]) & (units[i] > _ZERO))

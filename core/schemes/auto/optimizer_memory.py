@@ -175,7 +175,7 @@ def _decays(group: Mapping[str, JSON], tensors: Tensors) -> list[float]:
 
 
 def _of_group(group: Mapping[str, JSON], names: Sequence[str], tensors: Tensors) -> list[float]:
-    """The first setting that has one of these names, if that is a decay."""
+    """Return the first setting that has one of these names, if that is a decay."""
     return _sound([_number(group[name], tensors) for name in names if name in group][:1])
 
 
@@ -184,7 +184,7 @@ def _sound(decays: Sequence[float | None]) -> list[float]:
 
 
 def _members(node: JSON) -> Mapping[str, JSON]:
-    """The entries of a stored dict of any kind whose keys were strings."""
+    """Return the entries of a stored dict of any kind whose keys were strings."""
     return {key: value for key, value in _pairs(node) if isinstance(key, str)}
 
 
@@ -203,7 +203,7 @@ def _is_pair(node: JSON) -> bool:
 
 
 def _number(node: JSON, tensors: Tensors) -> float | None:
-    """A number, or a tensor of one, as capturable optimizers have."""
+    """Return a number, or a tensor of one, as capturable optimizers have."""
     if isinstance(node, Mapping) and node.get("$") == "tensor":
         tensor = tensors.get(str(node.get("name")))
         single = tensor is not None and tensor.numel() == 1 and not tensor.is_complex()

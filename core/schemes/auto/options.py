@@ -44,6 +44,6 @@ class AutoOptions:
         check_number(self, "min_elements", 1, 2**48, whole=True)
 
     def takes(self, spec: TensorSpec) -> bool:
-        """Whether the tensor is coded as a weight."""
+        """Return whether the tensor is coded as a weight."""
         of_a_kind = spec.tag.role in (Role.WEIGHT, Role.MASTER, Role.AVERAGE)
         return of_a_kind and spec.dtype in CODED_DTYPES and spec.numel >= self.min_elements

@@ -92,7 +92,7 @@ def variances(variance_code: int) -> Float64s:
 
 
 def measure_walk(squares: Float64s, counts: Float64s, variance_code: int) -> int:
-    """The walk that errors show.
+    """Return the walk that errors show.
 
     Args:
         squares: float64 (EXPONENTS,), sums of the squares of weights less where they were expected, in square steps.

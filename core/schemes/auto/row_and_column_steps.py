@@ -50,7 +50,7 @@ _IDLE = 2.0  # quarter octaves that steps may on average be narrower than wanted
 
 
 def curvature_exponents(second: torch.Tensor, shape: tuple[int, ...]) -> tuple[Int8s, Int8s]:
-    """How many quarter octaves the steps of each row and of each column lie above the tensor's own.
+    """Return how many quarter octaves the steps of each row and of each column lie above the tensor's own.
 
     Args:
         second: Adam's second moment, of `shape`; finite and not negative.
@@ -137,7 +137,7 @@ def split_exponents(exponents: UInt8s, shape: tuple[int, int]) -> tuple[Int8s, I
 
 
 def write_exponents(rows: Int8s, columns: Int8s) -> bytes:
-    """The section ``exponents``."""
+    """Return the section ``exponents``."""
     return encode_numbers(np.concatenate([rows, columns]).view(np.uint8))
 
 
@@ -147,7 +147,7 @@ def read_steps(
     spec: TensorSpec,
     *others: str,
 ) -> tuple[np.float32, UInt8s]:
-    """The tensor's step, and every element's exponent as of `join_exponents`.
+    """Return the tensor's step, and every element's exponent as of `join_exponents`.
 
     Args:
         encoded: of sections ``points`` and, unless they are the predecessor's, ``exponents``.

@@ -181,7 +181,7 @@ class Auto:
         return makers
 
     def _quantized(self, state: TrainingState, names: _Names, left: dict[str, str]) -> list[TensorSpec]:
-        """The weights, masters and averages that are coded with step sizes."""
+        """Return the weights, masters and averages that are coded with step sizes."""
         specs = []
         for spec in filter(self.options.takes, state.specs.values()):
             weight = names.weights.get(spec.tag.parameter)
@@ -268,12 +268,12 @@ class Auto:
         return FactoredSecondMomentCodec(first_moment=first, factors=factors)
 
     def _by_element(self, spec: TensorSpec, names: _Names) -> bool:
-        """Whether a row times a column is not good enough for a second moment."""
+        """Return whether a row times a column is not good enough for a second moment."""
         is_second = spec.tag.role is Role.EXP_AVG_SQ
         return is_second and (self.finer_moments >= 1 or _has_maximum(spec, names))
 
     def _log_levels(self, spec: TensorSpec, memory: float) -> Maker:
-        """The dither continues as long as no restore has put a tensor on its levels.
+        """Make a moment's codec by levels; dither continues as long as no restore has put it on its levels.
 
         Tensors that stand together share it: so amsgrad's maximum is never restored below the second moment that it is of.
 
@@ -332,12 +332,12 @@ def _by_place(state: TrainingState, role: Role) -> dict[str, str]:
 
 
 def _has_maximum(spec: TensorSpec, names: _Names) -> bool:
-    """Whether it is a second moment of which amsgrad keeps the maximum."""
+    """Return whether it is a second moment of which amsgrad keeps the maximum."""
     return spec.tag.role is Role.EXP_AVG_SQ and spec.place in names.squares
 
 
 def _master(state: TrainingState, spec: TensorSpec, masters: Mapping[str | None, str]) -> torch.Tensor | None:
-    """The fp32 weight that this half of it is rounded from, if it is."""
+    """Return the fp32 weight that this half of it is rounded from, if it is."""
     if spec.tag.role is not Role.WEIGHT or spec.dtype not in (torch.float16, torch.bfloat16):
         return None
     name = masters.get(spec.tag.parameter)
@@ -345,7 +345,7 @@ def _master(state: TrainingState, spec: TensorSpec, masters: Mapping[str | None,
 
 
 def _is_of_optimizer(spec: TensorSpec) -> bool:
-    """Whether it stands in an optimizer's state, by parameter and key: ``.../state/0/ax``."""
+    """Return whether it stands in an optimizer's state, by parameter and key: ``.../state/0/ax``."""
     folders = spec.name.split("/")
     return len(folders) > 3 and folders[-3].endswith("state")
 

@@ -50,7 +50,7 @@ class Grid:
     seed: int
 
     def values(self, points: Int16s) -> Float32s:
-        """The values that points stand for: two IEEE operations each."""
+        """Return the values that points stand for: two IEEE operations each."""
         from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
         out = np.empty(points.size, np.float32)
@@ -103,7 +103,7 @@ class TrellisReference:
         )
 
     def after_restore(self) -> "TrellisReference":
-        """The same for a training that went on from it: its weights were what was restored."""
+        """Return the same for a training that went on from it: its weights were what was restored."""
         return replace(self, offsets=np.zeros_like(self.offsets), variance_code=NO_WALK)
 
     @property
@@ -114,7 +114,7 @@ class TrellisReference:
 
 
 def zero_places(seed: int, count: int) -> Int16s:
-    """Where zeros are expected, int16 (n,) in 1/256 of a step."""
+    """Compute where zeros are expected, int16 (n,) in 1/256 of a step."""
     from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
     out = np.empty(count, np.int16)
@@ -123,7 +123,7 @@ def zero_places(seed: int, count: int) -> Int16s:
 
 
 def expected_points(grid: Grid, reference: TrellisReference | None) -> tuple[Int16s, Int16s]:
-    """Where weights are expected: around zero without a reference.
+    """Compute where weights are expected: around zero without a reference.
 
     Returns:
         The even point nearest to where each is expected, int16 (n,) in half steps, and its place from there, int16 (n,) in 1/256
@@ -208,7 +208,7 @@ def nearest_points(
 
 
 def rows_of(plane: npt.NDArray[T], rows: Indices | None, columns: int) -> npt.NDArray[T]:
-    """The elements of some rows of a matrix, flat as it is; None takes all."""
+    """Return the elements of some rows of a matrix, flat as it is; None takes all."""
     return plane if rows is None else np.ascontiguousarray(plane.reshape(-1, columns)[rows]).reshape(-1)
 
 

@@ -264,14 +264,14 @@ class _Quantized:
     """Whether they are others than the reference's."""
 
     def restored(self, spec: TensorSpec) -> Float32s:
-        """What a reader will have, before it is rounded to the tensor's dtype."""
+        """Return what a reader will have, before it is rounded to the tensor's dtype."""
         values = self.grid.values(self.reached)
         if self.kept is not None:
             values.reshape(matrix_shape(spec.shape))[self.kept.rows] = self.kept.values
         return values
 
     def planes(self, spec: TensorSpec) -> PackedPlanes:
-        """What a reader keeps."""
+        """Return what a reader keeps."""
         from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
         columns = matrix_shape(spec.shape)[1]
@@ -301,7 +301,7 @@ def _write_steps(grid: Grid, spec: TensorSpec) -> bytes:
 def _read_rows(
     encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec
 ) -> Indices | None:
-    """The rows that are coded; None for all."""
+    """Return the rows that are coded; None for all."""
     if "kept" not in encoded.sections:
         return None
     if reference is None:
@@ -344,7 +344,7 @@ def _has_steps_of(grid: Grid, reference: TrellisReference | None) -> bool:
 
 
 def _kept_rows(reference: TrellisReference | None, rows: Indices | None, spec: TensorSpec) -> KeptRows | None:
-    """The rows that stay as the reference has them; None where all are coded."""
+    """Return the rows that stay as the reference has them; None where all are coded."""
     if rows is None or reference is None:
         return None
     shape = matrix_shape(spec.shape)

@@ -118,7 +118,7 @@ class WeightSteps:
         return steps
 
     def sums(self, specs: Sequence[TensorSpec], state: TrainingState) -> WeightSums:
-        """What `of` takes sizes and means from; those of several ranks can be added.
+        """Return what `of` takes sizes and means from; those of several ranks can be added.
 
         Args:
             specs: the tensors that are coded as weights.
@@ -176,7 +176,7 @@ class WeightSteps:
         )
 
     def _scale_of(self, spec: TensorSpec) -> float:
-        """The network's own weights have mild steps where nothing but their averages is measured."""
+        """Return the scale of a weight's noise: mild where nothing but averages is measured."""
         if self._save_context.averages_only and spec.tag.role is not Role.AVERAGE:
             return min(self._scale, self._options.weight_scale or _UNSEEN_SCALE)
         return self._scale
@@ -232,7 +232,7 @@ class WeightSteps:
 
 
 def _curvature_of(kind: str, tensor: torch.Tensor) -> Curvature | None:
-    """The curvature from a tensor of squares; None if it is not finite, negative or all zeros.
+    """Return the curvature from a tensor of squares; None if it is not finite, negative or all zeros.
 
     Args:
         kind: see `Curvature`.
@@ -250,7 +250,7 @@ def _curvature_of(kind: str, tensor: torch.Tensor) -> Curvature | None:
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
-    """The squares of a moment or a gradient, in fp32."""
+    """Return the squares of a moment or a gradient, in fp32."""
     return tensor.float().square()
 
 

@@ -40,7 +40,7 @@ class Quantized:
     """The protected weights in C order, in their 2-byte dtype."""
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight as a reader restores it, on the levels' device."""
+        """Return the weight as a reader restores it, on the levels' device."""
         table = torch.cat([torch.zeros(2, device=self.codebook.device), self.codebook]).to(dtype)
         restored = table[self.levels.to(torch.int32)]
         restored[self.levels == _PROTECTED] = self.protected.to(dtype)
@@ -154,7 +154,7 @@ class InshrinkeratorWeightCodec:
 
 
 def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values clamped to the dtype's range, so that none rounds to infinity."""
+    """Return the values clamped to the dtype's range, so that none rounds to infinity."""
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest)
 

@@ -92,7 +92,7 @@ class ScoreSketches:
             sensitivity.add(sensitivity_score(part, slope))
 
     def to_json(self) -> dict[str, Any]:
-        """The sketches by score and layer type, for a message to other ranks."""
+        """Return the sketches by score and layer type, for a message to other ranks."""
         return {
             score: {layer_type: sketch.to_json() for layer_type, sketch in sketches.items()}
             for score, sketches in self._by_score.items()
@@ -114,7 +114,7 @@ class ScoreSketches:
         return {"magnitude": self._magnitude, "sensitivity": self._sensitivity}
 
     def thresholds(self, metric: Metric, prune: float, protect: float) -> dict[str, Thresholds]:
-        """The thresholds of one configuration, by layer type.
+        """Return the thresholds of one configuration, by layer type.
 
         Args:
             metric: the pruning score; embeddings are always pruned by magnitude.
@@ -143,7 +143,7 @@ class ScoreSketches:
 
 
 def added_scores(alpha: float, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The sketches of several ranks' weights, as messages and as a message: their counts are added.
+    """Return the sketches of several ranks' weights, as messages and as a message: their counts are added.
 
     Raises:
         FormatError: they are sketched in another way.

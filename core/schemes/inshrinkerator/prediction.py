@@ -74,13 +74,13 @@ def predicted_sizes(space: ConfigurationSpace, table: Sequence[float]) -> Callab
 
 
 def _parts(configuration: Configuration) -> list[_Part]:
-    """What the weights' size depends on, and what the embeddings' does."""
+    """Return what the weights' size depends on, and what the embeddings' does."""
     settings = configuration.prune, configuration.protect
     return [(False, configuration.bins, *settings), (True, configuration.embedding_bins, *settings)]
 
 
 def _all_parts(space: ConfigurationSpace) -> list[_Part]:
-    """Those of a whole space, each once, in an order that is the same in every process."""
+    """Return those of a whole space, each once, in an order that is the same in every process."""
     return list(
         dict.fromkeys(part for configuration in space.configurations for part in _parts(configuration))
     )
@@ -127,7 +127,7 @@ class _Tensor:
     def _codebook(
         self, bins: int, protect: float, rest: Float64s, options: InshrinkeratorOptions
     ) -> Float64s:
-        """The centroids of the unprotected values; outliers left in would pull them outwards."""
+        """Return the centroids of the unprotected values; outliers left in would pull them outwards."""
         if (bins, protect) not in self._codebooks:
             kept = rest > 0
             histogram = Histogram(values=self.values[kept], counts=rest[kept].astype(np.int64))

@@ -63,7 +63,7 @@ class InshrinkeratorOptions:
             )
 
     def takes(self, spec: TensorSpec) -> bool:
-        """Whether the tensor is coded as a weight."""
+        """Return whether the tensor is coded as a weight."""
         # one-dimensional tensors (norm gains near 1, biases) would fill the protected quantile
         return is_weight(spec, self.min_elements)
 
@@ -112,7 +112,7 @@ class Weights:
             self.sketches.add(tensor, gradient, spec.tag.layer_type.value)
 
     def codec(self, spec: TensorSpec, configuration: Configuration) -> InshrinkeratorWeightCodec:
-        """The codec of one weight under a configuration."""
+        """Return the codec of one weight under a configuration."""
         thresholds = self.sketches.thresholds(
             configuration.metric, prune=configuration.prune, protect=configuration.protect
         )
@@ -127,7 +127,7 @@ class Weights:
         )
 
     def true(self) -> dict[str, torch.Tensor]:
-        """The snapshot's whole model, by the names of its parameters and buffers."""
+        """Return the snapshot's whole model, by the names of its parameters and buffers."""
         return self._rest | {_parameter(spec): self.tensors[spec.name] for spec in self.specs}
 
     def restored(self, configuration: Configuration) -> dict[str, torch.Tensor]:
@@ -139,7 +139,7 @@ class Weights:
 
 
 def weights_of(save_context: SaveContext, options: InshrinkeratorOptions) -> Weights:
-    """The weights of a save, sketched."""
+    """Return the weights of a save, sketched."""
     scores = save_context.scores
     return Weights(
         save_context.state,

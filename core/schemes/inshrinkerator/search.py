@@ -102,7 +102,7 @@ class Search:
         """The configuration to be measured next."""
 
     def recall(self) -> float | None:
-        """The answer to `request` from before a restart, if there was one."""
+        """Return the answer to `request` from before a restart, if there was one."""
         return self._earlier.get(self.request)
 
     def answer(self, degradation: float) -> Outcome | None:
@@ -259,7 +259,7 @@ class _Order:
                 yield space.at(metric, [step - (at == axis) for at, step in enumerate(steps)])
 
     def halving_rank(self, candidates: list[int]) -> int:
-        """The rank whose measurement rules out the most candidates in the worse of its two results."""
+        """Return the rank whose measurement rules out the most candidates in the worse of its two results."""
         mask = sum(1 << number for number in candidates)
 
         def worse_case(rank: int) -> int:
@@ -291,7 +291,7 @@ class _Save:
         self.degradations: dict[Configuration, float] = {}
 
     def holds(self, degradation: float) -> bool:
-        """Whether a degradation is within the bound; one that is not finite never is."""
+        """Return whether a degradation is within the bound; one that is not finite never is."""
         return math.isfinite(degradation) and degradation <= self.allowed
 
 
@@ -363,7 +363,7 @@ class ConfigurationSearch:
         return ConfigurationChoice(configuration, f"{reason}; {kind} search: {outcome.reason}", kind)
 
     def state_dict(self) -> dict[str, object]:
-        """The state in JSON primitives, for a resumed training.
+        """Return the state in JSON primitives, for a resumed training.
 
         An unfinished exhaustive search is stored as the measurements that it got; a local one is not stored.
         """
@@ -436,7 +436,7 @@ class ConfigurationSearch:
         return finished
 
     def _measure_within_budget(self, save: _Save, request: Configuration) -> float | None:
-        """The degradation that a search asked for, None if it has to wait for the next save."""
+        """Return the degradation that a search asked for, None if it has to wait for the next save."""
         # The favourite has to be measured in any case, so that it costs the search nothing.
         if request == self._favourite(save) or request in save.degradations:
             return self._measure(save, request)
@@ -516,7 +516,7 @@ class ConfigurationSearch:
             yield mildest
 
     def _measure(self, save: _Save, configuration: Configuration) -> float:
-        """The degradation under a configuration on these weights, measured unless it was already."""
+        """Return the degradation under a configuration on these weights, measured unless it was already."""
         if configuration not in save.degradations:
             started = self._spent_s()
             save.degradations[configuration] = save.evaluate(configuration)

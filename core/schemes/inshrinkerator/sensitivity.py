@@ -121,7 +121,7 @@ class GradientEMA:
             work.result()
 
     def _fold(self, grads: Mapping[str, torch.Tensor]) -> None:
-        """One step of the recurrence over host tensors, all or none, as a loss scaler skips a step."""
+        """Make one step of the recurrence over host tensors, all or none, as a loss scaler skips a step."""
         hosted = {name: grad.to("cpu", torch.float32) for name, grad in grads.items()}
         if not all(bool(torch.isfinite(grad).all()) for grad in hosted.values()):
             self.non_finite += 1

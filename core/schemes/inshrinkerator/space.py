@@ -68,12 +68,12 @@ class Configuration:
         return f"{self.bins} bins, {pruned}, protect {self.protect:.3g}, {self.embedding_bins} embedding bins"
 
     def to_json(self) -> dict[str, int | float | str]:
-        """The fields as JSON primitives."""
+        """Return the fields as JSON primitives."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_json(cls, data: object) -> Configuration:
-        """The configuration that :meth:`to_json` wrote; :class:`ConfigError` for anything else."""
+        """Return the configuration that :meth:`to_json` wrote; :class:`ConfigError` for anything else."""
         names = {field.name for field in fields(cls)}
         if not isinstance(data, Mapping) or set(data) != names:
             raise ConfigError(
@@ -149,7 +149,7 @@ class ConfigurationSpace:
         return tuple(dict.fromkeys(self.at(metric, steps) for metric in self.metrics for steps in grid))
 
     def at(self, metric: Metric, steps: tuple[int, ...] | list[int]) -> Configuration:
-        """The configuration at a position; one that prunes nothing always carries the first metric."""
+        """Return the configuration at a position; one that prunes nothing always carries the first metric."""
         bins, prune, protect, embedding_bins = steps
         return Configuration(
             bins=self.bins[bins],
@@ -160,7 +160,7 @@ class ConfigurationSpace:
         )
 
     def steps(self, configuration: Configuration) -> Steps:
-        """The position of a configuration; :class:`ConfigError` when it is not of this space."""
+        """Return the position of a configuration; :class:`ConfigError` when it is not of this space."""
         if configuration not in self:
             raise ConfigError(f"configuration ({configuration}) is not in the space that is searched: {self}")
         return (
@@ -181,11 +181,11 @@ class ConfigurationSpace:
         )
 
     def canonical(self, configuration: Configuration) -> Configuration:
-        """The same configuration under the metric by which :attr:`configurations` lists it."""
+        """Return the same configuration under the metric by which :attr:`configurations` lists it."""
         return self.at(configuration.metric, self.steps(configuration))
 
     def twins(self, configuration: Configuration) -> tuple[Configuration, ...]:
-        """The configuration under each other metric; none when it prunes nothing."""
+        """Return the configuration under each other metric; none when it prunes nothing."""
         if not configuration.prune:
             return ()
         steps = self.steps(configuration)

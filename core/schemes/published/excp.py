@@ -102,7 +102,7 @@ def _scale(options: ExcpSettings, root: float) -> float:
 
 
 def _median(magnitudes: Float32s) -> float:
-    """The lower median, as torch takes it."""
+    """Return the lower median, as torch takes it."""
     middle = (magnitudes.size - 1) // 2
     return float(np.partition(magnitudes, middle)[middle])
 

@@ -65,7 +65,7 @@ class Symbols:
     """Strictly ascending, without the zero of symbol 0; at most 2^bits - 1."""
 
     def values(self) -> Float32s:
-        """The values that the symbols represent."""
+        """Return the values that the symbols represent."""
         table = np.concatenate([np.zeros(1, np.float32), self.codebook])
         values: Float32s = table[self.plane]
         return values
@@ -191,7 +191,7 @@ class ExcpSettings(ABC):
             raise ConfigError(f"base_moments must be 'exact' or 'quantized', not {self.base_moments!r}")
 
     def takes(self, spec: TensorSpec) -> bool:
-        """Whether the tensor is coded as a weight."""
+        """Return whether the tensor is coded as a weight."""
         if self.matrices_only:
             return is_weight(spec, self.min_elements)
         of_a_kind = spec.tag.role is Role.WEIGHT and spec.dtype in WEIGHT_DTYPES
@@ -199,7 +199,7 @@ class ExcpSettings(ABC):
 
     @abstractmethod
     def plane_coder(self) -> PlaneCoder:
-        """The entropy coder of the symbols: see `shrinkpoint.schemes.symbol_coders.encode_plane`."""
+        """Return the entropy coder of the symbols: see `shrinkpoint.schemes.symbol_coders.encode_plane`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +313,7 @@ class ExcpMomentCodec:
 
 
 def residual_to(target: Float32s, previous: Float32s, spec: TensorSpec) -> Float32s:
-    """The weight's difference to the reader's reconstruction.
+    """Return the weight's difference to the reader's reconstruction.
 
     Raises:
         CannotRepresentError: it is beyond fp32.

@@ -43,7 +43,8 @@ class Blobs:
         self._lock = threading.Lock()
 
     def put(self, key: str, data: bytes) -> None:
-        """A shard in every store. Where one fails or is far behind, all is cut anew for those that are left.
+        """Put a shard in every store. Where one fails or is far behind, all is cut anew for those that are
+        left.
 
         Raises:
             StoreError: Fewer stores than it takes to commit can be written to.

@@ -51,11 +51,11 @@ class Health:
         self._clock = clock
 
     def backs_off(self, store: int) -> bool:
-        """Whether it failed a short while ago, and is left alone for now."""
+        """Return whether it failed a short while ago, and is left alone for now."""
         return self._states[store].until > self._clock()
 
     def is_failing(self, store: int) -> bool:
-        """Whether its last answer was a failure."""
+        """Return whether its last answer was a failure."""
         return self._states[store].reason is not None
 
     @property
@@ -64,11 +64,11 @@ class Health:
         return [store for store in range(len(self._states)) if self.is_failing(store)]
 
     def is_known(self, store: int) -> bool:
-        """Whether anything was heard of it yet: an answer, or a failure."""
+        """Return whether anything was heard of it yet: an answer, or a failure."""
         return self._states[store].seconds is not None or self.is_failing(store)
 
     def why(self, store: int) -> str | None:
-        """What was wrong with it the last time."""
+        """Return what was wrong with it the last time."""
         return self._states[store].reason
 
     def answered(self, store: int, seconds: float) -> None:
@@ -78,7 +78,7 @@ class Health:
         state.reason, state.until, state.backoff_s = None, 0.0, 0.0
 
     def may_recover(self, stores: Sequence[int]) -> bool:
-        """Whether one of these failed for a passing reason, so that another attempt makes sense."""
+        """Return whether one of these failed for a passing reason, so that another attempt makes sense."""
         return any(self._states[store].transient for store in stores)
 
     def failed(self, store: int, reason: str, *, transient: bool = False) -> None:
@@ -91,7 +91,7 @@ class Health:
             state.until = now + state.backoff_s
 
     def describe(self, stores: Sequence[int]) -> str:
-        """These stores and what is wrong with them, for a message."""
+        """Return these stores and what is wrong with them, for a message."""
         return "; ".join(f"{self._shown[store]}: {self.why(store) or 'not asked'}" for store in stores)
 
     def warn_of_changes(self, redundancy: int) -> None:
@@ -230,13 +230,13 @@ class Calls:
             self._health.failed(store, f"has not answered for {seconds:.1f} s", transient=True)
 
     def _floor(self, stores: Iterable[int]) -> float:
-        """How long these may always take."""
+        """Return how long these may always take."""
         if all(self._health.is_known(store) for store in stores):
             return self.patience.late_floor_s
         return max(self.patience.late_floor_s, self.patience.alone_s)
 
     def _is_stuck(self, store: int) -> bool:
-        """Whether so many requests hang there that another one would only hang with them."""
+        """Return whether so many requests hang there that another one would only hang with them."""
         alive = [request for request in self._abandoned.get(store, ()) if request.is_alive]
         self._abandoned[store] = alive
         return len(alive) >= _MOST_ABANDONED

@@ -138,7 +138,7 @@ class Group:
         return first
 
     def found(self) -> Member:
-        """The set, made now where nothing was stored before.
+        """Return the set, made now where nothing was stored before.
 
         Raises:
             RunMismatchError: A store holds something else.
@@ -225,7 +225,7 @@ class Group:
         return self.read(look)
 
     def writable(self) -> list[int]:
-        """The stores to write to: those that work, or all where these are too few."""
+        """Return the stores to write to: those that work, or all where these are too few."""
         working = [store for store in self.everyone if not self.health.backs_off(store)]
         return working if len(working) >= self.quorum.write else list(self.everyone)
 
@@ -251,7 +251,7 @@ class Group:
         return self.calls.ask(stores, confirmed, enough=enough)
 
     def too_few(self, done: int, transient: bool) -> StoreError:
-        """The error where fewer than a majority could be written to."""
+        """Return the error where fewer than a majority could be written to."""
         return self._error(
             f"{done} of {len(self.stores)} stores could be written to, and {self.quorum.write} are needed",
             transient,
@@ -259,7 +259,7 @@ class Group:
         )
 
     def unreadable(self, what: str, stores: Sequence[int]) -> StoreError:
-        """The error where what is needed may be in stores that do not answer."""
+        """Return the error where what is needed may be in stores that do not answer."""
         return self._error(what, self.health.may_recover(stores), stores)
 
     def _error(self, what: str, transient: bool, stores: Sequence[int], more: str = "") -> StoreError:

@@ -145,7 +145,7 @@ def survey(
 
 
 def _best_geometry(layout: Layout) -> tuple[Geometry, Mapping[int, list[int]]] | None:
-    """The geometry with the most shards to spare; None where none has enough."""
+    """Return the geometry with the most shards to spare; None where none has enough."""
     whole = [(geometry, places) for geometry, places in layout.items() if len(places) >= geometry.k]
     return max(whole, key=lambda item: (len(item[1]) - item[0].k, item[0]), default=None)
 
@@ -370,7 +370,7 @@ class _Repair:
         return sound, damaged
 
     def _state_of(self, store: int, name: ShardName) -> bool | None:
-        """Whether a shard is sound; None where it has gone meanwhile."""
+        """Return whether a shard is sound; None where it has gone meanwhile."""
         cut: Geometry = name.geometry
         try:
             file = self._group.stores[store].get(str(name), max_size=cut.file_bytes)

@@ -115,12 +115,12 @@ class Member:
         _check(shown, "stores")
 
     def is_sibling_of(self, other: "Member") -> bool:
-        """Whether both are of one set; the URLs that it began with are not compared."""
+        """Return whether both are of one set; the URLs that it began with are not compared."""
         mine = (self.set_id, self.of, self.parity)
         return mine == (other.set_id, other.of, other.parity)
 
     def to_bytes(self) -> bytes:
-        """The sealed record."""
+        """Return the sealed record."""
         return seal(
             {
                 "type": _MAGIC,
@@ -168,7 +168,7 @@ def _check(ok: bool, name: str) -> None:
 
 
 def read_member(objects: ObjectStore, key: str = MEMBER_KEY) -> Member | None:
-    """What a store says that it is; None for a blank one.
+    """Return what a store says that it is; None for a blank one.
 
     Raises:
         RunMismatchError: What it says makes no sense.
@@ -188,7 +188,7 @@ def read_member(objects: ObjectStore, key: str = MEMBER_KEY) -> Member | None:
 
 
 def holds_a_run(objects: ObjectStore) -> str | None:
-    """A key that only runs have, where a store without `member.json` holds one."""
+    """Return a key that only runs have, where a store without `member.json` holds one."""
     for info in objects.list("", limit=_LOOK_AT):
         own = is_own_key(info.key) and not info.key.startswith("probe/")
         if own or ShardName.parse(info.key) is not None:
@@ -197,7 +197,7 @@ def holds_a_run(objects: ObjectStore) -> str | None:
 
 
 def agree(found: Mapping[int, Member | None], shown: Sequence[str], parity: int | None) -> Member | None:
-    """The set that stores belong to, described by its first member; None where all of them are blank.
+    """Return the set that stores belong to, described by its first member; None where all of them are blank.
 
     Args:
         found: What each store that answered says.
@@ -284,7 +284,7 @@ def found_set(stores: Sequence[ObjectStore], shown: Sequence[str], parity: int) 
 
 
 def is_unfinished(stores: Sequence[ObjectStore], members: Collection[int]) -> bool:
-    """Whether nothing was ever stored in these, so that the set may still be in the making."""
+    """Return whether nothing was ever stored in these, so that the set may still be in the making."""
     for store in members:
         try:
             stores[store].get(FORMAT_KEY, max_size=_MAX_BYTES)

@@ -161,7 +161,7 @@ class StripedObjects:
 
 
 def _list_raw(stores: Sequence[ObjectStore], prefix: str, limit: int | None) -> list[ObjectInfo]:
-    """What lies in stores that are no set yet: nothing, or something foreign."""
+    """Return what lies in stores that are no set yet: nothing, or something foreign."""
     found = {
         info.key: info
         for objects in stores

@@ -26,7 +26,7 @@ _CHUNK = 1 << 18
 
 
 def parity_of(data: Sequence[Shard], number: int) -> Shard:
-    """One of the spare shards of `data`.
+    """Return one of the spare shards of `data`.
 
     Args:
         data: equal lengths; a multiple of 8 bytes where there are several.
@@ -40,7 +40,7 @@ def parity_of(data: Sequence[Shard], number: int) -> Shard:
 
 
 def p_of(shards: Sequence[Shard]) -> Shard:
-    """The XOR of all."""
+    """Return the XOR of all."""
     result = shards[0].copy() if len(shards) == 1 else np.bitwise_xor(shards[0], shards[1])
     for shard in shards[2:]:
         np.bitwise_xor(result, shard, out=result)
@@ -67,7 +67,8 @@ _ZERO = np.int8(0)
 
 
 def _times_g(total: Shard, overflow: Bools) -> None:
-    """Each byte times g, in place: doubled, and reduced by the polynomial where its highest bit was set."""
+    """Multiply each byte by g, in place: double it, and reduce it by the polynomial where its highest bit
+    was set."""
     reduce = overflow.view(np.uint8)
     np.less(total.view(np.int8), _ZERO, out=overflow)
     np.multiply(reduce, _REDUCE, out=reduce)
@@ -111,7 +112,7 @@ def _power(exponent: int) -> int:
 
 
 def rebuild(found: Mapping[int, Shard], k: int, spare: int) -> list[Shard]:
-    """All `k` data shards, out of any `k` of the `k` + `spare`.
+    """Return all `k` data shards, out of any `k` of the `k` + `spare`.
 
     Args:
         found: sound shards by their number: data from 0, then P, then Q. Must be sound: parity detects no damage.

@@ -80,7 +80,7 @@ class RangeReader:
         return rebuild(found, self._cut.k, self._cut.spare)
 
     def _wanted(self, start: int, end: int) -> dict[int, Blocks]:
-        """Which blocks of which data shards the range lies in."""
+        """Return which blocks of which data shards the range lies in."""
         size = self._cut.shard_bytes
         wanted = {}
         for place in range(start // size, (end - 1) // size + 1):
@@ -146,7 +146,7 @@ class RangeReader:
     def _holder(
         self, place: int, blocks: Blocks, chosen: dict[int, tuple[int, Blocks]], *, failing: bool
     ) -> int | None:
-        """A store that has this place, is free, and was not asked for it before."""
+        """Return a store that has this place, is free, and was not asked for it before."""
         for store in self._untried(place, blocks):
             if store not in chosen and (failing or not self._group.health.is_failing(store)):
                 return store

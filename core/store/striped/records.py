@@ -54,7 +54,7 @@ class Records:
     # ---- writing
 
     def put(self, key: str, data: bytes) -> None:
-        """A copy in every store; see :class:`~shrinkpoint.store.objects.ObjectStore`."""
+        """Put a copy in every store; see :class:`~shrinkpoint.store.objects.ObjectStore`."""
         self._group.write(lambda store: self._group.stores[store].put(key, data))
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
@@ -110,7 +110,7 @@ class Records:
     # ---- reading
 
     def get(self, key: str) -> bytes:
-        """The record; of several under one number, the one that most stores hold.
+        """Return the record; of several under one number, the one that most stores hold.
 
         Raises:
             MissingKeyError: No store that answers has it.
@@ -136,7 +136,7 @@ class Records:
         return max(count, key=lambda data: (is_sealed(data), count[data], data))
 
     def _copies(self, key: str) -> list[bytes | None]:
-        """Every copy there is; None for one that is no file, or longer than any record."""
+        """Return every copy there is; None for one that is no file, or longer than any record."""
         group = self._group
 
         def read(store: int) -> tuple[bool, bytes | None]:
@@ -160,7 +160,7 @@ class Records:
     # ---- listing
 
     def fold(self, listed: dict[int, list[ObjectInfo]]) -> list[ObjectInfo]:
-        """One entry for each record out of the stores' listings.
+        """Return one entry for each record out of the stores' listings.
 
         Args:
             listed: By store; without shards. A store whose copies cannot be read is taken out: what it holds is not known.
@@ -285,7 +285,7 @@ def _by_key(listed: dict[int, list[ObjectInfo]]) -> dict[str, dict[int, ObjectIn
 
 
 def _ambiguous(holders: dict[str, dict[int, ObjectInfo]]) -> dict[str, dict[int, ObjectInfo]]:
-    """What may be several records under one number."""
+    """Return what may be several records under one number."""
     return {key: by for key, by in holders.items() if len(by) > 1 and _is_numbered(key)}
 
 

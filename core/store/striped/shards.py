@@ -98,7 +98,7 @@ class ShardName:
 
     @classmethod
     def parse(cls, text: str) -> "ShardName | None":
-        """The name that `text` is; None for anything else, however similar."""
+        """Return the name that `text` is; None for anything else, however similar."""
         key, _, rest = text.partition(".shrink.")
         match = _SUFFIX.fullmatch(rest)
         if match is None:
@@ -117,7 +117,7 @@ class ShardName:
 
 
 def cut_data(geometry: Geometry, data: bytes) -> list[Shard]:
-    """The data shards; only those that reach beyond the end are copied, to pad them with zeros."""
+    """Return the data shards; only those that reach beyond the end are copied, to pad them with zeros."""
     size, flat = geometry.shard_bytes, np.frombuffer(data, np.uint8)
     if geometry.k == 1:
         return [flat]
@@ -144,7 +144,7 @@ def encode_shard(name: ShardName, cut: Sequence[Shard]) -> bytes:
 
 
 def block_sums(name: ShardName, header: bytes) -> list[bytes]:
-    """The blocks' checksums out of a shard's header.
+    """Return the blocks' checksums out of a shard's header.
 
     Raises:
         CorruptionError: It is not the header of this very shard.
