@@ -30,9 +30,13 @@ def table(text: str, first: str) -> list[dict[str, str]]:
     return rows
 
 
-def test_saves_are_measured_beside_other_ways() -> None:
-    done = run("--only", "plain,saves")
+@pytest.mark.slow
+@pytest.mark.long
+def test_every_section_has_its_table() -> None:
+    done = run()
     assert done.returncode == 0, done.stdout + done.stderr
+    sections = [line[4:] for line in done.stdout.splitlines() if line.startswith("### ")]
+    assert sections == ["plain", "saves", "restore", "adopt", "exchange"]
     ways = table(done.stdout, "without this library")
     names = [way["without this library"].split()[0] for way in ways]
     assert names == ["a"] * 2 + ["torch.save"] * 2 + ["torch.distributed.checkpoint.async_save"] * 3
@@ -47,15 +51,6 @@ def test_saves_are_measured_beside_other_ways() -> None:
         assert float(save["encode, s"]) > 0, save
         assert float(save["ratio"]) > 1, save
         float(save["3 steps with it take longer by, ms"])  # by chance less than nothing, on a busy machine
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_every_section_has_its_table() -> None:
-    done = run()
-    assert done.returncode == 0, done.stdout + done.stderr
-    sections = [line[4:] for line in done.stdout.splitlines() if line.startswith("### ")]
-    assert sections == ["plain", "saves", "restore", "adopt", "exchange"]
     adopted = table(done.stdout, "evaluated")
     assert {"no", "yes"} == {row["evaluated"] for row in adopted}
     assert all(float(row["adopt, s"]) > 0 for row in adopted), adopted

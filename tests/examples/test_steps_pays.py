@@ -115,19 +115,3 @@ def test_no_other_interval_is_better(case):
         assert interval >= costs.lag * (1 - 1e-9)
         for factor in (0.5, 0.9, 1.1, 2.0):
             assert waste(max(costs.lag, factor * interval)) >= waste(interval) * (1 - 1e-9)
-
-
-def test_rare_failures_give_the_well_known_forms():
-    costs = Costs(mtbf=1e6, stall=1.0, lag=5.0, restart=10.0)
-    log = LogCosts(overhead=0.0, segment=0.0, lag=0.0, replay=0.1)
-    assert best_interval(costs) == pytest.approx(math.sqrt(2 * 1e6), rel=0.01)
-    assert best_interval(costs, log) == pytest.approx(math.sqrt(2 * 1e7), rel=0.01)
-    tau = best_interval(costs)
-    assert waste_without_log(tau, costs) == pytest.approx(1 / tau + (tau / 2 + 15) / 1e6, rel=0.01)
-
-
-def test_no_progress_is_no_number():
-    costs = Costs(mtbf=10, stall=1, lag=5000, restart=10)
-    assert waste_without_log(1e5, costs) == math.inf
-    log = LogCosts(overhead=0, segment=100, lag=0, replay=1)
-    assert waste_with_log(1e5, costs, log) == math.inf

@@ -95,18 +95,6 @@ def devices(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str
     return {name: getattr(tensor, "_local_tensor", tensor).device.type for name, tensor in found}
 
 
-def trains(rank: int, world: int, meeting: str, url: str, how: dict[str, Any]) -> str:
-    """Why torch itself makes no step of such a training; nothing if it does."""
-    join(rank, world, meeting, how)
-    try:
-        model, optimizer = build(world, how, 0)
-        train(model, optimizer, 0, how)
-        digests(model, optimizer)
-    except Exception as error:  # noqa: BLE001 - torch's own refusal
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return ""
-
-
 def part(
     rank: int, world: int, meeting: str, url: str, how: dict[str, Any], options: dict[str, Any], until: int
 ) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 The continuing trainer has a module and generators of its own, with another seed. The module draws its dropout from the GPU's generator.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from support.options import grouped
-from support.reports import saver_of
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -22,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gpu.device import DEVICE, ON_GPU
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
-from shrinkpoint.saver import Saver
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.run import RunStore
 
@@ -218,13 +215,6 @@ def saving(url: str, **options: Any) -> CompressedCheckpoint:
     return CompressedCheckpoint(url, **grouped(**given | options))
 
 
-def test_the_scaler_skips_steps_and_grows() -> None:
-    """So that the cases of it say something."""
-    state = undisturbed("fp16, skipped steps").state
-    assert 0 < state["moments"][0]["step"].item() < STEPS
-    assert state["scaler"]["scale"] not in (2.0**60 / 2.0 ** (12 * n) for n in range(6))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_lossless_continues_bit_by_bit(name: str, tmp_path: Path) -> None:
     case, url = CASES[name], str(tmp_path / "run")
@@ -233,14 +223,6 @@ def test_lossless_continues_bit_by_bit(name: str, tmp_path: Path) -> None:
     rest = fit(case, saving(url, scheme="lossless"), seed=999)
     assert rest.trace[0][0] == 10
     assert_continues(undisturbed(name), rest, case)
-
-
-def test_a_longer_training_continues_one_that_has_ended(tmp_path: Path) -> None:
-    case, url = CASES["fp16"], str(tmp_path / "run")
-    fit(case, saving(url, scheme="lossless"), steps=12)
-    rest = fit(case, saving(url, scheme="lossless"), seed=999)
-    assert rest.trace[0][0] == 12
-    assert_continues(undisturbed("fp16"), rest, case)
 
 
 @pytest.mark.parametrize("name", ["fp32, fused", "fp16, skipped steps", "bf16"])
@@ -278,26 +260,3 @@ def test_the_step_log_continues_bit_by_bit(name: str, tmp_path: Path) -> None:
     rest = fit(case, logging(), seed=999)
     assert 10 < rest.trace[0][0] <= 17
     assert_continues(undisturbed(name), rest, case)
-
-
-@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
-def test_the_defaults(name: str, tmp_path: Path) -> None:
-    """Lossy checkpoints, measured on the validation batches; the training before and after them learns."""
-    case, url = CASES[name], str(tmp_path / "run")
-    callback = saving(url, every_n_train_steps=40)
-    first = fit(case, callback, steps=120)
-    reports = saver_of(callback).reports()
-    rest = fit(case, saving(url, every_n_train_steps=40), seed=999, steps=160)
-    assert rest.trace[0][0] == 120
-    losses = [loss for _, loss in first.trace + rest.trace]
-    assert all(map(math.isfinite, losses))
-    assert sum(losses[120:128]) < sum(losses[:8])
-    assert [report.step for report in reports] == [40, 80, 120]
-    for report in reports:
-        assert report.not_finite is None
-        assert report.kept_exactly == {}
-        assert report.measured == "measured", report.reason
-        assert report.baseline is not None
-        assert math.isfinite(report.baseline)
-        assert report.ratio > 2
-    assert Saver(url).store.manifests()[0].step == 160

@@ -96,28 +96,6 @@ def test_adopted(tmp_path: Path, optimizer: str, implementation: str, precision:
     assert undisturbed.run(0, 9) != expected, "adoption has changed something: the control"
 
 
-@pytest.mark.parametrize("implementation", ["loop", "foreach", "fused", *(["capturable"] if ON_GPU else [])])
-def test_default_scheme(tmp_path: Path, implementation: str) -> None:
-    """What is restored to the GPU is what a reader on the host decodes."""
-    first = Training("AdamW", implementation)
-    first.at(tmp_path, scheme="auto", evaluate=first.evaluate)
-    first.run(0, 4)
-    first.checkpointer.close()
-    (base, delta) = first.checkpointer.reports()
-    assert not base.kept_exactly
-    assert not delta.kept_exactly
-    second = Training("AdamW", implementation)
-    second.at(tmp_path, scheme="auto", evaluate=second.evaluate)
-    assert second.checkpointer.resume() == 4
-    decoded = shrinkpoint.load(str(tmp_path))
-    for name, value in second.model.state_dict().items():
-        assert torch.equal(value.cpu(), decoded["model"][name])
-    assert devices(second.optimizer.state_dict()) == devices(first.optimizer.state_dict())
-    loss, before = second.loss(99).item(), first.loss(99).item()
-    assert loss == pytest.approx(before, rel=0.05)
-    second.checkpointer.close()
-
-
 @pytest.mark.parametrize("implementation", ["foreach", "fused", *(["capturable"] if ON_GPU else [])])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_measured_with_steps_from_a_restore(tmp_path: Path, implementation: str, precision: str) -> None:
@@ -161,17 +139,6 @@ def test_a_checkpoint_of_a_gpu_is_one_for_a_cpu_and_back(tmp_path: Path) -> None
     assert identical(_on_host(dict(back.model.state_dict())), _on_host(dict(first.model.state_dict())))
     back.step(6)
     back.checkpointer.close()
-
-
-def test_weights_are_loaded_to_the_gpu(tmp_path: Path) -> None:
-    first = Training().at(tmp_path)
-    first.run(0, 2)
-    first.checkpointer.close()
-    weights = shrinkpoint.load_weights(str(tmp_path), device=DEVICE)
-    assert {tensor.device.type for tensor in weights.values()} == {DEVICE}
-    fresh = Training()
-    fresh.model.load_state_dict(weights)
-    assert identical(_on_host(dict(fresh.model.state_dict())), _on_host(dict(first.model.state_dict())))
 
 
 @needs_streams

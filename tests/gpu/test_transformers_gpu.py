@@ -13,8 +13,6 @@ import pytest
 import torch
 from support.options import grouped
 
-from shrinkpoint.config import Advanced
-
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -121,18 +119,6 @@ def test_continues_bit_by_bit(precision: str, optim: str, tmp_path: Path) -> Non
     assert_same_end(whole, rest, fused=optim.endswith("fused"))
 
 
-def test_gradients_are_accumulated(tmp_path: Path) -> None:
-    setup, url = (
-        arguments("fp16", gradient_accumulation_steps=3, eval_steps=2, max_steps=10),
-        str(tmp_path / "run"),
-    )
-    whole = ended(setup, tmp_path)
-    ended(setup, tmp_path, saving(url, every_n_train_steps=5), crash=7, seed=2)
-    rest = ended(setup, tmp_path, saving(url, every_n_train_steps=5), seed=999)
-    assert rest.outcome.steps[0][0] == 6
-    assert_same_end(whole, rest)
-
-
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_adopting_continues_bit_by_bit(precision: str, tmp_path: Path) -> None:
     setup = arguments(precision)
@@ -147,27 +133,3 @@ def test_adopting_continues_bit_by_bit(precision: str, tmp_path: Path) -> None:
     assert_same_end(whole, rest)
     found = RunStore(str(tmp_path / "whole")).manifests()
     assert any(m.meta["adoption"]["planned"] and m.meta["save"]["measured"] == "measured" for m in found)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_the_defaults(precision: str, tmp_path: Path) -> None:
-    """Lossy checkpoints, measured on the batches of evaluations."""
-    setup, url = (
-        arguments(precision, max_steps=140, num_train_epochs=20, eval_steps=20, save_steps=40),
-        str(tmp_path / "run"),
-    )
-    callback = CompressedCheckpoint(url, advanced=Advanced(busy="wait"))
-    first = ended(setup, tmp_path, callback, crash=90)
-    rest = ended(setup, tmp_path, CompressedCheckpoint(url, advanced=Advanced(busy="wait")), seed=999)
-    assert not first.outcome.finished
-    assert rest.outcome.finished
-    assert rest.outcome.steps[0][0] == 81
-    logged = [entry["loss"] for entry in rest.outcome.history if "loss" in entry]
-    assert logged[-1] < logged[0]
-    saves = [manifest.meta["save"] for manifest in RunStore(url).manifests()]
-    assert len(saves) >= 2
-    for save in saves:
-        assert save["measured"] == "measured", save
-        assert not save["kept_exactly"]
-        assert save.get("not_finite") is None
-    assert all(value.isfinite().all() for value in rest.outcome.weights.values())
