@@ -715,14 +715,13 @@ class TrainingSession:
         return {**state, SESSION: added}
 
     def trained_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Trained.state`; of shards the optimizers' parameters are found by their names alone.
+        """Return what `Trained.state` finds.
 
         Args:
             state: the adapter's.
         """
         adapter = self.adapter
-        found = self.trained.state(adapter.model, adapter.optimizers, adapter.weight_names(), lambda: state)
-        return {"trained": found["trained"]} if self.shards else found
+        return self.trained.state(adapter.model, adapter.optimizers, adapter.weight_names(), lambda: state)
 
     def _warn_apart(self) -> None:
         """Warn where parameters outside the model, which DDP leaves alone, are not the same on all ranks."""

@@ -125,13 +125,15 @@ class Session:
     def take_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Note that a checkpoint of any kind is being loaded."""
         if trainer.state.fn == TrainerFn.FITTING:
-            own = checkpoint.get(POSITION_KEY, {})
-            self._stopped = own.get(_STOPPED, False)
+            self._stopped = checkpoint.get(POSITION_KEY, {}).get(_STOPPED, False)
             self._stored_optimizers = checkpoint.get("optimizer_states", [])
-            self._stored_session = checkpoint.get(SESSION, {})
-            self._stored_schedulers = own.get(_SCHEDULERS, {})
+            self._note_identities(checkpoint)
             self.run.take(checkpoint)
             Position.of(trainer).load(trainer, checkpoint)
+
+    def _note_identities(self, checkpoint: Mapping[str, Any]) -> None:
+        self._stored_session = checkpoint.get(SESSION, {})
+        self._stored_schedulers = checkpoint.get(POSITION_KEY, {}).get(_SCHEDULERS, {})
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """Note that the model is built; no batch has been fetched.
@@ -167,6 +169,7 @@ class Session:
             url,
             schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
             classes=(self._stored_schedulers, _scheduler_classes(trainer)),
+            ordered=not self.run.shards,  # whose state is found by name
         )
         for message in said if trainer.is_global_zero else ():
             warn(message)
@@ -395,8 +398,7 @@ class Session:
                 validation_pending=self._validation_pending,
                 sharded=self.run.shards,
             )
-            if not self.run.shards:
-                checkpoint[POSITION_KEY][_SCHEDULERS] = _scheduler_classes(trainer)
+            checkpoint[POSITION_KEY][_SCHEDULERS] = _scheduler_classes(trainer)
             stopping = trainer.early_stopping_callbacks
             if trainer.should_stop and any(c.stopped_epoch == trainer.current_epoch for c in stopping):
                 checkpoint[POSITION_KEY][_STOPPED] = True

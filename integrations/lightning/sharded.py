@@ -112,6 +112,7 @@ class ShardedSession(Session):
         weights, optimizers = state.pop("state_dict"), state.pop("optimizer_states", [])
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers = self._found.reordered(optimizers)
+            self._note_identities(state)
             self._require_optimizers(trainer, optimizers, url)
             for optimizer, stored in zip(trainer.optimizers, optimizers, strict=True):
                 load_optimizer(optimizer, stored, same_dtypes=True)

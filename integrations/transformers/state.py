@@ -171,21 +171,28 @@ def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
     fitted(stored["model"], model, url)
 
 
-def load_training(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
+def load_training(stored: Mapping[str, Any], trainer: Any, url: str, *, shards: bool) -> None:
     """Put a checkpoint's optimizer, scheduler and gradient scaler back.
+
+    Args:
+        stored: the checkpoint.
+        trainer: which has made them.
+        url: of the run, for messages.
+        shards: whether the model is sharded; its optimizers' state is found by name.
 
     Raises:
         StateMismatchError: the optimizer is another one.
     """
     live, there, scheduler = optimizers_of(trainer), stored["optimizers"], trainer.lr_scheduler
     said = require_same_training(
-        stored[SESSION].get("identities", []),
+        stored[SESSION]["identities"],
         there,
         trainer.model,
         live,
         url,
         schedulers=[] if scheduler is None else [scheduler],
         classes=(stored.get("schedulers", {}), scheduler_classes({"lr_scheduler": scheduler})),
+        ordered=not shards,
     )
     for message in said:
         warn(message)

@@ -165,6 +165,7 @@ def test_fits_evaluations_and_refusals(tmp_path: Path) -> None:
         assert told["step_log"].startswith("ConfigError: step_log= is not supported for sharded models")
         assert told["model"].startswith("StateMismatchError")
         assert "net.head.weight is (5, 16) here and (7, 16) there" in told["model"]
+        assert "a run with torch.optim.AdamW, and this one has torch.optim.RAdam" in told["optimizer"]
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_two_processes_that_do_not_adopt_continue_as_another_run(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["sharded", "sharded adopting"])
 def test_a_sharded_model_is_killed_and_continued_bit_by_bit(how: str, tmp_path: Path) -> None:
-    """By FSDP2, on two processes; and then on three, from the same weights."""
+    """By FSDP2, on two processes; and then on three, from the same weights, but not with another optimizer."""
     whole = finish(tmp_path, f"{how} whole", processes=2)
     killed = interrupt(
         tmp_path, step=11, number=signal.SIGKILL, processes=2, name=f"{how} killed", saved=True

@@ -37,6 +37,8 @@ for name in [name for name in os.environ if name.startswith(("PL_", "SLURM_", "N
 class Sharded(pl.LightningModule):
     """Shuffled data, dropout and all generators in the loss; with `by_step` nothing but the step's number."""
 
+    optimizer_class: Any = torch.optim.AdamW
+
     def __init__(self, *, by_step: bool = False, accumulates: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -78,7 +80,7 @@ class Sharded(pl.LightningModule):
         self.log("val_loss", (self.net(x) - y).pow(2).mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 3e-3)
+        optimizer = self.optimizer_class(self.parameters(), 3e-3)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -333,6 +335,9 @@ def uses(rank: int, world: int, url: str) -> dict[str, Any]:
     stranger = Sharded(by_step=True)
     stranger.net = Toy(rows=5)
     seen["model"] = told(lambda: trained(world, stranger, saving(url), max_steps=9))
+    stranger = Sharded(by_step=True)
+    stranger.optimizer_class = torch.optim.RAdam
+    seen["optimizer"] = told(lambda: trained(world, stranger, saving(url), max_steps=9))
     return seen
 
 

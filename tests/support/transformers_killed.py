@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import pytest
 import torch
 from support.options import grouped
 from support.transformers_models import Setup, train
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
+from shrinkpoint.errors import StateMismatchError
 
 __all__ = ["SETUP"]
 
@@ -72,6 +74,14 @@ class Sharding(Trainer):  # type: ignore[misc]
         )
 
 
+class Rectifying(Sharding):
+    """Has an optimizer of another class, whose state looks the same."""
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(*arguments: Any) -> tuple[Any, dict[str, Any]]:
+        return torch.optim.RAdam, {"lr": 3e-3}
+
+
 def whole(value: Any) -> Any:
     """What a state comes to without shards; a collective."""
     if isinstance(value, DTensor):
@@ -92,10 +102,13 @@ def main(folder: str, name: str) -> None:
             options = {"adopt": 8, "max_degradation": 0.5}
         elif "lossy" in name:
             options = {"busy": "wait", "max_degradation": 0.5}
-        saving = CompressedCheckpoint(f"{folder}/{run}", **grouped(every_n_train_steps=5, **options))
-        callbacks = [Progress(Path(folder, "progress")), saving]
+        url, options = f"{folder}/{run}", grouped(every_n_train_steps=5, **options)
+        callbacks = [Progress(Path(folder, "progress")), CompressedCheckpoint(url, **options)]
     seed = 3 if name.endswith("whole") else os.getpid()
     kind, setup = (Sharding, SHARDED) if sharded else (Trainer, SETUP)
+    if name == "sharded wider":
+        with pytest.raises(StateMismatchError, match=r"AdamW, and this one has torch\.optim\.\S*RAdam"):
+            train(setup, f"{folder}/output", CompressedCheckpoint(url, **options), trainer_class=Rectifying)
     outcome = train(setup, f"{folder}/output", *callbacks, seed=seed, trainer_class=kind)
     outcome.weights, outcome.optimizer = whole(outcome.weights), whole(outcome.optimizer)
     torch.save(outcome, f"{folder}/{name}-{os.environ.get('RANK', '0')}.pt")
