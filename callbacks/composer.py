@@ -107,7 +107,7 @@ class CompressedCheckpoint(Callback):
         scheme: Any = "auto",
         max_degradation: float = 0.01,
         adopt: bool | int = False,
-        step_log: Literal["exact", "small"] | StepLog | None = None,
+        step_log: Literal["small"] | StepLog | None = None,
         storage_options: StorageOptions = None,
         advanced: Advanced | None = None,
     ) -> None:

@@ -141,7 +141,7 @@ class Checkpointer:
         adopt: bool | int = False,
         storage_options: StorageOptions = None,
         advanced: Advanced | None = None,
-        step_log: "Literal['exact', 'small'] | StepLog | None" = None,
+        step_log: "Literal['small'] | StepLog | None" = None,
         **stateful: Any,
     ) -> None:
         check_policy(resume)

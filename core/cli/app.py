@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import warnings
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -14,12 +14,12 @@ from shrinkpoint.cli.diff import diff
 from shrinkpoint.cli.export import export
 from shrinkpoint.cli.ls import ls
 from shrinkpoint.cli.prune import compact, prune, undelete
-from shrinkpoint.cli.runs import READ_ANYWAY
 from shrinkpoint.cli.show import show
 from shrinkpoint.cli.stores import stores
 from shrinkpoint.cli.verify import verify
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import quieted
+from shrinkpoint.store.connect import reading_anyway
 from shrinkpoint.version import __version__
 
 __all__ = ["app", "main"]
@@ -29,7 +29,8 @@ class _Commands(TyperGroup):
     """Turns shrinkpoint's exceptions and warnings into lines on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        with warnings.catch_warnings(), quieted(bool(ctx.params.get("quiet"))):
+        quiet, anyway = (bool(ctx.params.get(name)) for name in ("quiet", "read_anyway"))
+        with warnings.catch_warnings(), quieted(quiet), reading_anyway(anyway):
             warnings.simplefilter("always", ShrinkpointWarning)
             warnings.showwarning = _show_warning
             try:
@@ -41,18 +42,10 @@ class _Commands(TyperGroup):
                 raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    if issubclass(category, ShrinkpointWarning):
-        print(f"warning: {message}", file=sys.stderr)
-    else:
-        print(warnings.formatwarning(message, category, filename, lineno), file=sys.stderr, end="")
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    own = issubclass(category, ShrinkpointWarning)
+    text = f"warning: {message}\n" if own else warnings.formatwarning(message, category, *place[:2])
+    print(text, file=sys.stderr, end="")
 
 
 app = typer.Typer(
@@ -85,8 +78,7 @@ def _globals(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options before the command's name; `_Commands.invoke` reads ``debug`` and ``quiet``, `open_run` ``read_anyway``."""
-    READ_ANYWAY.set(read_anyway)
+    """Take the options before the command's name, which `_Commands.invoke` reads."""
 
 
 for _command in (ls, show, diff, verify, export, compact, prune, undelete, stores):

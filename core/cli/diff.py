@@ -13,6 +13,7 @@ from shrinkpoint.cli.runs import (
     Pairs,
     StorageOptions,
     Target,
+    addressed,
     describe_manifest,
     load,
     parse_storage_options,
@@ -39,7 +40,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor: rms of the difference relative to A's rms, sizes, steps, losses."""
-    one, other = (load(url, parse_storage_options(url, storage_options, option)) for url in (a, b))
+    one, other = (load(addressed(url), parse_storage_options(url, storage_options, option)) for url in (a, b))
     report = {"a": _side(one), "b": _side(other), "tensors": _tensors(one, other), "data": _data(one, other)}
     if as_json:
         print_json(report)
@@ -51,9 +52,9 @@ def _side(loaded: Loaded) -> dict[str, Any]:
     noted = describe_manifest(loaded.manifest) if loaded.manifest is not None else None
     header = loaded.decoded.header
     return {
-        "url": loaded.shown,
+        "url": loaded.url,
         "step": header.step,
-        "seq": noted["seq"] if noted else None,
+        "seq": loaded.seq,
         "kind": header.kind,
         "bytes": loaded.bytes,
         "raw_bytes": header.decoded_nbytes,

@@ -1,7 +1,8 @@
 """``shrinkpoint export``: a checkpoint as an ordinary file."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,15 +16,11 @@ from shrinkpoint.cli.runs import (
     Target,
     addressed,
     load,
+    name_of,
     parse_storage_options,
 )
-from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
-from shrinkpoint.store.connect import looks_like_file
-
-if TYPE_CHECKING:
-    from shrinkpoint.io.export import Exported
 
 __all__ = ["export"]
 
@@ -63,80 +60,53 @@ def export(
 ) -> None:
     """Write a checkpoint as a file that torch.load(weights_only=True), Lightning or safetensors reads."""
     from shrinkpoint.io.export import check_target
+    from shrinkpoint.io.export import export as write
+    from shrinkpoint.io.exporting import bytes_of, export_adapters, export_weights
+    from shrinkpoint.io.loading import load_weights
+    from shrinkpoint.state.training import TrainingState
 
     folder = not Path(out).suffix
     target = Path(out) if folder else check_target(out, force=force)
     options = parse_storage_options(url, storage_options, option)
-    limit = None if max_shard_size is None else _shard_size(target, max_shard_size)
+    if max_shard_size is not None and target.suffix != ".safetensors":
+        raise ConfigError("--max-shard-size is for OUT.safetensors")
+    limit = None if max_shard_size is None else bytes_of(max_shard_size)
     address, logged = addressed(url, step, seq), False
+    name = name_of(address)
     try:
-        exported, found = (
-            _weights(address, options, target, limit=limit, force=force)
-            if folder or target.suffix == ".safetensors"
-            else _whole(url, options, step, seq, target, force=force)
-        )
+        if folder:
+            exported = export_adapters(name, target, force=force, storage_options=options)
+        elif target.suffix == ".safetensors":
+            exported = export_weights(
+                name, target, max_shard_size=limit, force=force, storage_options=options
+            )
+        else:
+            loaded = load(address, options)
+            with waiting_for(f"writing {target}"):
+                exported = write(loaded.decoded.state, target, force=force)
+            exported = replace(exported, step=loaded.decoded.header.step, seq=loaded.seq)
     except NoCheckpointError:
         if address.step is None or folder:
             raise
-        from shrinkpoint.io.export import export as write
-        from shrinkpoint.io.loading import load_weights
-        from shrinkpoint.state.training import TrainingState
-
-        weights = load_weights(str(address), storage_options=options, step_log_url=step_log_url)
-        exported = write(TrainingState.capture({"model": weights}), target, force=force)
-        found, logged = {"step": address.step, "seq": None}, True
+        weights = load_weights(name, storage_options=options, step_log_url=step_log_url)
+        exported, logged = write(TrainingState.capture({"model": weights}), target, force=force), True
+        exported = replace(exported, step=address.step)
+    notes = [*([_WEIGHTS_ALONE] if logged else []), *exported.notes]
     report = {
         "path": str(exported.path),
         "bytes": exported.bytes,
         "tensors": exported.tensors,
-        **found,
+        "step": exported.step,
+        "seq": exported.seq,
+        **({"files": [str(file) for file in exported.files]} if len(exported.files) > 1 else {}),
         "logged": logged,
-        "notes": [*([_WEIGHTS_ALONE] if logged else []), *exported.notes],
+        "notes": notes,
     }
     if as_json:
         print_json(report)
         return
-    for note in report["notes"]:
+    for note in notes:
         console(stderr=True).print(f"note: {note}")
     console().print(
-        f"wrote {exported.path}: step {report['step']}, {exported.tensors} tensors, {bytes_text(exported.bytes)}"
+        f"wrote {exported.path}: step {exported.step}, {exported.tensors} tensors, {bytes_text(exported.bytes)}"
     )
-
-
-def _shard_size(target: Path, text: str) -> int:
-    from shrinkpoint.io.exporting import bytes_of
-
-    if target.suffix != ".safetensors":
-        raise ConfigError("--max-shard-size is for OUT.safetensors")
-    return bytes_of(text)
-
-
-def _weights(
-    address: Address, options: Any, target: Path, *, limit: int | None, force: bool
-) -> "tuple[Exported, dict[str, Any]]":
-    """Write the weights of a checkpoint some tensors at a time, or its adapters into a folder; returns also what it is."""
-    from shrinkpoint.io.exporting import export_adapters, export_weights
-
-    url, options = address.url if looks_like_file(address.url) else str(address), options or None
-    exported = (
-        export_weights(url, target, max_shard_size=limit, force=force, storage_options=options)
-        if target.suffix
-        else export_adapters(url, target, force=force, storage_options=options)
-    )
-    found: dict[str, Any] = {"step": exported.step, "seq": exported.seq}
-    if len(exported.files) > 1:
-        found["files"] = [str(file) for file in exported.files]
-    return exported, found
-
-
-def _whole(
-    url: str, options: Any, step: int | None, seq: int | None, target: Path, *, force: bool
-) -> "tuple[Exported, dict[str, Any]]":
-    """Write the whole state of a checkpoint; returns also what it is."""
-    from shrinkpoint.io.export import export as write
-
-    loaded = load(url, options, step, seq)
-    with waiting_for(f"writing {target}"):
-        exported = write(loaded.decoded.state, target, force=force)
-    number = loaded.manifest.seq if loaded.manifest is not None else None
-    return exported, {"step": loaded.decoded.header.step, "seq": number}

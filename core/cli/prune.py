@@ -24,7 +24,9 @@ from shrinkpoint.cli.runs import (
 from shrinkpoint.engine.retention import RetentionPolicy, record_of
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.store.catalog import is_listed
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
+from shrinkpoint.store.keys import pin_key
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
@@ -73,13 +75,13 @@ def prune(
         pinned = address.find(run.manifests())
     else:
         run, pinned = open_run(url, parse_storage_options(url, storage_options, option)), None
-    pins = run.pins()
     report: dict[str, Any] = {"done": yes}
+    pins = run.pins(without=unpin)
     if unpin is not None:
-        if unpin not in pins:
+        if not is_listed(run.objects, pin_key(unpin)):
             known = ", ".join(sorted(pins)) or "none"
             raise ConfigError(f"there is no pin {unpin!r} in {run.display}; the pins are: {known}")
-        report["unpinned"] = {"name": unpin, "seq": pins.pop(unpin)}
+        report["unpinned"] = unpin
     if pin is not None and pinned is not None:
         report["pinned"] = {"name": pin, "seq": pinned.seq, "step": pinned.step}
         pins[pin] = pinned.seq
@@ -193,7 +195,7 @@ def _collect(
 def _print(report: Mapping[str, Any], shown: str) -> None:
     out, done = console(), report["done"]
     if (released := report.get("unpinned")) is not None:
-        out.print(f"{'released' if done else 'would release'} pin {released['name']} (seq {released['seq']})")
+        out.print(f"{'released' if done else 'would release'} pin {released}")
     if (pinned := report.get("pinned")) is not None:
         out.print(
             f"{'pinned' if done else 'would pin'} step {pinned['step']} (seq {pinned['seq']}) as {pinned['name']}"

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +11,9 @@ import typer
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.retention import adopted_of, is_weights_only, lineage_of
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
-from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.schemes.exactness import explained
 from shrinkpoint.store.connect import StorageOptions as Options
-from shrinkpoint.store.connect import looks_like_file, naming, open_objects, read_file
+from shrinkpoint.store.connect import looks_like_file, open_objects
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
@@ -24,9 +22,9 @@ from shrinkpoint.store.urls import split_urls
 
 if TYPE_CHECKING:
     from shrinkpoint.coding.selective import Decoded
+    from shrinkpoint.container.reader import Header
 
 __all__ = [
-    "READ_ANYWAY",
     "AsJson",
     "Loaded",
     "Pairs",
@@ -41,6 +39,7 @@ __all__ = [
     "find_damage",
     "keys_of",
     "load",
+    "name_of",
     "open_run",
     "opened",
     "parse_storage_options",
@@ -85,7 +84,7 @@ Seq = Annotated[int | None, typer.Option("--seq", min=0, help="The checkpoint wi
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only print what would be done.")]
 
 
-def addressed(url: str, step: int | None, seq: int | None) -> Address:
+def addressed(url: str, step: int | None = None, seq: int | None = None) -> Address:
     """Return the run, and which of its checkpoints ``URL#step=N`` or the options name.
 
     Raises:
@@ -97,6 +96,11 @@ def addressed(url: str, step: int | None, seq: int | None) -> Address:
     if step is not None and seq is not None:
         raise ConfigError(f"--step {step} and --seq {seq} exclude each other: give one of them")
     return address or Address(url=url, step=step, seq=seq)
+
+
+def name_of(address: Address) -> str:
+    """Return what `shrinkpoint.load` calls this checkpoint, or this file."""
+    return address.url if looks_like_file(address.url) else str(address)
 
 
 def parse_storage_options(url: str, text: str | None, pairs: Sequence[str] | None) -> Any:
@@ -151,9 +155,6 @@ def _value(text: str) -> Any:
 
 # shorter than in training, since a user waits at the terminal
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=5.0, deadline_s=60.0)
-
-READ_ANYWAY: ContextVar[bool] = ContextVar("READ_ANYWAY", default=False)
-"""Whether ``--read-anyway`` was given before the command's name."""
 
 
 def keys_of(store: RunStore, manifests: Iterable[Manifest]) -> set[str]:
@@ -217,52 +218,47 @@ def runs_below(url: str, options: Options) -> list[str]:
 
 
 def _objects(url: str, options: Options) -> ObjectStore:
-    return RetryingObjects(open_objects(url, options, read_anyway=READ_ANYWAY.get()), _PATIENCE)
+    return RetryingObjects(open_objects(url, options), _PATIENCE)
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A checkpoint that was read, decoded and verified by its digests."""
 
-    shown: str
-    """Its location."""
+    url: str
+    """Of its run, or its file."""
     decoded: "Decoded"
     bytes: int
     """Bytes of its own container."""
     manifest: Manifest | None
     """None of a single file."""
 
+    @property
+    def seq(self) -> int | None:
+        """Number of its commit; None of a single file."""
+        return None if self.manifest is None else self.manifest.seq
 
-def load(url: str, options: Any, step: int | None = None, seq: int | None = None) -> Loaded:
-    """Read the checkpoint that the URL and the options name; by default a run's newest sound one.
+
+def load(address: Address, options: Any) -> Loaded:
+    """Read the checkpoint or file that `addressed` has found; by default a run's newest sound one.
 
     Raises:
-        ConfigError: several of these name a checkpoint.
-        NoCheckpointError: there is none.
-        FormatError, ChainError: it is damaged.
-        StoreError: it cannot be read.
+        ShrinkpointError: as `shrinkpoint.load`.
     """
-    from shrinkpoint.coding.selective import decode_chain, decode_checkpoint, in_memory
+    from shrinkpoint.coding.selective import Source, decode_chain
     from shrinkpoint.config import SaverConfig
+    from shrinkpoint.io.loading import Chain, read_chain
 
-    address, threads = addressed(url, step, seq), SaverConfig().encoder_threads
-    with waiting_for(f"reading {address}"):
-        if looks_like_file(address.url):
-            data = read_file(address.url, options)
-            with naming(address.url):
-                return Loaded(address.url, decode_chain([in_memory(data)], threads=threads), len(data), None)
-        store = open_run(address.url, options)
-        if address.is_newest:
-            found = store.newest_readable(lambda m: decode_checkpoint(store, m, threads=threads))
-            if found is None:
-                raise NoCheckpointError(
-                    f"{store.display} is a run without a checkpoint yet: there is nothing to read"
-                )
-            manifest, decoded = found
-        else:
-            manifest = address.find(store.manifests())
-            decoded = decode_checkpoint(store, manifest, threads=threads)
-        return Loaded(store.display, decoded, manifest.chain[-1].total, manifest)
+    def read(chain: Chain) -> "tuple[Header, tuple[Decoded, Chain]]":
+        decoded = decode_chain(chain, threads=SaverConfig().encoder_threads)
+        return decoded.header, (decoded, chain)
+
+    _, (decoded, chain), manifest = read_chain(name_of(address), options, read)
+    if manifest is not None:
+        return Loaded(address.url, decoded, manifest.chain[-1].total, manifest)
+    file = chain[-1]()
+    assert isinstance(file, Source)
+    return Loaded(address.url, decoded, file.size, None)
 
 
 def find_damage(store: RunStore, manifest: Manifest, sizes: Mapping[str, int]) -> str | None:

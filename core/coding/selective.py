@@ -87,7 +87,9 @@ class Source:
         fetch: Callable[[], bytes],
         fetch_range: Callable[[int, int], bytes] | None = None,
     ) -> None:
-        self._size, self._fetch, self._fetch_range = size, fetch, fetch_range
+        self.size = size
+        """Its bytes."""
+        self._fetch, self._fetch_range = fetch, fetch_range
         self._whole: bytes | None = None
         self._spans: list[tuple[int, bytes]] = []
         if fetch_range is None or size <= _WHOLE_BYTES:
@@ -115,7 +117,7 @@ class Source:
         if self._whole is not None:
             return [self._reader.entry(name) for name in ordered]
         needed = sum(self.header.tensors[name].nbytes for name in ordered)
-        if needed <= _WHOLE_SHARE * self._size:
+        if needed <= _WHOLE_SHARE * self.size:
             try:
                 self._spans = self._read_spans(ordered)
                 return [self._reader.entry(name) for name in ordered]

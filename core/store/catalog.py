@@ -328,8 +328,8 @@ class Catalog:
         self.forget([key])
         return None
 
-    def pins(self) -> dict[str, int]:
-        """Pinned sequence numbers by name.
+    def pins(self, *, without: str | None = None) -> dict[str, int]:
+        """Read the pinned sequence numbers by name; of the pin `without` nothing is read.
 
         Raises:
             FormatError: A pin is damaged; the message says which and what to do.
@@ -337,7 +337,7 @@ class Catalog:
         pins: dict[str, int] = {}
         for info in self._objects.list("pins/"):
             name = pin_name(info.key)
-            if name is not None:
+            if name is not None and name != without:
                 try:
                     pins[name] = int(read_checked(self._objects, info.key, self._parse_pin))
                 except MissingKeyError as error:

@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
@@ -31,6 +32,7 @@ __all__ = [
     "open_location",
     "open_objects",
     "read_file",
+    "reading_anyway",
     "shared_fate",
     "write_file",
 ]
@@ -49,18 +51,25 @@ StorageOptions: TypeAlias = Options | Sequence[Options | None] | None
 _PATIENCE = RetryPolicy(attempts=3, max_delay_s=5.0, deadline_s=20.0)
 
 
-def open_objects(
-    url: RunUrl,
-    storage_options: StorageOptions = None,
-    *,
-    read_anyway: bool = False,
-) -> ObjectStore:
+_reads_anyway: ContextVar[bool] = ContextVar("_reads_anyway", default=False)
+
+
+@contextmanager
+def reading_anyway(wanted: bool) -> Iterator[None]:
+    """Let runs in several stores that are opened in this block be read from however few answer, if `wanted`."""
+    token = _reads_anyway.set(wanted)
+    try:
+        yield
+    finally:
+        _reads_anyway.reset(token)
+
+
+def open_objects(url: RunUrl, storage_options: StorageOptions = None) -> ObjectStore:
     """Return the object store below ``url``; nothing is read, written or connected yet.
 
     Args:
         url: One URL, or those of several stores that are to hold one run together.
         storage_options: For the file systems.
-        read_anyway: Of several stores, read from however few answer.
 
     Raises:
         ConfigError: The URLs or the options cannot work.
@@ -80,7 +89,7 @@ def open_objects(
     ]
     from shrinkpoint.store.striped.objects import StripedObjects  # most runs have one store
 
-    return StripedObjects(stores, parity=Stores.of(url).parity, read_anyway=read_anyway)
+    return StripedObjects(stores, parity=Stores.of(url).parity, read_anyway=_reads_anyway.get())
 
 
 def _options_of_each(locations: Sequence[Location], options: StorageOptions) -> list[Options | None]:

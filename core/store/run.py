@@ -174,9 +174,9 @@ class RunStore:
         """
         return list(self._scan().manifests)
 
-    def pins(self) -> dict[str, int]:
-        """Sequence numbers that are pinned, by the pins' names."""
-        return self._catalog.pins()
+    def pins(self, *, without: str | None = None) -> dict[str, int]:
+        """Give the sequence numbers that are pinned, by the pins' names; `without` this pin, which may be damaged."""
+        return self._catalog.pins(without=without)
 
     def sizes(self) -> dict[str, int]:
         """List the bytes of every container by its key, in one request or a few."""

@@ -256,12 +256,17 @@ def test_commands_that_write_make_no_run_by_mistake(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_damaged_pin_does_not_hide_the_checkpoints(folder: Path) -> None:
-    (folder / "pins").mkdir()
+def test_a_damaged_pin_does_not_hide_the_checkpoints_and_can_be_released(folder: Path) -> None:
+    run("prune", str(folder), "--pin", "best", "--step", "20", "--yes")
     (folder / "pins" / "x.json").write_bytes(b"?")
     result = run("ls", str(folder), "--json")
     assert len(json.loads(result.stdout)["checkpoints"]) == 5
     assert "warning: the pins are not shown" in result.stderr
+    assert "x.json" in run("prune", str(folder), "--keep-last", "1", code=1).stderr
+    assert "would release pin x" in run("prune", str(folder), "--unpin", "x").stdout
+    done = run_json("prune", str(folder), "--unpin", "x", "--keep-last", "1", "--yes")
+    assert ([entry["step"] for entry in done["keep"]], done["unpinned"]) == ([50, 20], "x")
+    assert list(RunStore(folder).pins()) == ["best"]
 
 
 def test_compact_makes_a_base_of_the_newest_delta(folder: Path) -> None:

@@ -316,12 +316,16 @@ def test_a_folder_that_vanishes_in_mid_save_is_not_made_again(
     assert run_json("stores", "--heal", *urls)["joined"] == [2]
 
 
-def test_read_anyway(urls: list[str]) -> None:
+def test_read_anyway(urls: list[str], tmp_path: Path) -> None:
     for url in urls[:2]:
         shutil.rmtree(url)
     text = ",".join(urls)
     assert "--read-anyway" in run("ls", text, code=1).stderr
     assert len(json.loads(run("--read-anyway", "ls", text, "--json").stdout)["checkpoints"]) == 5
+    for file in ("weights.safetensors", "state.ckpt"):
+        target = str(tmp_path / file)
+        assert "--read-anyway" in run("export", text, target, code=1).stderr
+        run("--read-anyway", "export", text, target)
 
 
 def test_one_store_of_a_set_is_named(urls: list[str]) -> None:
