@@ -28,7 +28,7 @@ from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
-from shrinkpoint.runtime.turns import Turns, in_turn
+from shrinkpoint.runtime.threads import Turns, in_turn
 from shrinkpoint.saver import Saver
 from shrinkpoint.session.measuring import LoopMeasurements
 from shrinkpoint.session.objects import LoopObjects, Stateful

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.runtime.processors import processors
 from shrinkpoint.runtime.termination import signals_of
+from shrinkpoint.runtime.threads import processors
 from shrinkpoint.schemes.catalogue import chosen_scheme, options_of
 from shrinkpoint.state.scratch import check_scratch
 from shrinkpoint.store.manifest import MAX_CHAIN

@@ -31,8 +31,7 @@ from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, ResumedSteps
 from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
-from shrinkpoint.runtime.turns import Turns, in_turn
-from shrinkpoint.runtime.worker import Worker
+from shrinkpoint.runtime.threads import Turns, Worker, in_turn
 from shrinkpoint.state.frozen import FrozenTensors
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import Describe, TrainingState, plain

@@ -9,7 +9,7 @@ from shrinkpoint.coding.grouping import for_codec, groups_of, mapped, matching, 
 from shrinkpoint.container.layout import Entry
 from shrinkpoint.container.reader import Header, Record
 from shrinkpoint.errors import CorruptionError, FormatError
-from shrinkpoint.runtime.team import map_in_order
+from shrinkpoint.runtime.threads import map_in_order
 from shrinkpoint.schemes.auto.followers import CopiedCodec, RoundedCodec
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
 from shrinkpoint.schemes.catalogue import codec_for_reading

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from shrinkpoint.runtime.team import map_in_order
+from shrinkpoint.runtime.threads import map_in_order
 from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.schemes.catalogue import codec_class
 from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_reference

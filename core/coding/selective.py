@@ -23,7 +23,7 @@ from shrinkpoint.container.layout import Entry
 from shrinkpoint.container.reader import ContainerReader, Header
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError
 from shrinkpoint.schemes.base import ReferenceState
-from shrinkpoint.state.blocks import joined
+from shrinkpoint.state.specs import joined
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.manifest import BlobRef, Head, Manifest
 from shrinkpoint.store.run import RunStore

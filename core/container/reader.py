@@ -24,7 +24,7 @@ from shrinkpoint.container.layout import (
     unpack_prefix,
 )
 from shrinkpoint.errors import CorruptionError, FormatError, StateMismatchError
-from shrinkpoint.runtime.unlocked import join_bytes
+from shrinkpoint.runtime.memory import join_bytes
 from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.state.digest import state_digest
 from shrinkpoint.state.training import TensorSpec

@@ -16,8 +16,7 @@ from shrinkpoint.container.layout import (
 )
 from shrinkpoint.container.reader import parse_header
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.runtime.memory import Returns
-from shrinkpoint.runtime.unlocked import join_bytes
+from shrinkpoint.runtime.memory import Returns, join_bytes
 from shrinkpoint.state.tree import JSON
 
 __all__ = ["write_container"]

@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.state.blocks import block_of
 from shrinkpoint.state.dtypes import dtype_name
 from shrinkpoint.state.roles import named_role
+from shrinkpoint.state.specs import block_of
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON, encode_tree, join_path
 

@@ -27,7 +27,7 @@ from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
 from shrinkpoint.sharded.layout import block_box
 from shrinkpoint.sharded.restoring import ReadPlan, plan_of, rows_of
-from shrinkpoint.state.blocks import whole_specs
+from shrinkpoint.state.specs import whole_specs
 from shrinkpoint.state.tree import JSON, decode_tree, tensor_names
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest

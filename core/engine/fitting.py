@@ -15,9 +15,16 @@ from shrinkpoint.engine.resume import require_same_model
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.state.dtypes import PACKED, as_bits, class_name, is_flat
 from shrinkpoint.state.rng import capture_rng, restore_rng
-from shrinkpoint.state.stateful import parts_of, state_of
+from shrinkpoint.state.stateful import (
+    named_buffers,
+    named_parameters,
+    optimizers_in,
+    parts_of,
+    plain_names,
+    state_of,
+    unwrapped,
+)
 from shrinkpoint.state.training import TrainingState
-from shrinkpoint.state.wrappers import named_buffers, named_parameters, optimizers_in, plain_names, unwrapped
 from shrinkpoint.warn import warn
 
 __all__ = ["DryRestore", "comparable_state", "fitted", "is_extra_state", "left_out", "quantized_as", "taken"]

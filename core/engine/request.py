@@ -13,9 +13,8 @@ from shrinkpoint.engine.takeover import Adoption, Takeover
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
-from shrinkpoint.state.own import OwnState
 from shrinkpoint.state.snapshot import Snapshot
-from shrinkpoint.state.training import Describe, plain
+from shrinkpoint.state.training import Describe, OwnState, plain
 from shrinkpoint.store.keys import MAX_STEP
 from shrinkpoint.warn import brief
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchError
-from shrinkpoint.state.stateful import parts_of
-from shrinkpoint.state.wrappers import plain_names, scheduler_in, unwrapped
+from shrinkpoint.state.stateful import parts_of, plain_names, scheduler_in, unwrapped
 
 __all__ = [
     "ResumePolicy",

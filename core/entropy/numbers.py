@@ -21,8 +21,8 @@ from pcodec import ChunkConfig, DeltaSpec, ModeSpec, standalone
 from shrinkpoint.arrays import Unsigned
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
-from shrinkpoint.runtime.team import map_in_threads
-from shrinkpoint.runtime.unlocked import to_bytes
+from shrinkpoint.runtime.memory import to_bytes
+from shrinkpoint.runtime.threads import map_in_threads
 
 __all__ = ["decode_numbers", "delta_bits", "encode_numbers", "undelta_bits"]
 

@@ -28,9 +28,9 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, StoreError
 from shrinkpoint.io.export import Exported, check_target, put_in_place, write_whole
 from shrinkpoint.io.loading import model_names, read_chain
-from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.state.frozen import ADAPTERS
+from shrinkpoint.state.specs import whole_specs
 from shrinkpoint.state.training import TensorSpec
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from shrinkpoint.errors import (
 )
 from shrinkpoint.io.export import model_places
 from shrinkpoint.runtime.progress import waiting_for
-from shrinkpoint.state.blocks import whole_specs
+from shrinkpoint.state.specs import whole_specs
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, dense_only, tensor_names
 from shrinkpoint.store.connect import Options, StorageOptions, looks_like_file, naming, read_file

@@ -12,7 +12,7 @@ import torch
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.optimizers.updates import OptimizerKind, copied_group
 from shrinkpoint.state.rng import capture_rng, restore_rng
-from shrinkpoint.state.wrappers import parameters_of, unwrapped
+from shrinkpoint.state.stateful import parameters_of, unwrapped
 
 __all__ = ["moved", "put_back_objects", "with_object_states"]
 

@@ -51,7 +51,7 @@ def recognised(state: TrainingState, kinds: Sequence[OptimizerKind] = ()) -> Tra
         state: a snapshot, on the host; described by `shrinkpoint.state.roles`.
         kinds: of the optimizers, in the order of their states in it; without them, only values are used.
     """
-    open_names = {name for name, spec in state.specs.items() if _is_open(spec)}
+    open_names = {n for n, spec in state.specs.items() if spec.tag.role in (Role.STATE, Role.SQUARES)}
     if not open_names:
         return state
     found = _found_by_behaviour(state, kinds, open_names)
@@ -60,10 +60,6 @@ def recognised(state: TrainingState, kinds: Sequence[OptimizerKind] = ()) -> Tra
     for name in open_names:
         specs[name] = _with_role(specs[name], state.tensors[name], found.get(name), weights)
     return replace(state, specs=_with_second_moments(specs, found))
-
-
-def _is_open(spec: TensorSpec) -> bool:
-    return spec.tag.role is Role.STATE or spec.tag.role is Role.SQUARES
 
 
 def _with_role(

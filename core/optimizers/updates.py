@@ -21,9 +21,8 @@ from torch.optim import optimizer as optimizer_hooks
 
 from shrinkpoint.errors import ScratchError
 from shrinkpoint.runtime.dispatch import ThreadMode
-from shrinkpoint.state.stateful import optimizer_states
+from shrinkpoint.state.stateful import optimizer_states, unwrapped
 from shrinkpoint.state.training import Role, TrainingState
-from shrinkpoint.state.wrappers import unwrapped
 
 __all__ = [
     "OptimizerKind",
@@ -56,11 +55,8 @@ class Updates:
     """``||u' - u|| / ||u||``: u the first update from the true state, u' from the restored one; 1 if there were none."""
     length: float
     """``||u'|| / ||u||``."""
-    later_error: float
-    """The same error for the weights' displacement after ten updates."""
-    later_length: float
     lost_steps: float
-    """Updates lost: ten times the missing share of that displacement, measured along its direction."""
+    """Updates lost: ten times the missing share of the weights' displacement after ten updates, measured along its direction."""
     each: Mapping[int, "Updates"] = field(default_factory=dict)
     """Those of each optimizer alone, by its position among the optimizers."""
 
@@ -159,7 +155,7 @@ def compare_updates(
     if not kinds or len(nodes[0]) != len(kinds):
         return "the optimizers' states are not found in what is saved"
     names = {id(tensor): name for name, tensor in true.tensors.items()}
-    found: dict[int, tuple[float, float, float, float, float]] = {}
+    found: dict[int, Updates] = {}
     for position, (kind, one, other) in enumerate(zip(kinds, *nodes, strict=True)):
         chosen = _chosen(one, names, true, parameters)
         if not chosen:
@@ -176,13 +172,12 @@ def compare_updates(
             found[position] = compared
     if not found:
         return "no optimizer holds moments that move its parameters"
-    each = {position: Updates(*values) for position, values in found.items()}
-    worst = [max(values, key=_nan_last) for values in zip(*found.values(), strict=True)]
-    return Updates(worst[0], worst[1], worst[2], worst[3], worst[4], each)
-
-
-def _nan_last(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+    each = [(one.error, one.length, one.lost_steps) for one in found.values()]
+    away, length, lost = (
+        max(values, key=lambda value: math.inf if math.isnan(value) else value)
+        for values in zip(*each, strict=True)
+    )
+    return Updates(away, length, lost, found)
 
 
 def obstacle_of(kind: OptimizerKind) -> str | None:
@@ -325,7 +320,7 @@ def _compare(
     restored: Mapping[str, Any],
     weights: Mapping[Any, torch.Tensor],
     roles: Mapping[int, Role],
-) -> tuple[float, float, float, float, float] | None:
+) -> Updates | None:
     """None where the updates from the true state are zero, or not finite."""
     sizes = {
         index: _gradient_size(true["state"][index], _options_of(true, index), roles) for index in weights
@@ -333,8 +328,7 @@ def _compare(
 
     copies = [_copies(kind, node, weights) for node in (true, restored)]
     generator = torch.Generator().manual_seed(_SEED)
-    results: list[float] = []
-    kept = 1.0
+    error = size = kept = 1.0
     for step in range(_STEPS):
         for index, weight in weights.items():
             mean, spread = sizes[index]
@@ -353,10 +347,11 @@ def _compare(
         length = math.sqrt(sum(float(u.square().sum()) for u in one))
         if not 0 < length < math.inf:
             return None
-        away = math.sqrt(sum(float((v - u).square().sum()) for u, v in zip(one, other, strict=True)))
-        results += [away / length, math.sqrt(sum(float(v.square().sum()) for v in other)) / length]
+        if step == 0:
+            away = math.sqrt(sum(float((v - u).square().sum()) for u, v in zip(one, other, strict=True)))
+            error, size = away / length, math.sqrt(sum(float(v.square().sum()) for v in other)) / length
         kept = sum(float((u * v).sum()) for u, v in zip(one, other, strict=True)) / length**2
-    return results[0], results[1], results[2], results[3], _STEPS * max(0.0, 1 - kept)
+    return Updates(error, size, _STEPS * max(0.0, 1 - kept))
 
 
 def _copies(

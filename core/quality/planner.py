@@ -60,16 +60,7 @@ _AIM = 0.7  # safety factor on a cost predicted by proportion
 
 @dataclass
 class _Save:
-    """One save, as the planner sees it.
-
-    Attributes:
-        ladder: of the scheme.
-        context: of the save.
-        measure: as of `Planner.plan`.
-        resume: as of `Planner.plan`.
-        guard: as of `Planner.plan`.
-        combine: joins what the processes know that have parts of the snapshot.
-    """
+    """One save, as the planner sees it; fields as the arguments of `Planner.plan`."""
 
     ladder: Ladder
     context: SaveContext

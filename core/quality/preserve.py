@@ -482,7 +482,7 @@ def _state_undo(value: Any, kind: type) -> Undo | None:
     """Return how to put back an object that gives its state and takes it; None of others."""
     if issubclass(kind, torch.Generator):
         state = value.get_state()
-        return lambda: _discard(value.set_state(state))
+        return lambda: value.set_state(state)
     if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
         words = value.getstate()
         return lambda: value.setstate(words)
@@ -503,7 +503,3 @@ def _state_undo(value: Any, kind: type) -> Undo | None:
         elements = value[:]
         return lambda: operator.setitem(value, slice(None), elements)
     return None
-
-
-def _discard(value: object) -> None:
-    """Drop the return value of a call."""

@@ -24,7 +24,7 @@ from shrinkpoint.optimizers.updates import global_hooks
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps, losses_of
 from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_state
 from shrinkpoint.state.dtypes import as_bits
-from shrinkpoint.state.wrappers import named_buffers, named_parameters
+from shrinkpoint.state.stateful import named_buffers, named_parameters
 
 __all__ = ["ResumedRun", "UntilFailure", "obstacle"]
 
@@ -198,8 +198,7 @@ def obstacle(
         alone: whether it is certain that no step waits for another process.
         shards: whether all processes that have shards of the model make the same steps together.
     """
-    several = world().size > 1
-    if several and not (alone or shards):
+    if world().size > 1 and not (alone or shards):
         return "several processes train together"
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         return "the model is compiled by torch.jit"
@@ -207,9 +206,11 @@ def obstacle(
     known = own_part if shards else _plain_part
     if any(known(tensor) is None for tensor in tensors):
         return "some parameters or buffers are no plain tensors"
-    if not {tensor.device for tensor in tensors} <= _restorable_devices():
+    gpus = {torch.device("cuda", torch.cuda.current_device())} if torch.cuda.is_initialized() else set()
+    if not {tensor.device for tensor in tensors} <= {_HOST, *gpus}:
         return "the model is on a device whose random numbers cannot be put back"
-    if any(getattr(tensor, "_backward_hooks", None) or _after_hooks(tensor) for tensor in tensors):
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    if any(getattr(tensor, name, None) for tensor, name in product(tensors, hooks)):
         return "parameters have hooks on their gradients"
     if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
         return "modules have hooks on their gradients"
@@ -231,7 +232,8 @@ def _optimizer_obstacle(
     if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
         return f"{kind.__name__} has a state of its own form"
     _, *parameters = inspect.signature(kind.step).parameters.values()
-    if any(_must_be_given(parameter) for parameter in parameters):
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(one.default is one.empty and one.kind not in several for one in parameters):
         return f"{kind.__name__} computes the loss itself"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{kind.__name__} is differentiable"
@@ -240,28 +242,12 @@ def _optimizer_obstacle(
     return None
 
 
-def _must_be_given(parameter: inspect.Parameter) -> bool:
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is inspect.Parameter.empty and parameter.kind not in several
-
-
 def _is_copyable(value: Any, known: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
     if isinstance(value, torch.Tensor):
         return known(value) is not None
     if type(value) in (dict, list, tuple):
         return all(_is_copyable(item, known) for item in (value.values() if type(value) is dict else value))
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _after_hooks(tensor: torch.Tensor) -> object:
-    return getattr(tensor, "_post_accumulate_grad_hooks", None)
-
-
-def _restorable_devices() -> set[torch.device]:
-    devices = {torch.device("cpu")}
-    if torch.cuda.is_initialized():
-        devices.add(torch.device("cuda", torch.cuda.current_device()))
-    return devices
 
 
 def _trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from shrinkpoint.arrays import overwrite
 from shrinkpoint.quality.preserve import own_part, preserved_state
 from shrinkpoint.state.averages import Candidate
 from shrinkpoint.state.dtypes import PACKED, inner_tensors, is_flat
-from shrinkpoint.state.wrappers import named_buffers, named_parameters
+from shrinkpoint.state.stateful import named_buffers, named_parameters
 
 __all__ = ["swapped_tensors", "swapped_weights"]
 

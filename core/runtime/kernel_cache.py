@@ -158,16 +158,6 @@ class KernelCache:
         except OSError as error:
             _warn_once(f"{self.cache_path} cannot be written ({error})")
 
-    def enable(self) -> None:
-        """As numba's own."""
-        for each in self._all:
-            each.enable()
-
-    def disable(self) -> None:
-        """As numba's own."""
-        for each in self._all:
-            each.disable()
-
     def flush(self) -> None:
         """Clear the writable cache."""
         if self._own is not None:

@@ -85,10 +85,6 @@ def signals_of(names: Sequence[str]) -> list[signal.Signals]:
     return [known[name] for name in given]
 
 
-def _always() -> bool:
-    return True
-
-
 class TerminationRequest:
     """Records a SIGTERM or Ctrl-C between `watch` and `unwatch`, so that training can be saved; a second ends the
     process.
@@ -112,7 +108,7 @@ class TerminationRequest:
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
         *,
         more: Sequence[signal.Signals] = (),
-        answered: Callable[[], bool] = _always,
+        answered: Callable[[], bool] = lambda: True,
         replaces: bool = False,
         then: Callable[[], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -210,7 +206,7 @@ class TerminationRequest:
         again = now - self._received[1] >= _ONE_WISH_S
         if os.getpid() != self._pid:
             if number not in self._more and (number != signal.SIGINT or again):
-                self._pass_on(number)
+                _pass_on(number, self._previous.get(number))
         elif (again and self._then is None) or (first and not self._answered()):
             self.end()
         elif first:
@@ -223,8 +219,7 @@ class TerminationRequest:
         """After `unwatch`, which could not remove this handler, since another one was installed over it."""
         previous = self._covered.get(number)
         if os.getpid() != self._pid and not callable(previous):
-            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            _pass_on(number, previous)
         elif callable(previous):
             previous(number, frame)
         elif number == signal.SIGINT:
@@ -232,11 +227,11 @@ class TerminationRequest:
         else:
             sys.exit(128 + number)
 
-    def _pass_on(self, number: int) -> None:
-        """In a forked process: call the previous handler."""
-        previous = self._previous.get(number)
-        signal.signal(number, previous if previous is not None else signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+
+def _pass_on(number: int, previous: Any) -> None:
+    """In a forked process: call the previous handler."""
+    signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 class _Forks:

@@ -7,7 +7,7 @@ from torch import nn
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.inshrinkerator.sensitivity import GradientEMA
-from shrinkpoint.state.wrappers import named_parameters, unwrapped
+from shrinkpoint.state.stateful import named_parameters, unwrapped
 
 __all__ = ["GradientCollector", "require_fresh_gradients"]
 

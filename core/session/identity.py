@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import StateMismatchError
-from shrinkpoint.state.wrappers import plain_names, scheduler_in
+from shrinkpoint.state.stateful import plain_names, scheduler_in
 
 __all__ = [
     "add_late_parameters",

@@ -25,9 +25,8 @@ from shrinkpoint.session.identity import (
 from shrinkpoint.session.trained import Trained, load_trained
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
-from shrinkpoint.state.stateful import load_stateful, state_of
+from shrinkpoint.state.stateful import load_stateful, scheduler_in, state_of, unwrapped
 from shrinkpoint.state.training import Describe, TrainingState, plain
-from shrinkpoint.state.wrappers import scheduler_in, unwrapped
 from shrinkpoint.warn import brief, warn
 
 __all__ = ["LoopObjects", "Stateful"]

@@ -8,7 +8,7 @@ from shrinkpoint.session.objects import LoopObjects
 from shrinkpoint.session.sharded import BUCKETS, CopiedObjects
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.trees import own_of
-from shrinkpoint.state.wrappers import parameters_of
+from shrinkpoint.state.stateful import parameters_of
 from shrinkpoint.steps.capture import CannotLogError
 from shrinkpoint.steps.exact import ExactLog
 from shrinkpoint.steps.options import StepLog

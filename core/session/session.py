@@ -40,9 +40,9 @@ from shrinkpoint.session.triggers import Schedule, Trigger
 from shrinkpoint.sharded.agreement import refuse_options
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver, Targets
-from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.frozen import meta_filled
+from shrinkpoint.state.specs import whole_specs
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn

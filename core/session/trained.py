@@ -15,7 +15,7 @@ from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.optimizers.objects import moved
 from shrinkpoint.session.identity import identities
 from shrinkpoint.state.roles import unnamed
-from shrinkpoint.state.wrappers import named_buffers, named_parameters, optimizers_in, plain_names
+from shrinkpoint.state.stateful import named_buffers, named_parameters, optimizers_in, plain_names
 
 __all__ = ["Trained", "load_trained"]
 

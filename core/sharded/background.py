@@ -31,8 +31,7 @@ from shrinkpoint.schemes.sums import WeightSums, added_sums
 from shrinkpoint.sharded.planning import Together, plan_together
 from shrinkpoint.sharded.probing import Probe, owned_weights
 from shrinkpoint.sharded.trees import with_blocks, without_tensors
-from shrinkpoint.state.own import OwnState
-from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.training import OwnState, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.near import Share
 from shrinkpoint.store.run import RunStore

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.state.blocks import boxes_meet
+from shrinkpoint.state.specs import boxes_meet
 
 __all__ = ["Box", "Pieces", "check_tiling", "intersection", "is_sharded", "pieces_of", "ranks_of"]
 

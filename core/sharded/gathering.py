@@ -8,12 +8,11 @@ import xxhash
 
 from shrinkpoint.errors import CannotRepresentError, StoreError
 from shrinkpoint.group.group import Distributed
-from shrinkpoint.runtime.packing import empty_tensors
 from shrinkpoint.sharded.boxes import Box, Pieces
 from shrinkpoint.sharded.exchange import Buffers, ExchangePlan, plain_bytes
 from shrinkpoint.sharded.layout import Layout, block_box, owned_boxes
 from shrinkpoint.sharded.trees import renamed_tensors
-from shrinkpoint.state.snapshot import DeviceCopy
+from shrinkpoint.state.snapshot import DeviceCopy, empty_tensors
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 

@@ -8,7 +8,7 @@ import torch
 
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.sharded.boxes import Box, Pieces, check_tiling, is_sharded, pieces_of, ranks_of
-from shrinkpoint.state.blocks import BLOCK_ELEMENTS, blocks_of
+from shrinkpoint.state.specs import BLOCK_ELEMENTS, blocks_of
 from shrinkpoint.state.training import Role, TensorSpec
 
 __all__ = [

@@ -17,9 +17,8 @@ from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.sharded.layout import layout_of, owners_of, tensors_of_rank
 from shrinkpoint.sharded.spreading import Shards, spread
-from shrinkpoint.state.blocks import whole_specs
-from shrinkpoint.state.own import merged_tree
-from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.specs import whole_specs
+from shrinkpoint.state.training import TensorSpec, TrainingState, merged_tree
 from shrinkpoint.state.tree import JSON, tensor_names
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore

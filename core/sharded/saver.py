@@ -41,9 +41,9 @@ from shrinkpoint.sharded.probing import Probe, ProbedSave
 from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
 from shrinkpoint.sharded.spreading import Shards, moved_to
 from shrinkpoint.sharded.trees import own_of
-from shrinkpoint.state.blocks import BLOCK_ELEMENTS
 from shrinkpoint.state.frozen import named_digests, references
 from shrinkpoint.state.snapshot import Snapshot
+from shrinkpoint.state.specs import BLOCK_ELEMENTS
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest

@@ -14,10 +14,9 @@ from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.frozen import FILLED
 from shrinkpoint.state.roles import describe_training, model_tags, optimizer_parameter_names
-from shrinkpoint.state.stateful import state_of
+from shrinkpoint.state.stateful import named_buffers, named_parameters, state_of
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import join_path
-from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
 __all__ = ["Targets", "require_model", "reshard", "swapped_shards", "target_for", "unreduced"]
 

@@ -4,8 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shrinkpoint.sharded.boxes import is_sharded
-from shrinkpoint.state.own import OwnState
-from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.training import OwnState, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
 __all__ = ["own_of", "renamed_tensors", "with_blocks", "without_tensors"]

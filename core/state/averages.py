@@ -7,14 +7,16 @@ a list of all parameters, whose values are also close to it. No class or framewo
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from itertools import takewhile
+from operator import eq
 
 import torch
 from torch import nn
 
 from shrinkpoint.state.dtypes import TRAINED
+from shrinkpoint.state.stateful import named_parameters
 from shrinkpoint.state.training import Role, Tag, TrainingState
 from shrinkpoint.state.tree import Path
-from shrinkpoint.state.wrappers import named_parameters
 
 __all__ = [
     "AverageFinder",
@@ -77,19 +79,13 @@ class AverageFinder:
     def _by_name(self, path: Path, shape: tuple[int, ...]) -> str | None:
         """Return the weight whose name shares the longest suffix; None if there are several."""
         parts = ".".join(path).split(".")
-        shared = {name: _shared(parts, name) for name in self._by_end.get((parts[-1], shape), ())}
+        shared = {
+            name: sum(takewhile(bool, map(eq, parts[::-1], name.split(".")[::-1])))
+            for name in self._by_end.get((parts[-1], shape), ())
+        }
         most = max(shared.values(), default=0)
         found = [name for name, count in shared.items() if count == most]
         return found[0] if len(found) == 1 else None
-
-
-def _shared(parts: list[str], name: str) -> int:
-    count = 0
-    for part, other in zip(reversed(parts), reversed(name.split(".")), strict=False):
-        if part != other:
-            break
-        count += 1
-    return count
 
 
 def confirmed(state: TrainingState) -> TrainingState:

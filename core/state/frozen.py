@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import StateMismatchError
-from shrinkpoint.state import device_digest
-from shrinkpoint.state.digest import tensor_digest
+from shrinkpoint.state.digest import device_digests, tensor_digest
 from shrinkpoint.state.specs import TensorSpec
-from shrinkpoint.state.stateful import state_of
+from shrinkpoint.state.stateful import named_parameters, plain_names, state_of
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, replaced
-from shrinkpoint.state.wrappers import named_parameters, plain_names
 
 __all__ = ["ADAPTERS", "FILLED", "FrozenTensors", "meta_filled", "named_digests", "references"]
 
@@ -122,41 +120,38 @@ class FrozenTensors:
     def _candidates(self) -> dict[str, torch.Tensor]:
         """Return the tensors that may be referred to, by their names in the model."""
         with plain_names(self._model):
-            return self._unchanged()
-
-    def _unchanged(self) -> dict[str, torch.Tensor]:
-        wrapped = dict(_wrapped(self._model))
-        below = [prefix for prefix, module in wrapped.items() if _keeps_base(module)]
-        if self._option == "store" or not (below or self._option == "reference"):
-            return {}
-        trained = {_place(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
-        small = {_place(buffer) for buffer in self._model.buffers() if buffer.nbytes < _SMALL_BUFFER}
-        own = {
-            name
-            for prefix, module in wrapped.items()
-            for adapter in _described(module, prefix).values()
-            for name in (adapter["tensors"] or {}).values()
-        }
-        # A module whose trained copy is stored may be a new head, of random values.
-        heads = [
-            f"{name}.original_module."
-            for name, part in self._model.named_modules()
-            if "original_module" in part._modules
-        ]
-        return {
-            name: tensor
-            for name, tensor in self._tensors().items()
-            if (self._option == "reference" or name.startswith(tuple(below)))
-            and not name.startswith(tuple(heads))
-            and name not in own
-            and _place(tensor) not in {None, *trained, *small}
-        }
+            wrapped = dict(_wrapped(self._model))
+            below = [prefix for prefix, module in wrapped.items() if _keeps_base(module)]
+            if self._option == "store" or not (below or self._option == "reference"):
+                return {}
+            trained = {_place(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
+            small = {_place(buffer) for buffer in self._model.buffers() if buffer.nbytes < _SMALL_BUFFER}
+            own = {
+                name
+                for prefix, module in wrapped.items()
+                for adapter in _described(module, prefix).values()
+                for name in (adapter["tensors"] or {}).values()
+            }
+            # A module whose trained copy is stored may be a new head, of random values.
+            heads = [
+                f"{name}.original_module."
+                for name, part in self._model.named_modules()
+                if "original_module" in part._modules
+            ]
+            return {
+                name: tensor
+                for name, tensor in self._tensors().items()
+                if (self._option == "reference" or name.startswith(tuple(below)))
+                and not name.startswith(tuple(heads))
+                and name not in own
+                and _place(tensor) not in {None, *trained, *small}
+            }
 
     def _digests(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """The digests of tensors as on a host; of those on a device that are as they were when last read there, from memory."""
         plain = {name: tensor.detach().as_subclass(torch.Tensor) for name, tensor in tensors.items()}
         there = {name: tensor for name, tensor in plain.items() if tensor.device.type != "cpu"}
-        sums = device_digest.begin(there, tensor_digest)() if there else {}
+        sums = device_digests(there)() if there else {}
         found = {name: tensor_digest(tensor) for name, tensor in plain.items() if name not in there}
         for name, tensor in there.items():
             key = (tensor.device, sums[name])

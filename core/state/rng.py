@@ -1,11 +1,12 @@
 """The state of every random number generator that a training process draws from, as tensors and plain numbers."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
 
@@ -52,7 +53,7 @@ def _capture_numpy() -> Any:
         raise CannotRepresentError(
             f"numpy's global generator draws from a {name}, whose state cannot be stored: use one of numpy's own, such as PCG64"
         )
-    return _converted(state, np.ndarray, torch.from_numpy)
+    return tree_map_only(np.ndarray, torch.from_numpy, state)
 
 
 def _restore_numpy(state: Any) -> None:
@@ -64,16 +65,10 @@ def _restore_numpy(state: Any) -> None:
     if np.random.get_state(legacy=False)["bit_generator"] != name:
         np.random.set_bit_generator(getattr(np.random, name)())
     if isinstance(state, Mapping):
-        np.random.set_state(_converted(state, torch.Tensor, lambda tensor: tensor.cpu().numpy()))
+        np.random.set_state(tree_map_only(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state))
         return
     _, keys, position, has_gauss, cached = state
     np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached))
-
-
-def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
-    if isinstance(state, Mapping):
-        return {key: _converted(value, kind, convert) for key, value in state.items()}
-    return convert(state) if isinstance(state, kind) else state
 
 
 def diverge_rng(rank: int) -> None:

@@ -8,9 +8,9 @@ from torch import nn
 
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.dtypes import TRAINED
+from shrinkpoint.state.stateful import named_parameters, parameters_of, plain_names, unwrapped
 from shrinkpoint.state.training import Describe, LayerType, Role, Tag
 from shrinkpoint.state.tree import Path
-from shrinkpoint.state.wrappers import named_parameters, parameters_of, plain_names, unwrapped
 
 __all__ = [
     "describe_training",
@@ -151,7 +151,9 @@ def moment_role(key: str, optimizer: torch.optim.Optimizer) -> Role:
     units of its root; otherwise it is `Role.SQUARES`. SGD's momentum is a first moment without a second.
     """
     role = _NAMES.get(key, Role.STATE)
-    return Role.SQUARES if role is Role.EXP_AVG_SQ and not _is_adam(optimizer) else role
+    classes = [base.__name__.lower() for base in type(optimizer).__mro__]
+    is_adam = any(part in name for name in classes for part in _ADAMS)
+    return Role.SQUARES if role is Role.EXP_AVG_SQ and not is_adam else role
 
 
 def named_role(key: str) -> Role | None:
@@ -199,11 +201,6 @@ def is_master(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     """
     halved = parameter.dtype in (torch.float16, torch.bfloat16) and tensor.dtype is torch.float32
     return key in _MASTERS and halved and tensor.shape == parameter.shape
-
-
-def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    names = [base.__name__.lower() for base in type(optimizer).__mro__]
-    return any(part in name for name in names for part in _ADAMS)
 
 
 def describe_training(

@@ -473,19 +473,13 @@ def _object(kind: str, value: Any, found: Any) -> Any:
     return made
 
 
-def _sparse_coo(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    return torch.sparse_coo_tensor(
-        get(node["indices"]),
-        get(node["values"]),
-        node["size"],
-        check_invariants=True,
-        is_coalesced=bool(node["coalesced"]),
-    )
-
-
-def _sparse_csr(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    crow, col, values = get(node["crow"]), get(node["col"]), get(node["values"])
-    return torch.sparse_csr_tensor(crow, col, values, node["size"], check_invariants=True)
+def _sparse(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    *places, values = (get(node[part]) for part in _PARTS[node[_TAG]])
+    size = node["size"]
+    if node[_TAG] == "sparse_csr":
+        return torch.sparse_csr_tensor(places[0], places[1], values, size, check_invariants=True)
+    coalesced = bool(node["coalesced"])
+    return torch.sparse_coo_tensor(places[0], values, size, check_invariants=True, is_coalesced=coalesced)
 
 
 def _bytes(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) -> bytes:
@@ -523,8 +517,8 @@ _TENSORS: Mapping[str, Callable[[Mapping[str, JSON], _Source], Any]] = {
     "tensor": lambda node, get: get.referred(node),
     "ndarray": lambda node, get: get(node["name"]).numpy(),
     "bytes": _bytes,
-    "sparse_coo": _sparse_coo,
-    "sparse_csr": _sparse_csr,
+    "sparse_coo": _sparse,
+    "sparse_csr": _sparse,
 }
 _LEAVES: Mapping[str, Callable[[Mapping[str, JSON]], Any]] = {
     "npscalar": _npscalar,

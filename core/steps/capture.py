@@ -18,8 +18,8 @@ from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.optimizers.updates import frozen
 from shrinkpoint.state.dtypes import memory_order
 from shrinkpoint.state.snapshot import Snapshot, Snapshotter
+from shrinkpoint.state.stateful import parameters_of
 from shrinkpoint.state.training import TrainingState
-from shrinkpoint.state.wrappers import parameters_of
 from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse
 
 __all__ = [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, StoreError
-from shrinkpoint.state.wrappers import parameters_of
+from shrinkpoint.state.stateful import parameters_of
 from shrinkpoint.steps.capture import CannotLogError, Copied, Recorder
 from shrinkpoint.steps.fingerprint import begin_fingerprint
 from shrinkpoint.steps.log import Log

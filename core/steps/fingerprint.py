@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import xxhash
 
-from shrinkpoint.state import device_digest
-from shrinkpoint.state.digest import state_digest, tensor_digest
-from shrinkpoint.state.wrappers import parameters_of
+from shrinkpoint.state.digest import device_digests, state_digest, tensor_digest
+from shrinkpoint.state.stateful import parameters_of
 
 __all__ = ["begin_digest", "begin_fingerprint", "fingerprint"]
 
@@ -40,7 +39,7 @@ def begin_digest(parts: Mapping[str, Any]) -> Callable[[], str]:
         Waits for the devices, from any thread, and returns the digest.
     """
     there = {name: value for name, value in parts.items() if _is_elsewhere(value)}
-    from_devices = device_digest.begin(there, _digest)
+    from_devices = device_digests(there)
     here = {name: _digest(value) for name, value in parts.items() if name not in there}
     names = list(parts)
     del parts, there  # what waits for the digest keeps no state

@@ -13,9 +13,15 @@ from torch import nn
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.state.rng import capture_rng, restore_rng
-from shrinkpoint.state.stateful import load_stateful, state_of
+from shrinkpoint.state.stateful import (
+    load_stateful,
+    named_buffers,
+    named_parameters,
+    parameters_of,
+    plain_names,
+    state_of,
+)
 from shrinkpoint.state.training import TrainingState
-from shrinkpoint.state.wrappers import named_buffers, named_parameters, parameters_of, plain_names
 from shrinkpoint.steps.capture import (
     KEPT,
     ZERO,

@@ -11,7 +11,7 @@ from torch.optim import optimizer as optimizer_module
 
 from shrinkpoint.errors import FormatError, StateMismatchError
 from shrinkpoint.state.dtypes import in_memory_order
-from shrinkpoint.state.wrappers import parameters_of
+from shrinkpoint.state.stateful import parameters_of
 from shrinkpoint.steps.capture import reason_of, set_groups
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.reader import LogReader

@@ -26,7 +26,7 @@ from shrinkpoint.container.layout import (
     load_json,
 )
 from shrinkpoint.errors import CannotRepresentError, CorruptionError, FormatError, UnsupportedFormatError
-from shrinkpoint.runtime.unlocked import join_bytes
+from shrinkpoint.runtime.memory import join_bytes
 from shrinkpoint.state.dtypes import dtype_from_name, dtype_name, tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.tree import JSON, Path
 

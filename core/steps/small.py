@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ChainError, FormatError, NoCheckpointError, StoreError
-from shrinkpoint.runtime.processors import processors
+from shrinkpoint.runtime.threads import processors
+from shrinkpoint.state.stateful import plain_names
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.state.wrappers import plain_names
 from shrinkpoint.steps.capture import CannotLogError, Copied, Copies
 from shrinkpoint.steps.log import Log
 from shrinkpoint.steps.options import StepLog

@@ -34,8 +34,8 @@ from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
 from shrinkpoint.session.probe import loss_of
 from shrinkpoint.sharded.targets import reshard
+from shrinkpoint.state.stateful import named_parameters
 from shrinkpoint.state.training import Describe
-from shrinkpoint.state.wrappers import named_parameters
 
 __all__ = ["ComposerAdapter", "ShardsAdapter"]
 

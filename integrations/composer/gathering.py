@@ -19,7 +19,7 @@ from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saver import Saver
 from shrinkpoint.session.probe import LossProbe
 from shrinkpoint.session.session import TrainingSession
-from shrinkpoint.state.wrappers import named_buffers, named_parameters
+from shrinkpoint.state.stateful import named_buffers, named_parameters
 
 __all__ = ["GatheringSession"]
 

@@ -19,8 +19,8 @@ from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags
+from shrinkpoint.state.stateful import named_parameters
 from shrinkpoint.state.training import TensorSpec, TrainingState
-from shrinkpoint.state.wrappers import named_parameters
 
 __all__ = ["ShardedSession", "session_for"]
 

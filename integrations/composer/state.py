@@ -23,10 +23,9 @@ from shrinkpoint.session.identity import add_late_parameters, rounded_weights
 from shrinkpoint.session.identity import require_same_optimizers as require_same_parameters
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags, optimizer_parameter_names, part_tag, state_tag
-from shrinkpoint.state.stateful import state_of
+from shrinkpoint.state.stateful import named_buffers, named_parameters, state_of
 from shrinkpoint.state.training import Describe, Tag
 from shrinkpoint.state.tree import Path
-from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
 __all__ = [
     "OUTLINE",

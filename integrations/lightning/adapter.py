@@ -32,8 +32,8 @@ from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
 from shrinkpoint.session.probe import number_of
+from shrinkpoint.state.stateful import own_names
 from shrinkpoint.state.training import Describe
-from shrinkpoint.state.wrappers import own_names
 
 __all__ = ["LightningAdapter", "around"]
 

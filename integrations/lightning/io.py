@@ -21,9 +21,8 @@ from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.saver import Saver
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
-from shrinkpoint.state.stateful import without_functions
+from shrinkpoint.state.stateful import own_names, without_functions
 from shrinkpoint.state.tree import encode_tree
-from shrinkpoint.state.wrappers import own_names
 from shrinkpoint.store.connect import StorageOptions
 
 __all__ = ["NAMES_KEY", "RunCheckpointIO", "load_checkpoint", "open_as_ckpt", "require_supported", "storable"]

@@ -21,8 +21,7 @@ from shrinkpoint.session.data import other_data, require_same_workers, sizes_of
 from shrinkpoint.session.worker_reads import generators, samplers, set_generators
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
-from shrinkpoint.state.stateful import forget_position
-from shrinkpoint.state.wrappers import named_parameters
+from shrinkpoint.state.stateful import forget_position, named_parameters
 from shrinkpoint.warn import warn
 
 __all__ = ["OWN_KEYS", "OWN_MARK", "POSITION_KEY", "Position"]

@@ -24,9 +24,8 @@ from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets, reshard
-from shrinkpoint.state.stateful import load_optimizer
+from shrinkpoint.state.stateful import load_optimizer, named_parameters, plain_names
 from shrinkpoint.state.training import TensorSpec
-from shrinkpoint.state.wrappers import named_parameters, plain_names
 
 __all__ = ["ShardedSession", "session_for"]
 

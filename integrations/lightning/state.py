@@ -7,8 +7,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer, callbacks
 
 from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.stateful import plain_names
 from shrinkpoint.state.training import Describe
-from shrinkpoint.state.wrappers import plain_names
 
 __all__ = ["describe_checkpoint", "followed_state", "plainly_named", "trained_key", "with_own_names"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from shrinkpoint.sharded.trees import with_blocks, without_tensors
-from shrinkpoint.state.blocks import blocks_of
+from shrinkpoint.state.specs import blocks_of
 from shrinkpoint.state.training import Role, TrainingState
 
 __all__ = ["LIMIT", "blocks_in", "part_of"]

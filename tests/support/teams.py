@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from shrinkpoint.runtime.team import map_in_order
+from shrinkpoint.runtime.threads import map_in_order
 
 __all__ = ["in_team"]
 

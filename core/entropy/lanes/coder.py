@@ -31,7 +31,7 @@ from shrinkpoint.arrays import Int16s, Int64s
 from shrinkpoint.entropy.lanes.trellis import MAX_WIDTH
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
-from shrinkpoint.runtime.team import map_in_threads
+from shrinkpoint.runtime.threads import map_in_threads
 
 __all__ = ["decode_matrix", "encode_matrix"]
 

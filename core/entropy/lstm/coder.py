@@ -47,7 +47,7 @@ from shrinkpoint.entropy.static.rans import decode_symbols, encode_given
 from shrinkpoint.entropy.static.tables import check_array, check_sizes, count_symbols, frozen
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import ConfigError, CorruptionError, FormatError
-from shrinkpoint.runtime.team import map_in_threads
+from shrinkpoint.runtime.threads import map_in_threads
 
 if TYPE_CHECKING:
     from shrinkpoint.entropy.lstm.chunk_kernels import Learner

@@ -19,7 +19,7 @@ import numpy as np
 from shrinkpoint.arrays import Int64s, UInt8s
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
-from shrinkpoint.runtime.unlocked import to_bytes
+from shrinkpoint.runtime.memory import to_bytes
 
 __all__ = [
     "MAX_RANKS",

@@ -38,8 +38,8 @@ from shrinkpoint.entropy.static.tables import (
 )
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
-from shrinkpoint.runtime.team import map_in_threads
-from shrinkpoint.runtime.unlocked import to_bytes
+from shrinkpoint.runtime.memory import to_bytes
+from shrinkpoint.runtime.threads import map_in_threads
 
 __all__ = ["decode_symbols", "encode_given", "encode_symbols", "predict_bytes"]
 

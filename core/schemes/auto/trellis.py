@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8s
 from shrinkpoint.entropy.lanes.trellis import NOISE, row_width
-from shrinkpoint.runtime.team import map_in_threads
+from shrinkpoint.runtime.threads import map_in_threads
 from shrinkpoint.schemes.auto.random_walk import EXPONENTS, LAST_WALK, NO_WALK
 from shrinkpoint.schemes.auto.row_and_column_steps import QUARTERS, join_exponents, split_exponents
 from shrinkpoint.schemes.base import PackedPlanes, Planes, ReferenceState

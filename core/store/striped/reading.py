@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from shrinkpoint.errors import CorruptionError
-from shrinkpoint.runtime.unlocked import join_bytes
+from shrinkpoint.runtime.memory import join_bytes
 from shrinkpoint.store.objects import MissingKeyError
 from shrinkpoint.store.striped.group import Group
 from shrinkpoint.store.striped.parity import Shard, rebuild

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from shrinkpoint.errors import CorruptionError, FormatError
-from shrinkpoint.runtime.unlocked import join_bytes
+from shrinkpoint.runtime.memory import join_bytes
 from shrinkpoint.store.keys import is_data_key
 from shrinkpoint.store.striped.parity import MAX_PARITY, Shard, parity_of
 

@@ -75,7 +75,7 @@ def wide(tensor):
 def test_identical_states_differ_by_exactly_nothing(trained):
     copies = trained.with_moments(torch.clone)
     found = trained.compare(copies)
-    assert (found.error, found.length, found.later_error, found.later_length) == (0.0, 1.0, 0.0, 1.0)
+    assert (found.error, found.length) == (0.0, 1.0)
     assert found.lost_steps == pytest.approx(0, abs=1e-12)
 
 
@@ -97,7 +97,6 @@ def test_wide_noise_is_recognised(trained):
 def test_moments_that_are_gone_are_lost_steps(trained):
     found = trained.compare(trained.with_moments(torch.zeros_like))
     assert found.lost_steps > 2
-    assert found.later_error > 0.3
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "AdamW-fused-groups", "AdamW-tensor-rate"])

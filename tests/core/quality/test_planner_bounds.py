@@ -437,9 +437,7 @@ def test_a_rise_that_updates_luck_explains_refuses_nothing(states, update_error,
     if update_error is None:
         run.guard.verdict = Verdict()
     else:
-        run.guard.verdict = Verdict(
-            updates=Updates(error=update_error, length=1.0, later_error=0.0, later_length=1.0, lost_steps=0.0)
-        )
+        run.guard.verdict = Verdict(updates=Updates(error=update_error, length=1.0, lost_steps=0.0))
     usual = Run(states).save(resume=False).scale
     fallen = iter([0.8] + [0.805] * 9)
     run.resume = lambda state, marks: [[2.0 * after, 4.0 * after] for after in [next(fallen)] for _ in marks]
@@ -467,9 +465,7 @@ class Refusing:
     """A guard that refuses schemes by a function of them, and blames weights or moments."""
 
     kinds = ()
-    verdict = Verdict(
-        updates=Updates(error=0.0, length=1.0, later_error=0.0, later_length=1.0, lost_steps=0.0)
-    )
+    verdict = Verdict(updates=Updates(error=0.0, length=1.0, lost_steps=0.0))
 
     def __init__(self, reason, *, moments=False):
         self.reason, self.moments, self.asked = reason, moments, []

@@ -3,8 +3,8 @@ import os
 import pytest
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.runtime import processors as module
-from shrinkpoint.runtime.processors import processors
+from shrinkpoint.runtime import threads as module
+from shrinkpoint.runtime.threads import processors
 
 
 @pytest.mark.parametrize(

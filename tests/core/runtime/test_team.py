@@ -6,7 +6,7 @@ import threading
 import pytest
 from support.teams import in_team
 
-from shrinkpoint.runtime.team import map_in_order, map_in_threads
+from shrinkpoint.runtime.threads import map_in_order, map_in_threads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

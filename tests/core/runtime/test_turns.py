@@ -8,7 +8,7 @@ import time
 import pytest
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.runtime.turns import Turns
+from shrinkpoint.runtime.threads import Turns
 
 
 def test_a_call_within_another_one_is_refused_by_name():

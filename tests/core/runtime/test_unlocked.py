@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.runtime.unlocked import join_bytes, to_bytes
+from shrinkpoint.runtime.memory import join_bytes, to_bytes
 
 
 @given(st.lists(st.one_of(st.binary(max_size=40), st.integers(1, 40_000).map(lambda n: b"\x07" * n))))

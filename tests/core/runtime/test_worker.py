@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from shrinkpoint.runtime.worker import Worker
+from shrinkpoint.runtime.threads import Worker
 
 EXIT = """
 import sys
@@ -36,7 +36,7 @@ def test_one_job_at_a_time():
 
 def test_the_thread_that_submits_a_job_goes_on_before_it_begins(monkeypatch):
     order = []
-    monkeypatch.setattr("shrinkpoint.runtime.worker.time.sleep", lambda seconds: order.append("let go"))
+    monkeypatch.setattr("shrinkpoint.runtime.threads.time.sleep", lambda seconds: order.append("let go"))
     worker = Worker("test")
     worker.submit(lambda: order.append("job"))
     assert worker.join()

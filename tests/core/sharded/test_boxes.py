@@ -14,8 +14,7 @@ from support.tilings import SHAPES, tilings
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.sharded.boxes import Box, check_tiling, intersection, pieces_of
 from shrinkpoint.sharded.layout import block_box, owners_of
-from shrinkpoint.state.blocks import blocks_of, joined, whole_specs
-from shrinkpoint.state.specs import Block
+from shrinkpoint.state.specs import Block, blocks_of, joined, whole_specs
 from shrinkpoint.state.training import Role, Tag, TensorSpec
 
 

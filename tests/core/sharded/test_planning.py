@@ -78,7 +78,7 @@ class Refusing:
         self._reason = reason
 
     def __call__(self, save_context: SaveContext, scheme: Scheme) -> Verdict:
-        updates = Updates(error=0.0, length=1.0, later_error=0.0, later_length=1.0, lost_steps=0.0)
+        updates = Updates(error=0.0, length=1.0, lost_steps=0.0)
         return Verdict(self._reason, updates=updates)
 
 

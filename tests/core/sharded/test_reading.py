@@ -12,8 +12,7 @@ import torch
 import shrinkpoint
 from shrinkpoint.coding.selective import Source, decode_batches, decode_checkpoint, header_of, sources_of_run
 from shrinkpoint.sharded import exchange, restoring
-from shrinkpoint.state.blocks import BLOCK_ELEMENTS
-from shrinkpoint.state.specs import Role, TensorSpec
+from shrinkpoint.state.specs import BLOCK_ELEMENTS, Role, TensorSpec
 from shrinkpoint.store.run import RunStore
 
 

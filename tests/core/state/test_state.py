@@ -5,7 +5,7 @@ from support.containers import identical
 from support.states import states
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.state.blocks import blocks_of
+from shrinkpoint.state.specs import blocks_of
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec, TrainingState
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:Sparse CSR tensor support")

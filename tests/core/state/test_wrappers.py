@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from shrinkpoint.optimizers.updates import OptimizerKind, compare_updates
 from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.stateful import unwrapped
 from shrinkpoint.state.training import Role
-from shrinkpoint.state.wrappers import unwrapped
 
 
 class Plain:

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.runtime.packing import empty_tensors
+from shrinkpoint.state.snapshot import empty_tensors
 
 KINDS = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 SHAPES = st.lists(st.integers(0, 9), max_size=3)
