@@ -76,9 +76,9 @@ def _verify_run(
         raise NoCheckpointError(f"{run.display} is a run without a checkpoint yet: nothing to verify")
     chosen = manifests if everything else [address.find(manifests)] if manifests else []
     results = []
-    with waiting_for("verifying", total=len(chosen) if len(chosen) > 1 else None) as waiting:
+    with waiting_for("verifying") as waiting:
         for count, manifest in enumerate(chosen):
-            waiting.say(f"verifying step {manifest.step} ({count + 1} of {len(chosen)})", done=count)
+            waiting.say(f"verifying step {manifest.step} ({count + 1} of {len(chosen)})")
             results.append(_verify_one(run, manifest))
     return results + (unreadable if with_unreadable else [])
 

@@ -20,7 +20,7 @@ _MARK = "state_dict of"
 
 
 def with_object_states(state: Any) -> Any:
-    """An optimizer's ``state_dict()``, which is not changed, with the states of objects in their places."""
+    """Return an optimizer's ``state_dict()``, which is not changed, with the states of objects in their places."""
     entries = state.get("state") if isinstance(state, Mapping) else None
     if not isinstance(entries, Mapping):
         return state

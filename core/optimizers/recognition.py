@@ -45,7 +45,7 @@ class Behaviour:
 
 
 def recognised(state: TrainingState, kinds: Sequence[OptimizerKind] = ()) -> TrainingState:
-    """The state with the entries of `Role.STATE` classified, and second moments of unknown optimizers confirmed.
+    """Return the state with the entries of `Role.STATE` classified, and second moments of unknown optimizers confirmed.
 
     Args:
         state: a snapshot, on the host; described by `shrinkpoint.state.roles`.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
 from shrinkpoint.errors import ScratchError
-from shrinkpoint.runtime.dispatch import ThreadMode
+from shrinkpoint.runtime.dispatch import Refusing
 from shrinkpoint.state.stateful import optimizer_states, unwrapped
 from shrinkpoint.state.training import Role, TrainingState
 
@@ -70,7 +70,7 @@ class OptimizerKind:
 
     @staticmethod
     def of(optimizer: Optimizer) -> "OptimizerKind":
-        """The kind of an optimizer, or of the one that a wrapper wraps; on the training thread, copies no tensor."""
+        """Return the kind of an optimizer, or of the one that a wrapper wraps; on the training thread, copies no tensor."""
         optimizer = unwrapped(optimizer)
         kind = type(optimizer)
         attributes: dict[str, Any] = {}
@@ -96,7 +96,7 @@ class OptimizerKind:
         if any(_draws(function) for _, function in inspect.getmembers(self.kind, inspect.isfunction)):
             raise TypeError("it draws random numbers")
         # torch's own draw none; of thousands of parameters the mode takes as long as the step
-        with nullcontext() if self.is_torchs else _NoDraws():
+        with nullcontext() if self.is_torchs else Refusing(_refuse_draws):
             self.kind.step(made)
 
     @property
@@ -105,18 +105,14 @@ class OptimizerKind:
         return self.kind.__module__.startswith("torch.optim.")
 
 
-class _NoDraws(ThreadMode):
-    """Refuses torch's random operations on this thread."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise TypeError("it draws random numbers")
-        return super().__torch_dispatch__(func, types, args, kwargs)
+def _refuse_draws(operation: Any) -> None:
+    if torch.Tag.nondeterministic_seeded in operation.tags:
+        raise TypeError("it draws random numbers")
 
 
 @cache
 def _draws(function: Any) -> bool:
-    """Whether a function names numpy's or Python's generators: nothing shows on one thread alone that they are drawn from."""
+    """Return whether a function names numpy's or Python's generators: nothing shows on one thread alone that they are drawn from."""
     inner = inspect.unwrap(function)
     names = () if inner.__module__.startswith("torch.") else inner.__code__.co_names
     called = (inner.__globals__.get(name) for name in names)
@@ -188,14 +184,14 @@ def obstacle_of(kind: OptimizerKind) -> str | None:
 
 
 def global_hooks() -> str | None:
-    """That there are hooks on the steps of all optimizers, of copies too; None where there are none."""
+    """Return that hooks are on the steps of all optimizers, of copies too; None where none are."""
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     hooked = any(getattr(optimizer_hooks, name, None) for name in names)
     return "there are hooks on all optimizers' steps" if hooked else None
 
 
 def holds_tensors(function: Callable[..., Any]) -> bool:
-    """Whether a function, or one that it wraps, closes over something that is trained: copies cannot be stepped by it."""
+    """Return whether a function, or one that it wraps, closes over something that is trained: copies cannot be stepped by it."""
     for cell in getattr(function, "__closure__", None) or ():
         try:
             content = cell.cell_contents
@@ -321,7 +317,7 @@ def _compare(
     weights: Mapping[Any, torch.Tensor],
     roles: Mapping[int, Role],
 ) -> Updates | None:
-    """None where the updates from the true state are zero, or not finite."""
+    """Return the comparison; None where the updates from the true state are zero, or not finite."""
     sizes = {
         index: _gradient_size(true["state"][index], _options_of(true, index), roles) for index in weights
     }
@@ -371,7 +367,7 @@ def _copies(
 
 
 def copied_group(group: Mapping[str, Any], parameters: Mapping[Any, torch.Tensor]) -> dict[str, Any]:
-    """A group's options adapted to host copies of some of its parameters, which are given by number."""
+    """Return a group's options adapted to host copies of some of its parameters, which are given by number."""
     made = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     made |= {key: value for key, value in _PLAIN.items() if key in made}
     if isinstance(made.get("lr"), (int, float, torch.Tensor)) and not float(made["lr"]) > 0:

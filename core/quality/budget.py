@@ -80,7 +80,7 @@ NO_COST = RestoreCost(0.0, 0.0)
 
 
 def fall_of(before: tuple[int, float], now: tuple[int, float]) -> float:
-    """By how much the loss falls in a training step between two saves, relative to the later loss; 0 where it does not.
+    """Return by how much the loss falls in a training step between two saves, relative to the later loss; 0 where it does not.
 
     Args:
         before: step and held-out loss of the earlier save.

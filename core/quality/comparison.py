@@ -107,7 +107,7 @@ class Comparison:
         return [sum(column) for column in zip(*found["all"], strict=True)]
 
     def rise(self, key: Hashable, make: Callable[[], Mapping[str, torch.Tensor]]) -> Rise:
-        """The rise of the loss after a restore, measured at true + error and true - error; each candidate once.
+        """Return the rise of the loss after a restore, measured at true + error and true - error; each candidate once.
 
         Args:
             key: names the candidate: the scale of ``auto``, or its like.
@@ -170,7 +170,7 @@ class Comparison:
         self._seen.add(changed)
 
     def sees_network(self) -> bool:
-        """Whether noise in the network's own weights, and not in their averages, changes what is measured."""
+        """Return whether noise in the network's own weights, and not in their averages, changes what is measured."""
         return self._noisy(None, averages=False) != self.baseline
 
     def _noisy(self, names: Collection[str] | None, *, averages: bool = True) -> Losses:
@@ -178,7 +178,7 @@ class Comparison:
         return self._losses(perturbed_model(self._state, averages=averages, names=names))
 
     def _losses(self, weights: Mapping[str, torch.Tensor]) -> Losses:
-        """The losses with these weights; all that is not the snapshot's own, which goes into the checkpoint, is lent."""
+        """Return the losses with these weights; all that is not the snapshot's own, which goes into the checkpoint, is lent."""
         self.evaluations += 1
         losses = losses_of(self._measure(Candidate(weights, own_memory(self._state, weights))))
         self._memory.after(
@@ -188,7 +188,7 @@ class Comparison:
 
 
 def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
-    """A snapshot's weights and buffers by their names in the model, and averaged weights by `average_key`.
+    """Return a snapshot's weights and buffers by their names in the model, and averaged weights by `average_key`.
 
     It includes tensors that are stored exactly: the live model keeps training between two evaluations.
     """
@@ -214,7 +214,7 @@ def restored_model(
     }
 
     def value(spec: TensorSpec) -> torch.Tensor:
-        """For a weight stored exactly whose master copy is not: the weight that the first step rounds from the
+        """Return, for a weight stored exactly whose master copy is not, the weight that the first step rounds from the
         master."""
         kept = spec.tag.role in _MODEL and values[spec.name] is state.tensors[spec.name]
         master = masters.get((spec.tag.parameter, spec.shape)) if kept else None
@@ -278,7 +278,7 @@ def perturbed_model(
     averages: bool = True,
     names: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The model with normal noise on each weight tensor, large enough that any evaluation of these weights reacts.
+    """Return the model with normal noise on each weight tensor, large enough that any evaluation of these weights reacts.
 
     Its standard deviation is a tenth of the tensor's root mean square; of a tensor of zeros, a tenth.
 
@@ -303,7 +303,7 @@ def perturbed_model(
 
 
 def evaluated(state: TrainingState) -> Iterator[tuple[str, TensorSpec]]:
-    """The tensors that an evaluation gets, by the names that it uses: all but packed ones, which no training changes."""
+    """Yield the tensors that an evaluation gets, by the names that it uses: all but packed ones, which no training changes."""
     for spec in state.specs.values():
         if spec.dtype in PACKED:
             continue

@@ -91,14 +91,14 @@ class ScaleLadder(Ladder):
         self._save = _Save()
 
     def unmeasured(self, save_context: SaveContext) -> Plan:
-        """See `Ladder.unmeasured`."""
+        """Choose as `Ladder.unmeasured` says."""
         self._save = _Save()
         self._unmeasured = self._options.weight_scale or MILD_SCALE
         reason = "mild steps: nothing to measure the degradation with"
         return self._plan(save_context, self._unmeasured, reason)
 
     def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
-        """See `Ladder.measured`."""
+        """Choose as `Ladder.measured` says."""
         base = save_context.reference is None or save_context.is_anchor
         begins, fixed = self._begins(comparison), self._options.weight_scale is not None
         if begins:
@@ -130,7 +130,7 @@ class ScaleLadder(Ladder):
     def milder(
         self, save_context: SaveContext, comparison: Comparison | None, allowed: float, refusal: Refusal
     ) -> Plan | None:
-        """See `Ladder.milder`."""
+        """Choose as `Ladder.milder` says."""
         if refusal.moments:
             if self._options.first_moment_step is not None or not self._refined(refusal):
                 return None
@@ -168,7 +168,7 @@ class ScaleLadder(Ladder):
         return rises[scale]
 
     def _start(self, rise: Callable[[int], Rise], allowed: float, *, base: bool) -> int:
-        """The rung in use, or a wider one if earlier measurements predict that it keeps the bound and this one
+        """Return the rung in use, or a wider one if earlier measurements predict that it keeps the bound and this one
         agrees."""
         wider = self._wider(allowed, base=base)
         if wider == self._rung or rise(wider).within(allowed):
@@ -198,7 +198,7 @@ class ScaleLadder(Ladder):
         return wider if worth else self._rung
 
     def _hold(self, rung: int, rise: Callable[[int], Rise], allowed: float, *, fewest: int) -> int:
-        """The rung, or the next narrower one that keeps the bound; after some tries the narrowest of all."""
+        """Return the rung, or the next narrower one that keeps the bound; after some tries the narrowest of all."""
         for _ in range(_TRIES):
             if rise(rung).within(allowed) or rung == _NARROWEST:
                 return rung
@@ -206,7 +206,7 @@ class ScaleLadder(Ladder):
         return rung if rise(rung).within(allowed) else _NARROWEST
 
     def _explore(self, rung: int, rise: Callable[[int], Rise], allowed: float) -> int:
-        """At the first save there is only one measurement to go by: the rung that it predicts is tried at once.
+        """Try at once the rung that the first save's measurement, the only one, predicts.
 
         A rise within noise predicts nothing: on such measurements step sizes grow by an octave at most.
         """
@@ -258,7 +258,7 @@ class ScaleLadder(Ladder):
         return Plan(scheme, scheme.settings, reason, rise, options=f"auto {self._options}", scale=scale)
 
     def state_dict(self) -> dict[str, object]:
-        """See `Ladder.state_dict`."""
+        """Return what is known, as `Ladder.state_dict`."""
         history = self._history.to_json() if self._history is not None else None
         state: dict[str, object] = {"version": STATE_VERSION, "rung": self._rung, "history": history}
         if self._whole:
@@ -266,7 +266,7 @@ class ScaleLadder(Ladder):
         return state | ({"sensitive": True} if self._sensitive else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Ladder.load_state_dict`."""
+        """Continue, as `Ladder.load_state_dict`."""
         if state.get("version") != STATE_VERSION:
             raise ConfigError(
                 f"search state version {state.get('version')!r} is not {STATE_VERSION}: start a new search"
@@ -313,11 +313,11 @@ class GivenSettings(Ladder):
         self._expected: Rise | None = None  # at this save, by the history
 
     def unmeasured(self, save_context: SaveContext) -> Plan:
-        """See `Ladder.unmeasured`."""
+        """Choose as `Ladder.unmeasured` says."""
         return self._plan(save_context, "the settings given: nothing to measure the degradation with")
 
     def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
-        """See `Ladder.measured`."""
+        """Choose as `Ladder.measured` says."""
         if self._begins(comparison):
             self._expected = self._history.aged().predicted(1.0) if self._history is not None else None
         scheme = build(self._name, self._options, save_context)
@@ -358,7 +358,7 @@ class ConfigurationLadder(Ladder):
         self._search = search
 
     def unmeasured(self, save_context: SaveContext) -> Plan:
-        """See `Ladder.unmeasured`."""
+        """Choose as `Ladder.unmeasured` says."""
         return self._plan(
             weights_of(save_context, self._options),
             self._search.space.mildest,
@@ -366,7 +366,7 @@ class ConfigurationLadder(Ladder):
         )
 
     def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
-        """See `Ladder.measured`."""
+        """Choose as `Ladder.measured` says."""
         weights = weights_of(save_context, self._options)
         own = SizePredictor(weights, self._options)
         predict: Predict = own
@@ -391,11 +391,11 @@ class ConfigurationLadder(Ladder):
         return Plan(scheme, str(configuration), reason, rise, options=settings)
 
     def state_dict(self) -> dict[str, object]:
-        """See `Ladder.state_dict`."""
+        """Return what is known, as `Ladder.state_dict`."""
         return self._search.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """See `Ladder.load_state_dict`."""
+        """Continue, as `Ladder.load_state_dict`."""
         self._search.load_state_dict(state)
 
 

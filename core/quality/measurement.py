@@ -128,7 +128,7 @@ class Rise:
         )
 
     def expecting(self, mean: float) -> "Rise":
-        """The same measurement where a rise of `mean` was expected: the error follows the greater of the two.
+        """Return the same measurement where a rise of `mean` was expected: the error follows the greater of the two.
 
         Otherwise a measurement that is too low by chance would be taken for a more precise one.
         """
@@ -205,7 +205,7 @@ def lasting_rises(
     lost_steps: float = 0.0,
     update_error: float = 0.0,
 ) -> dict[int, Rise]:
-    """What rises some steps after a restore say of its harm: the formula is above, in the module's docstring.
+    """Return what rises some steps after a restore say of its harm: the formula is above, in the module's docstring.
 
     Args:
         rises: by the number of steps, each measured at the restored weights alone.
@@ -276,7 +276,7 @@ class History:
 
     @classmethod
     def of(cls, scale: float, rise: Rise, before: "History | None" = None) -> "History | None":
-        """The estimate after a pooled measurement; `before` where the measurement carries no information."""
+        """Return the estimate after a pooled measurement; `before` where the measurement carries no information."""
         if rise.batches == 0 or not (math.isfinite(rise.mean) and math.isfinite(rise.error)):
             return before
         return cls(scale, max(0.0, rise.mean), rise.error)
@@ -292,7 +292,7 @@ class History:
         return Rise(self.mean * ratio**2, error * ratio**2)
 
     def to_json(self) -> list[float]:
-        """In JSON primitives."""
+        """Return it in JSON primitives."""
         return [self.scale, self.mean, self.error]
 
     @classmethod

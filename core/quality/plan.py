@@ -109,7 +109,7 @@ class Ladder(ABC):
 
     @abstractmethod
     def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
-        """The plan whose restore raises the loss by no more than `allowed`, relative, at the upper end of the interval.
+        """Return the plan whose restore raises the loss by no more than `allowed`, relative, at the upper end of the interval.
 
         Raises:
             EvaluationUnavailableError: training can no longer evaluate.

@@ -79,14 +79,14 @@ class _Save:
         return found["finite"], found["not_finite"]
 
     def averages(self) -> tuple[bool, bool]:
-        """Whether there are averages of the weights, and whether the scheme codes some of them as weights."""
+        """Return whether there are averages of the weights, and whether the scheme codes some of them as weights."""
         averages = [spec for spec in self.context.state.specs.values() if spec.tag.role is Role.AVERAGE]
         taken = [spec.name for spec in averages if self.ladder.takes(spec)]
         found = self.combine({"there": [len(averages)], "taken": [len(taken)]}, joined)
         return any(found["there"]), any(found["taken"])
 
     def losses_after(self, marks: Sequence[int], scheme: Scheme | None, threads: int) -> list[Losses]:
-        """The held-out losses after some steps from the snapshot, or from what a scheme restores of it.
+        """Return the held-out losses after some steps from the snapshot, or from what a scheme restores of it.
 
         Args:
             marks: after how many.
@@ -178,7 +178,7 @@ class Planner:
         return replace(plan, allowed=share, whole=cost, overhead=overhead)
 
     def _whole_cost(self, plan: Plan) -> RestoreCost | None:
-        """What a restore may cost in all: as measured at the restore or as it lasts, whichever may be more, and what is not measured."""
+        """Return what a restore may cost: as measured or as it lasts, whichever may be more, and what is not measured."""
         if plan.rise is None:
             return None
         if plan.is_exact:
@@ -192,7 +192,7 @@ class Planner:
         return self._lost_steps * self._fall
 
     def _without_measuring(self, save: _Save) -> Plan | None:
-        """The plan where there is nothing to be measured, or no way to; None where it is to be measured."""
+        """Return the plan where there is nothing to be measured, or no way to; None where it is to be measured."""
         finite, not_finite = save.weights()
         self._warn_not_finite(not_finite)
         if not finite:
@@ -209,7 +209,7 @@ class Planner:
         return self._guarded(save, save.ladder.unmeasured(save.context))
 
     def _measured(self, save: _Save) -> Plan:
-        """The plan by measurements; unmeasured where the evaluation does not see the weights, and exact where it fails."""
+        """Return the plan by measurements; unmeasured where the evaluation does not see the weights, and exact where it fails."""
         assert save.measure is not None
         context, state = save.context, save.context.state
         share = self._budget.share
@@ -315,7 +315,7 @@ class Planner:
         return replace(plan, cost=plan.rise.times(remains) if plan.rise is not None else None)
 
     def _probed(self, save: _Save, plan: Plan, comparison: Comparison) -> tuple[Plan, float]:
-        """The plan with the rise of the loss after some steps from what it restores, above as many steps from the true state, and
+        """Return the plan with the rise of the loss after some steps from what it restores, above as many steps from the true state, and
         with the cost of a restore that follows from it; and the relative fall of the loss in a step."""
         marks = self._recovery.marks(plan.options, plan.scale) or self._recovery.shortest
         threads = self._config.encoder_threads
@@ -355,7 +355,7 @@ class Planner:
         )
 
     def _checked(self, save: _Save, guard: Guard, plan: Plan) -> tuple[Plan, Refusal | None]:
-        """The plan with the guard's verdict, and why it must not be used as it is: by the verdict, or because the
+        """Return the plan with the guard's verdict, and why it must not be used as it is: by the verdict, or because the
         progress that it loses costs too much."""
         verdict = guard(save.context, plan.scheme)
         plan = replace(plan, verdict=verdict)

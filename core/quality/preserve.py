@@ -60,7 +60,7 @@ class TraceError(ShrinkpointError):
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is strided memory and nothing else: no shard, no sparse one, no wrapper of a library's."""
+    """Return whether a tensor is strided memory and nothing else: no shard, no sparse one, no wrapper of a library's."""
     return (
         type(tensor) in _TENSORS
         and tensor.layout == torch.strided
@@ -69,7 +69,7 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What this process has of a tensor: all of a plain one, its shard of a DTensor, None of any other."""
+    """Return what this process has of a tensor: all of a plain one, its shard of a DTensor, None of any other."""
     local = tensor if is_plain_tensor(tensor) else getattr(tensor, "_local_tensor", None)
     return local if isinstance(local, torch.Tensor) and is_plain_tensor(local) else None
 
@@ -317,7 +317,7 @@ class _Memory:
         return [item for item in values if type(item) not in _ATOMS]
 
     def _remember_class(self, kind: type) -> list[object]:
-        """As `_remember`, of what a class and its bases have for all their objects."""
+        """Remember what a class and its bases have for all their objects."""
         found: list[object] = []
         for base in kind.__mro__:
             if id(base) in self._seen or _is_left_alone(base):
@@ -388,7 +388,7 @@ def _position_of(kind: type, is_opaque: bool) -> Callable[[Any], object] | None:
 
 
 def _progress(iterator: Any) -> object:
-    """What changes as an iterator goes on: numbers that it keeps, what it refers to, and what is left."""
+    """Return what changes as an iterator advances: numbers that it keeps, what it refers to, and what is left."""
     attributes = getattr(iterator, "__dict__", None)
     parts = gc.get_referents(iterator) if attributes is None else attributes.values()
     frame = getattr(iterator, "gi_frame", None)
@@ -402,7 +402,7 @@ def _progress(iterator: Any) -> object:
 
 
 def _traffic(connection: Any) -> object:
-    """What changes as a socket or a pipe is read or written: bytes that wait, and of TCP (on Linux) segments with data."""
+    """Return what changes as a socket or a pipe is read or written: bytes that wait, and of TCP (on Linux) segments with data."""
     import fcntl
     import termios
 

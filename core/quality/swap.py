@@ -54,7 +54,7 @@ def swapped_weights(
     ):
         for part in module.modules():
             if "distributed_available_fn" in vars(part):
-                vars(part)["distributed_available_fn"] = _not_distributed
+                vars(part)["distributed_available_fn"] = lambda: False
         module.eval()
         yield
 
@@ -89,15 +89,11 @@ def swapped_tensors(live: Mapping[str, torch.Tensor], values: Mapping[str, torch
 
 
 def _is_packed(tensor: torch.Tensor) -> bool:
-    """Whether nothing is to be swapped into a tensor: a frozen one of a library's class, or of a dtype that torch
+    """Return whether nothing is to be swapped into a tensor: a frozen one of a library's class, or of a dtype that torch
     does not copy. An evaluation may pack it otherwise, which `preserved_state` undoes.
     """
     frozen = own_part(tensor) is None and not is_flat(tensor) and not tensor.requires_grad
     return frozen or tensor.dtype in PACKED
-
-
-def _not_distributed() -> bool:
-    return False
 
 
 def _fit(live: torch.Tensor, value: torch.Tensor) -> bool:

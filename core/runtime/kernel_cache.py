@@ -132,7 +132,7 @@ class KernelCache:
         return (Path(each.cache_path) for each in self._all)
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """The compiled kernel for these types, from the first folder with an undamaged copy; None if there is none."""
+        """Return the compiled kernel for these types, from the first folder with an undamaged copy; None if there is none."""
         for each in self._all:
             try:
                 found = each.load_overload(signature, target)
@@ -201,7 +201,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _temporary(function: Callable[..., Any]) -> Path | None:
-    """The last resort, for a read-only machine: a folder that only this user may write to, since its contents are executed."""
+    """Return the last resort of a read-only machine: a folder that only this user may write to, since its contents are executed."""
     try:
         own = Path(tempfile.gettempdir(), f"shrinkpoint-coders-{os.getuid()}")
         own.mkdir(mode=0o700, exist_ok=True)
@@ -328,7 +328,7 @@ def write(kernels: Iterable[Any], coders: Iterable[str], *, at: Path) -> int:
 
 @cache
 def _wheel() -> _Wheel | None:
-    """The kernels for this machine's level, by this numba and for this Python; None if there are none that can be used."""
+    """Return the kernels for this machine's level, by this numba and for this Python; None if there are none that can be used."""
     level = LEVELS.get(platform.machine())
     if level is None or config.DISABLE_JIT or not _is_meant(level):
         return None
@@ -346,7 +346,7 @@ def _wheel() -> _Wheel | None:
 
 
 def _is_meant(level: Level) -> bool:
-    """Whether numba is to compile for the level, or for this machine and that has what the level needs."""
+    """Return whether numba is to compile for the level, or for this machine and that has what the level needs."""
     others = {config.CPU_NAME, config.CPU_FEATURES} - {None, level.name, ""}
     return not others and level.features <= set(_features())
 
@@ -365,7 +365,7 @@ def _in_wheel(folder: Path, file: Path) -> Path:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Of all kernels' files, by their place in the folder."""
+    """Return those of all kernels' files, by their place in the folder."""
     return {
         file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(folder.rglob("*.nb[ic]"))

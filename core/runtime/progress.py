@@ -27,20 +27,20 @@ _hushed = threading.Event()
 class Waiting:
     """One progress line; made by `waiting_for`."""
 
-    def __init__(self, text: str, total: int | None) -> None:
-        self._text, self._total, self._done = text, total, 0
+    def __init__(self, text: str) -> None:
+        self._text = text
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self._over = False
         self._shown: tuple[Progress, TaskID] | None = None
 
-    def say(self, text: str, *, done: int | None = None) -> None:
-        """Change the text, and how much of the total is done."""
+    def say(self, text: str) -> None:
+        """Change the text."""
         with self._lock:
-            self._text, self._done = text, self._done if done is None else done
+            self._text = text
             if self._shown is not None:
                 progress, task = self._shown
-                progress.update(task, description=self._text, completed=self._done)
+                progress.update(task, description=text)
 
     def begin(self) -> None:
         """Show the line; called after two seconds."""
@@ -50,7 +50,7 @@ class Waiting:
             if not sys.stderr.isatty():
                 say(f"{self._text} ...")  # else a batch job's output would stand still without a reason
                 return
-            self._shown = _line(self._text, self._total, self._done, self._since)
+            self._shown = _line(self._text, self._since)
 
     def end(self) -> None:
         """Remove the line."""
@@ -94,14 +94,13 @@ def quieted(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def waiting_for(text: str, *, total: int | None = None) -> Iterator[Waiting]:
+def waiting_for(text: str) -> Iterator[Waiting]:
     """Show a progress line for the block, if it takes longer than two seconds.
 
     Args:
         text: what, as in "resuming from step 300".
-        total: how many parts it has, for a bar.
     """
-    waiting = Waiting(text, total)
+    waiting = Waiting(text)
     timer = threading.Timer(_AFTER_S, waiting.begin)
     timer.daemon = True
     with suppress(RuntimeError):  # no thread can be started while the interpreter exits
@@ -113,21 +112,21 @@ def waiting_for(text: str, *, total: int | None = None) -> Iterator[Waiting]:
         waiting.end()
 
 
-def _line(text: str, total: int | None, done: int, since: float) -> "tuple[Progress, TaskID]":
+def _line(text: str, since: float) -> "tuple[Progress, TaskID]":
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    bar = (BarColumn(bar_width=30),) if total is not None else ()
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), *bar, TimeElapsedColumn())
     progress = Progress(
-        *columns,
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
         get_time=time.monotonic,
     )
-    task = progress.add_task(text, total=total, completed=done)
+    task = progress.add_task(text, total=None)
     progress.tasks[0].start_time = since
     progress.start()
     return progress, task

@@ -55,7 +55,7 @@ class Pace:
             self._left_at = self._clock()
 
     def expected(self) -> bool:
-        """Whether the last visit was less than a minute, or ten times the longest interval so far, ago, and by what still runs: the
+        """Return whether the last visit was less than a minute, or ten times the longest interval so far, ago, and by what still runs: the
         program, or the same cell of a notebook."""
         patience_s = max(_PATIENCE_S, _PATIENCE_STEPS * self._longest_s)
         runs = self._program is None or any(code is self._program for code in _running())
@@ -229,7 +229,7 @@ class TerminationRequest:
 
 
 def _pass_on(number: int, previous: Any) -> None:
-    """In a forked process: call the previous handler."""
+    """Call the previous handler, in a forked process."""
     signal.signal(number, previous if previous is not None else signal.SIG_DFL)
     os.kill(os.getpid(), number)
 

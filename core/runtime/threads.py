@@ -125,7 +125,7 @@ def map_in_order(
 
 
 _HEAD_START_S = 0.001
-"""Seconds that a job lets the thread go on first that has submitted it."""
+"""Seconds by which a job lets the thread that has submitted it run first."""
 
 
 class Worker:
@@ -180,8 +180,7 @@ class Worker:
 
 
 def _run(job: Callable[[], None]) -> None:
-    # A new thread holds the interpreter's lock, and the one that has started it would wait for that: up to
-    # `sys.getswitchinterval()`, 5 ms. Whoever sleeps lets it go.
+    # Sleeping releases the GIL; else the thread that has started this one would wait for `sys.getswitchinterval()`, 5 ms.
     time.sleep(_HEAD_START_S)
     job()
 
@@ -206,12 +205,11 @@ _LOOK_EVERY_S = 0.005
 
 
 class Turns:
-    """Calls of different threads wait for each other; one from within another of the same thread, which would wait for itself, is
-    refused.
+    """A lock for public methods, which raises where one calls another of the same object on the same thread.
 
-    Ctrl-C and other signals' handlers may come at any place, and call methods themselves. So the lock is taken and left by a ``with``
-    of its own, which nothing can come in between, and never by `acquire` or a context manager in Python; and a thread that has it may take
-    it again, as a handler does that comes before or after the call proper: it is then as if it had come before or after the call.
+    Signals' handlers may interrupt at any place, and call methods themselves. So the lock is taken by a ``with`` of its own, which no
+    handler can split, and never by `acquire` or a context manager in Python. A handler that comes before or after the call proper takes the
+    lock again: its call counts as one before or after.
     """
 
     def __init__(self) -> None:

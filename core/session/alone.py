@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.runtime.dispatch import ThreadMode
+from shrinkpoint.runtime.dispatch import Refusing
 
 __all__ = ["alone", "wrapper_obstacle"]
 
@@ -24,7 +24,7 @@ def alone() -> AbstractContextManager[Any]:
     Raises:
         ConfigError: raised by the refused call.
     """
-    return nullcontext() if world().size == 1 else _NoCommunication()
+    return nullcontext() if world().size == 1 else Refusing(_refuse_communication)
 
 
 def wrapper_obstacle(wrapped: nn.Module | None) -> str | None:
@@ -43,10 +43,8 @@ def wrapper_obstacle(wrapped: nn.Module | None) -> str | None:
     return None
 
 
-class _NoCommunication(ThreadMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise ConfigError(
-                f"the model or its loss communicates with the other processes ({func.__name__}), but each one measures by itself"
-            )
-        return super().__torch_dispatch__(func, types, args, kwargs)
+def _refuse_communication(operation: Any) -> None:
+    if operation.namespace in ("c10d", "_c10d_functional"):
+        raise ConfigError(
+            f"the model or its loss communicates with the other processes ({operation.__name__}), but each one measures by itself"
+        )

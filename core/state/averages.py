@@ -89,7 +89,7 @@ class AverageFinder:
 
 
 def confirmed(state: TrainingState) -> TrainingState:
-    """The state in which only tensors close to their weight keep the role of an average; the others lose it.
+    """Return the state in which only tensors close to their weight keep the role of an average; the others lose it.
 
     Args:
         state: a snapshot; tensors on the host.

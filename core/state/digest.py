@@ -111,7 +111,7 @@ _known_weights: dict[torch.device, torch.Tensor] = {}
 
 
 def _weights(device: torch.device) -> torch.Tensor:
-    """Of the words of a chunk, for each of the two sums: odd, and without a pattern."""
+    """Return those of the words of a chunk, for each of the two sums: odd, and without a pattern."""
     if device not in _known_weights:
         places = torch.arange(1, _WORDS + 1, dtype=torch.int64, device=device)
         rows = []
@@ -124,7 +124,7 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 
 def _odd(number: int) -> int:
-    """By which the sums of a chunk are multiplied, so that equal words at equal places of two chunks count differently."""
+    """Return the factor of a chunk's sums, by which equal words at equal places of two chunks count differently."""
     mixed = ((2 * number + 1) * _MIXED) % 2**64 | 1
     return mixed - 2**64 if mixed >= 2**63 else mixed
 

@@ -60,7 +60,7 @@ _ORDINARY = torch.Tensor, torch.nn.Parameter
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers, which torch can copy, if its dtype is one of `PACKED`; else the tensor itself."""
+    """Return the same memory as whole numbers, which torch can copy, if its dtype is one of `PACKED`; else the tensor itself."""
     if tensor.dtype not in PACKED:
         return tensor
     return tensor.detach().view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
@@ -144,7 +144,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 # memory, without looking at their strides: a moment that comes back in another order than its parameter's is applied to the wrong
 # elements. So the order is noted, and put back as ``torch.load`` does.
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a tensor without holes, from the slowest to the fastest; None where that is their own order.
+    """Return the dimensions of a tensor without holes, from the slowest to the fastest; None where that is their own order.
 
     It is None, too, of a tensor that overlaps itself or has holes, whose copy may be in any order.
 
@@ -166,7 +166,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def in_memory_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """The same elements with the dimensions in that order in memory; the tensor itself where they are already.
+    """Return the same elements with the dimensions in that order in memory; the tensor itself where they are already.
 
     Args:
         tensor: of any strides.
@@ -206,12 +206,12 @@ def inner_tensors(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def class_name(kind: type) -> str:
-    """Of a class, with its module."""
+    """Return the name of a class, with its module."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def loaded_class(base: type, name: str) -> Any:
-    """The newest subclass with a `class_name`; None where this process has none: nothing is imported because a file names it."""
+    """Return the newest subclass with a `class_name`; None where this process has none: nothing is imported because a file names it."""
     waiting, seen = [base], {base}
     while waiting:
         kind = waiting.pop()

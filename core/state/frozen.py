@@ -30,7 +30,7 @@ _HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to initialize adapters that leave the base as it was; others compute another base, which a restart may not get again."""
 _NAMED = 5
 
-# By model: a second training of an object in one process goes on from what the first one has left, as no new process can.
+# By model: a second training of an object in one process begins with what the first one has left, as no new process can.
 _noted: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 _begun: WeakSet[nn.Module] = WeakSet()
 
@@ -56,7 +56,7 @@ class FrozenTensors:
             _noted[self._model] = digests
 
     def with_adapters(self, state: Any) -> Any:
-        """A state with what PEFT's files need in addition to tensors; the same state where there are no adapters."""
+        """Return a state with what PEFT's files need in addition to tensors; the same state where there are no adapters."""
         with plain_names(self._model):
             adapters = {prefix: _described(module, prefix) for prefix, module in _wrapped(self._model)}
         if not adapters or not isinstance(state, Mapping):
@@ -67,7 +67,7 @@ class FrozenTensors:
         return {**state, ADAPTERS: {"adapters": adapters, "base": base}}
 
     def referred(self, state: TrainingState) -> TrainingState:
-        """A captured state, with references in the place of frozen tensors that are as they were at the start."""
+        """Return a captured state, with references in the place of frozen tensors that are as they were at the start."""
         _begun.add(self._model)
         candidates = self._candidates()
         places = {
@@ -148,7 +148,7 @@ class FrozenTensors:
             }
 
     def _digests(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """The digests of tensors as on a host; of those on a device that are as they were when last read there, from memory."""
+        """Return the digests of tensors as on a host; of those on a device that are as they were when last read there, from memory."""
         plain = {name: tensor.detach().as_subclass(torch.Tensor) for name, tensor in tensors.items()}
         there = {name: tensor for name, tensor in plain.items() if tensor.device.type != "cpu"}
         sums = device_digests(there)() if there else {}
@@ -212,7 +212,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost modules that PEFT has put adapters into, and what their tensors' names begin with."""
+    """Yield the outermost modules that PEFT has put adapters into, and what their tensors' names begin with."""
     found: list[str] = []
     for name, module in model.named_modules():
         configs, prefix = getattr(module, "peft_config", None), f"{name}." if name else ""
@@ -227,8 +227,10 @@ def _keeps_base(module: Any) -> bool:
 
 
 def _described(module: Any, prefix: str) -> dict[str, JSON]:
-    """Of each adapter the configuration as PEFT writes it, and the names of its tensors in the model by those in PEFT's file; None for
-    these where PEFT computes some."""
+    """Return each adapter's configuration as PEFT writes it, and its tensors' names in the model by those in PEFT's file.
+
+    These are None where PEFT computes some.
+    """
     state = dict(module.state_dict())
     names = {id(tensor): prefix + name for name, tensor in state.items()}
     found: dict[str, JSON] = {}

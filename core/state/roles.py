@@ -85,7 +85,7 @@ def _layer_type(module: nn.Module, name: str) -> LayerType:
 
 
 def model_tags(module: nn.Module) -> dict[str, Tag]:
-    """The tag of every parameter and buffer, by its name in ``module.state_dict()`` with `plain_names`.
+    """Return the tag of every parameter and buffer, by its name in ``module.state_dict()`` with `plain_names`.
 
     A projection inside a module whose name or class contains "attention" counts as attention, as in the layer types of
     Inshrinkerator (arXiv 2306.11800, section 4.2). A parameter shared by an embedding and a linear head counts as
@@ -126,7 +126,7 @@ def part_tag(tags: Mapping[str, Tag], path: Path) -> Tag:
 
 
 def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[int, str | None]:
-    """The parameter's name for each index in ``optimizer.state_dict()["state"]``; None for one not in `module`.
+    """Return the parameter's name for each index in ``optimizer.state_dict()["state"]``; None for one not in `module`.
 
     Groups change the order, so names are found by the parameter's identity, never by counting.
     """
@@ -157,7 +157,7 @@ def moment_role(key: str, optimizer: torch.optim.Optimizer) -> Role:
 
 
 def named_role(key: str) -> Role | None:
-    """The role that an optimizer state's entry mostly has under a key, where nothing else is known of the optimizer; or None."""
+    """Return the role that an optimizer state's entry mostly has under a key, where nothing else is known of the optimizer; or None."""
     return _NAMES.get(key)
 
 
@@ -192,7 +192,7 @@ def state_tag(
 
 
 def is_master(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer state's entry is the fp32 copy of a half-precision parameter that the optimizer updates.
+    """Return whether an optimizer state's entry is the fp32 copy of a half-precision parameter that the optimizer updates.
 
     Args:
         key: the entry's key.
@@ -210,7 +210,7 @@ def describe_training(
     model_path: Path,
     optimizers_path: Path,
 ) -> Describe:
-    """The `Describe` of a state that contains ``module.state_dict()`` and a list of ``optimizer.state_dict()``.
+    """Return the `Describe` of a state that contains ``module.state_dict()`` and a list of ``optimizer.state_dict()``.
 
     Args:
         module: the model whose ``state_dict()`` is at `model_path`.

@@ -97,7 +97,7 @@ class Scratch:
             )
 
     def file(self) -> "ScratchFile":
-        """A new file. It is gone, and its room on the disk free, as soon as nothing refers to it or to a `Place` in it."""
+        """Return a new file. It is gone, and its room on the disk free, as soon as nothing refers to it or to a `Place` in it."""
         return ScratchFile(self)
 
     def weights(
@@ -120,7 +120,7 @@ class Scratch:
         return TrainingState(None, tensors, specs)
 
     def moments(self, snapshot: Snapshot, state: TrainingState) -> TrainingState:
-        """Return a snapshot without its moments in memory: whoever wants one reads it.
+        """Return a snapshot without its moments in memory: each is read where it is used.
 
         Args:
             snapshot: lets go of them.
@@ -419,7 +419,7 @@ def put_tensor(file: ScratchFile, tensor: torch.Tensor) -> torch.Tensor:
         tensor: on the host.
 
     Returns:
-        What stands for it; itself where it is small, on the disk already, or cannot be written.
+        Its stand-in, which reads the file; itself where it is small, on the disk already, or cannot be written.
     """
     if isinstance(tensor, DiskTensor) or tensor.nbytes < _LEAST:
         return tensor
@@ -435,7 +435,7 @@ def put_arrays(file: ScratchFile, arrays: Mapping[str, npt.NDArray[Any]]) -> Map
         arrays: by name.
 
     Returns:
-        What stands for them, in the same order: those that are small, or cannot be written, themselves.
+        Their stand-ins, in the same order; an array that is small, or cannot be written, is given itself.
     """
     if isinstance(arrays, DiskArrays) or all(array.nbytes < _LEAST for array in arrays.values()):
         return arrays

@@ -23,7 +23,7 @@ _LARGER = 6
 
 
 class DeviceCopy:
-    """Copies to pinned memory that a GPU makes while the host goes on; begun where it is constructed.
+    """Copies to pinned memory that a GPU makes while the host works; begun where it is constructed.
 
     Args:
         stream: that makes them.
@@ -275,5 +275,5 @@ def _packed(rooms: Sequence[tuple[str, int]], size: int) -> list[list[str]]:
 
 
 def _rounded(size: int) -> int:
-    """To the next power of two, as torch's allocator of pinned memory does."""
+    """Round up to the next power of two, as torch's allocator of pinned memory does."""
     return 1 << max(0, size - 1).bit_length()

@@ -88,7 +88,7 @@ class Block:
         return not any(self.offset[1:]) and tuple(size[1:]) == self.shape[1:]
 
     def to_json(self, size: Sequence[int]) -> JSON:
-        """As in a container's header: of rows, the first one's number; of another box, the offset.
+        """Return it as in a container's header: of rows, the first one's number; of another box, the offset.
 
         Args:
             size: the block's shape.
@@ -146,7 +146,7 @@ class TensorSpec:
 
     @property
     def place(self) -> str:
-        """Where it stands in the state: an optimizer's tensors of one parameter share it, and so do their blocks of the same
+        """Its place in the state: an optimizer's tensors of one parameter share it, and so do their blocks of the same
         elements."""
         if self.block is None:
             return self.name.rpartition("/")[0]
@@ -249,7 +249,7 @@ def block_of(spec: TensorSpec, place: str, offset: tuple[int, ...], shape: tuple
 
 
 def whole_specs(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors that these belong to, by name: themselves, or the longer ones of which they are blocks."""
+    """Return the tensors that these belong to, by name: themselves, or the longer ones of which they are blocks."""
     found: dict[str, TensorSpec] = {}
     for spec in specs:
         block = spec.block

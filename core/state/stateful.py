@@ -69,19 +69,19 @@ def plain_names(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
-    """As the module's own method, with `plain_names`."""
+    """Return what the module's own method gives, with `plain_names`."""
     with plain_names(module) as inner:
         return list(inner.named_parameters(remove_duplicate=remove_duplicate))
 
 
 def named_buffers(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, torch.Tensor]]:
-    """As the module's own method, with `plain_names`."""
+    """Return what the module's own method gives, with `plain_names`."""
     with plain_names(module) as inner:
         return list(inner.named_buffers(remove_duplicate=remove_duplicate))
 
 
 def own_names(module: nn.Module) -> dict[str, str]:
-    """The module's own names of entries of its ``state_dict()``, by those that they have with `plain_names`, where these are others."""
+    """Return a module's own names of its ``state_dict()``'s entries, by those with `plain_names`, where these differ."""
     if all(_inside(part) is part for part in module.modules()):
         return {}
     with plain_names(module) as inner:
@@ -130,13 +130,13 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def scheduler_in(given: Any) -> LRScheduler | None:
-    """An object itself, or what accelerate's wrapper has inside, if that is one of torch's learning rate schedulers; else None."""
+    """Return an object itself, or what accelerate's wrapper has inside, if that is one of torch's learning rate schedulers; else None."""
     inner = given if isinstance(given, LRScheduler) else getattr(given, "scheduler", None)
     return inner if isinstance(inner, LRScheduler) else None
 
 
 def optimizers_in(optimizer: Any) -> list[Any]:
-    """The optimizers inside a wrapper or a container of some, outermost first; those with no others inside: themselves.
+    """Return the optimizers inside a wrapper or a container of some, outermost first; those with no others inside: themselves.
 
     Args:
         optimizer: anything with ``state_dict``.
@@ -157,7 +157,7 @@ def optimizers_in(optimizer: Any) -> list[Any]:
 
 
 def state_of(value: Any) -> Any:
-    """An object's state; a scheduler's without the functions of `without_functions`, a module's with `plain_names`.
+    """Return an object's state; a scheduler's without the functions of `without_functions`, a module's with `plain_names`.
 
     Args:
         value: has ``state_dict``.
@@ -179,7 +179,7 @@ def state_of(value: Any) -> Any:
 
 
 def without_functions(state: Any) -> Any:
-    """The state of schedulers without the functions of torch's ``SWALR``, which its constructor sets and a load leaves as they are."""
+    """Return schedulers' state without the functions of torch's ``SWALR``: its constructor sets them, and no load does."""
     if type(state) is dict:
         kept = {key: item for key, item in state.items() if key not in _FUNCTIONS or not callable(item)}
         return {key: without_functions(item) for key, item in kept.items()}
@@ -216,7 +216,7 @@ def forget_position(loader: Any) -> None:
 
 
 def parts_of(state: Any, optimizer: Any) -> list[tuple[Mapping[str, Any], Any]]:
-    """The states in the form of ``torch.optim.Optimizer`` in an optimizer's state, and the optimizers that have them.
+    """Return the states in the form of ``torch.optim.Optimizer`` in an optimizer's state, and the optimizers that have them.
 
     Args:
         state: an optimizer's, or of one that has others inside, as Lookahead and containers.

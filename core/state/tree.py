@@ -66,7 +66,7 @@ _SCALAR = re.compile(
 
 
 def join_path(path: Path) -> str:
-    """A tensor's name: its place in the state, parts joined by ``/`` (escaped as in JSON pointers, RFC 6901)."""
+    """Return a tensor's name: its place in the state, parts joined by ``/`` (escaped as in JSON pointers, RFC 6901)."""
     name = "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
     return name.encode("utf-8", "backslashreplace").decode("utf-8")  # lone surrogates have no UTF-8
 
@@ -394,13 +394,14 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
 
 
 def dense_only(node: JSON) -> tuple[JSON, dict[str, str]]:
-    """A tree without arrays, files, sparse tensors and those that are made of others, to be decoded with meta tensors (a shape, but no elements).
+    """Return a tree with dense tensors alone, which can be decoded with meta tensors (a shape, but no elements).
 
     Args:
         node: JSON as `encode_tree` made it.
 
     Returns:
-        The tree with each of these replaced by the list of its component tensors; and by component, the kind replaced.
+        The tree in which arrays, files, sparse tensors and those made of others are replaced by lists of their
+        component tensors; and by component, the kind replaced.
 
     Raises:
         FormatError: not such JSON.
@@ -461,7 +462,7 @@ def _namespace(members: Any) -> Namespace:
 
 
 def _object(kind: str, value: Any, found: Any) -> Any:
-    """An enum's member, or a dataclass's object, of which no code is run; the value where the class is not loaded, or has changed."""
+    """Return an enum's member, or a dataclass's object without running its code; the value where the class is not as it was."""
     if kind == "enum":
         return found(value) if found is not None and value in [each.value for each in found] else value
     fields = dataclasses.fields(found) if dataclasses.is_dataclass(found) else ()

@@ -52,9 +52,9 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
 
 def test_a_terminal_gets_a_line_that_goes_away(terminal: Callable[[], Terminal]) -> None:
     stream = terminal()
-    with waiting_for("reading [step] 3", total=2) as waiting:
+    with waiting_for("reading [step] 3") as waiting:
         wait_until(lambda: "reading [step] 3" in stream.getvalue())
-        waiting.say("reading [step] 4", done=1)
+        waiting.say("reading [step] 4")
         wait_until(lambda: "reading [step] 4" in stream.getvalue())
     assert stream.getvalue().endswith("\x1b[1A\x1b[2K")  # the line is erased
 
