@@ -18,7 +18,7 @@ try:
 
     from shrinkpoint.integrations.composer.schedule import Settings
     from shrinkpoint.integrations.composer.session import Session
-    from shrinkpoint.integrations.composer.sharded import session_for
+    from shrinkpoint.integrations.composer.state import shards_model
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "composer":
         raise
@@ -147,7 +147,8 @@ class CompressedCheckpoint(Callback):
 
     def init(self, state: State, logger: Logger) -> None:
         """Checks the store."""
-        self._session = session_for(self._settings, state)  # a callback may serve one trainer after another
+        # a callback may serve one trainer after another
+        self._session = Session(self._settings, shards=shards_model(state))
         self._session.init(state, logger)
 
     def after_load(self, state: State, logger: Logger) -> None:

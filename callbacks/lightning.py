@@ -19,11 +19,14 @@ except ModuleNotFoundError as error:
     ) from error
 
 from shrinkpoint.engine.resume import ResumePolicy
-from shrinkpoint.integrations.lightning.io import open_as_ckpt
+from shrinkpoint.integrations.lightning.adapter import Settings
+from shrinkpoint.integrations.lightning.io import (
+    answer_words,
+    open_as_ckpt,
+    shards_model,
+    take_addresses,
+)
 from shrinkpoint.integrations.lightning.session import Session
-from shrinkpoint.integrations.lightning.settings import Settings
-from shrinkpoint.integrations.lightning.sharded import session_for
-from shrinkpoint.integrations.lightning.words import answer_words, take_addresses
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import given, reduced, refusing_unknown
 from shrinkpoint.store.connect import StorageOptions
@@ -173,7 +176,10 @@ class CompressedCheckpoint(Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the store, and arranges that the run continues."""
-        self._session = session_for(trainer, self._session)
+        if shards_model(trainer.strategy) != self._session.run.shards:
+            before, shards = self._session, not self._session.run.shards
+            self._session = Session(before.settings, shards=shards)
+            self._session.run.best = before.run.best
         self._session.setup(trainer, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -16,28 +16,31 @@ from torch import nn
 
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.composer.data import DataPlace
-from shrinkpoint.integrations.composer.reports import current_metrics, log_reports
-from shrinkpoint.integrations.composer.resume import rest_of
 from shrinkpoint.integrations.composer.schedule import Settings
 from shrinkpoint.integrations.composer.state import (
     describe_state,
     followed_state,
+    model_state,
     numbered_states,
     parameter_names,
     plain_optimizers,
-    sharded_state,
+    rest_of,
+    shards_model,
     stored_state,
     trained_module,
 )
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
-from shrinkpoint.session.probe import loss_of
-from shrinkpoint.sharded.targets import reshard
+from shrinkpoint.session.probe import loss_of, number_of
+from shrinkpoint.session.reports import finite, log_line, numbers
+from shrinkpoint.sharded.targets import require_model, reshard, target_for
+from shrinkpoint.state.averages import AverageFinder
+from shrinkpoint.state.roles import model_tags
 from shrinkpoint.state.stateful import named_parameters
-from shrinkpoint.state.training import Describe
+from shrinkpoint.state.training import Describe, TensorSpec, TrainingState
 
-__all__ = ["ComposerAdapter", "ShardsAdapter"]
+__all__ = ["ComposerAdapter"]
 
 _PRECISIONS = (Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16)
 _EVENTS_OF_A_STEP = (
@@ -65,6 +68,8 @@ class ComposerAdapter(TrainingAdapter):
         """The position in the training data."""
         self.evaluated: dict[str, int] = {}
         """At which batch each evaluator was run last, by its label."""
+        self.own: Mapping[str, Mapping[str, Any]] = {}
+        """Of a sharded model's last `state`, what this rank has for itself."""
         self.run: State
         """Composer's state, and its logger, from the trainer's construction on."""
         self.logger: Logger
@@ -97,8 +102,12 @@ class ComposerAdapter(TrainingAdapter):
 
     def state(self) -> dict[str, Any]:
         """See the base class."""
-        state = self.run
-        places = world().gather(self.data.state(state))
+        state, place = self.run, self.data.state(self.run)
+        if shards_model(state):
+            reshard(self.model)
+            self.own = {"place": place}
+            return world().on_every(lambda: stored_state(state, place))
+        places = world().gather(place)
         if state.fsdp_enabled:  # its parameters may be whole, after an evaluation, until its state is taken
             return stored_state(state, places)
         return world().on_every(
@@ -118,8 +127,10 @@ class ComposerAdapter(TrainingAdapter):
         return describe_state(self.run)
 
     def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
-        """See the base class."""
-        return state["state"]["model"], numbered_states(state, self.run)
+        """See the base class; of shards the optimizers' states are by the names of parameters."""
+        optimizers = state["state"]["optimizers"]
+        shards = shards_model(self.run)
+        return state["state"]["model"], [*optimizers.values()] if shards else numbered_states(state, self.run)
 
     def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """See the base class."""
@@ -131,8 +142,34 @@ class ComposerAdapter(TrainingAdapter):
 
     def live(self) -> dict[str, Any]:
         """See the base class."""
-        optimizers = stored_state(self.run, [])["state"]["optimizers"]
-        return {"state": {**self.followed()["state"], "optimizers": optimizers}}
+        stored = stored_state(self.run, [])["state"]
+        if shards_model(self.run):
+            return {"state": stored}
+        return {"state": {**self.followed()["state"], "optimizers": stored["optimizers"]}}
+
+    def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+        """Return the tensors that a restore of a sharded model fills, as of `ShardedSaver`."""
+        module = self.model
+        reshard(module)
+        names = parameter_names(module)
+        live = TrainingState.capture({"state": {"model": model_state(self.run)}}, shards=True).tensors
+        require_model(
+            specs,
+            live,
+            module,
+            below="state/model/",
+            writer="Composer's callback",
+            named=lambda name: names.get(name, name),
+        )
+        parameters = {
+            names.get(name, name): parameter
+            for name, parameter in named_parameters(module, remove_duplicate=False)
+        }
+        averages = AverageFinder(module, model_tags(module))
+        return {
+            name: target_for(spec, live.get(name), parameters, averages, names)
+            for name, spec in specs.items()
+        }
 
     # ---- measuring
 
@@ -191,16 +228,37 @@ class ComposerAdapter(TrainingAdapter):
     # ---- numbers
 
     def metrics(self) -> dict[str, float]:
-        """See the base class."""
-        return current_metrics(self.run, self.evaluated)
+        """See the base class; a metric of the first evaluator is also found under its bare name."""
+        state = self.run
+        values: dict[str, Any] = {"epoch": float(state.timestamp.epoch.value)} | {
+            f"loss/train/{name.removeprefix('loss/train/')}": value
+            for name, value in (state.total_loss_dict or {}).items()
+        }
+        values |= {f"metrics/train/{name}": value for name, value in state.train_metric_values.items()}
+        for label, metrics in reversed(list(state.eval_metrics.items())):
+            if self.evaluated.get(label) != self.step:
+                continue  # Composer goes on showing its metrics
+            known = {name: _computed(state, name, metric) for name, metric in metrics.items()}
+            values |= {f"metrics/{label}/{name}": value for name, value in known.items()}
+            values |= known
+        found = {name: number_of(value) for name, value in values.items()}
+        return finite({name: value for name, value in found.items() if value is not None})
 
     def path_settings(self) -> dict[str, Any]:
         """See the base class."""
         return {"save_interval": str(self._settings.interval)}
 
     def log(self, reports: Sequence[SaveReport]) -> None:
-        """See the base class."""
-        log_reports(self.logger, reports)
+        """See the base class; at the present batch, since Weights & Biases drops values of an earlier one."""
+        for report in reports:
+            log_line(report)
+            self.logger.log_metrics({**numbers(report), "checkpoint/batch": float(report.step)})
+
+
+def _computed(state: State, name: str, metric: Any) -> Any:
+    # Composer keeps one value by name, whichever evaluator came last; a metric remembers its own.
+    own = getattr(metric, "_computed", None)
+    return own if own is not None else state.eval_metric_values.get(name)
 
 
 def _total(loss: Any) -> torch.Tensor:
@@ -209,31 +267,3 @@ def _total(loss: Any) -> torch.Tensor:
         total: torch.Tensor = loss["total"]
         return total
     return torch.stack([part.mean() for part in ensure_tuple(loss)]).sum()
-
-
-class ShardsAdapter(ComposerAdapter):
-    """As `ComposerAdapter`, with this rank's shards and position.
-
-    Args:
-        settings: the callback's options.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.own: Mapping[str, Mapping[str, Any]] = {}
-        """Of the last `state`, what this rank has for itself."""
-
-    def state(self) -> dict[str, Any]:
-        """See the base class."""
-        reshard(self.model)
-        place = self.data.state(self.run)
-        self.own = {"place": place}
-        return world().on_every(lambda: sharded_state(self.run, place))
-
-    def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
-        """See the base class; optimizers' states are by the names of parameters."""
-        return state["state"]["model"], [*state["state"]["optimizers"].values()]
-
-    def live(self) -> dict[str, Any]:
-        """See the base class."""
-        return {"state": sharded_state(self.run, {})["state"]}

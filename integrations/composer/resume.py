@@ -28,7 +28,7 @@ from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.warn import warn
 
-__all__ = ["continue_run", "require_supported", "rest_of"]
+__all__ = ["continue_run", "require_supported"]
 
 
 def require_supported(state: State) -> None:
@@ -175,9 +175,6 @@ def _warn_newer(run: TrainingSession, state: State, loaded: str) -> None:
         )
 
 
-_NOT_IN_THE_REST = ("model", "optimizers")
-
-
 def start_log(run: TrainingSession, state: State) -> None:
     """Make the log, if one is wanted.
 
@@ -190,12 +187,6 @@ def start_log(run: TrainingSession, state: State) -> None:
             "step_log= is not available with FSDP, where no process has all gradients: leave it out"
         )
     run.begin_log(trained_module(state), state.optimizers)
-
-
-def rest_of(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored state without what the log restores by itself."""
-    rest = {key: value for key, value in stored["state"].items() if key not in _NOT_IN_THE_REST}
-    return {**stored, "state": rest}
 
 
 def replayed(run: TrainingSession, stored: dict[str, Any], state: State, logger: Logger) -> dict[str, Any]:
@@ -216,7 +207,7 @@ def replayed(run: TrainingSession, stored: dict[str, Any], state: State, logger:
     reached, rest = run.log.recover(base, lambda: lambda: load_state(checkpoint, state, logger, url))
     if reached > base:
         now = stored_state(state, [])["state"]
-        kept = {key: now[key] for key in _NOT_IN_THE_REST}
+        kept = {key: now[key] for key in ("model", "optimizers")}
         stored = {**rest, "state": {**rest["state"], **kept}}
         load_state(stored, state, logger, url)
     run.log.restart(int(state.timestamp.batch))

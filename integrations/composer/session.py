@@ -26,29 +26,29 @@ __all__ = ["Session"]
 
 _LINEAGE = "lineage"
 
-_LOOK_EVERY_S = 0.01
-
 
 class Session:
     """Drives a `TrainingSession` from a trainer's events; every method is called on every rank.
 
     Args:
         settings: the callback's options.
+        shards: whether FSDP2 shards the model, so that every rank saves and restores its part.
+
+    Raises:
+        ConfigError: an option is not for sharded models.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, shards: bool = False) -> None:
         self.settings = settings
-        self.adapter = self._new_adapter()
-        self.run = self._new_run()
+        self.adapter = adapter = ComposerAdapter(settings)
+        self.run: TrainingSession = (
+            TrainingSession(settings.run, adapter, targets=adapter.targets, own=lambda: adapter.own)
+            if shards
+            else GatheringSession(settings.run, adapter)
+        )
         self._loaded_lineage: str | None = None
         self._postponed = False
         self._first_part = True
-
-    def _new_adapter(self) -> ComposerAdapter:
-        return ComposerAdapter(self.settings)
-
-    def _new_run(self) -> TrainingSession:
-        return GatheringSession(self.settings.run, self.adapter)
 
     # ---- the callback's own state in checkpoints
 
@@ -79,7 +79,11 @@ class Session:
                 f" independent of those in {self.settings.run.url}; without save_folder the run is saved and continued as well"
             )
         if self.run.path is not None:
-            self._require_adoptable(state)
+            if state.fsdp_config is not None and not self.run.shards:
+                raise ConfigError(
+                    "adopt=True with FSDP needs FSDP2 and parallelism_config['fsdp']['state_dict_type']='sharded': leave it out, or give"
+                    " scheme='lossless'"
+                )
             saves_until(self.settings.interval, None)  # refuses a clock
         if not self._counts_saves:
             self.run.open()
@@ -88,13 +92,6 @@ class Session:
     def _counts_saves(self) -> bool:
         """Whether the number of planned saves follows from the trainer's limits."""
         return self.run.path is not None and self.settings.run.saver.adoptions is None
-
-    def _require_adoptable(self, state: State) -> None:
-        if state.fsdp_config is not None:
-            raise ConfigError(
-                "adopt=True with FSDP needs FSDP2 and parallelism_config['fsdp']['state_dict_type']='sharded': leave it out, or give"
-                " scheme='lossless'"
-            )
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Continue the run, unless it was loaded from a load_path already.

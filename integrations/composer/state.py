@@ -40,7 +40,7 @@ __all__ = [
     "plain_optimizers",
     "require_own_run",
     "require_same_optimizers",
-    "sharded_state",
+    "rest_of",
     "shards_model",
     "stored_state",
     "trained_module",
@@ -103,42 +103,31 @@ def plain_optimizers(state: State) -> dict[str, Any]:
 # ---- saving
 
 
-def stored_state(state: State, ranks: list[Any]) -> dict[str, Any]:
+def stored_state(state: State, position: Any) -> dict[str, Any]:
     """Return the state from which a run is continued; its tensors are the live ones.
 
-    Called on every rank: with FSDP the shards are gathered, and the first rank alone gets them.
+    Called on every rank: what FSDP1 shards is gathered, and the first rank alone gets it. Of FSDP2's shards each rank gets its own, and
+    waits for no other.
 
     Args:
         state: at one of Composer's checkpoint events, after the first step.
-        ranks: every process's position in the data.
+        position: every process's in the data, in a list; of shards this process's.
     """
-    if state.fsdp_enabled:
+    shards = shards_model(state)
+    if state.fsdp_enabled and not shards:
         stored = state.state_dict()
     else:  # as everywhere: Composer's own way reads and loads few optimizers and models but torch's
         stored = {**_others(state), "model": model_state(state), "optimizers": _optimizer_states(state)}
     _begin_next_epoch(stored, state)
-    return {"format": FORMAT, "version": _VERSION, "state": stored, "ranks": ranks}
+    version = _SHARDED_VERSION if shards else _VERSION
+    place = {"world": world().size, "place": position} if shards else {"ranks": position}
+    return {"format": FORMAT, "version": version, "state": stored, **place}
 
 
-def sharded_state(state: State, place: Mapping[str, Any]) -> dict[str, Any]:
-    """As `stored_state`, with this rank's own shards and position; no rank waits for another.
-
-    Args:
-        state: at one of Composer's checkpoint events, after the first step.
-        place: this process's position in the data.
-    """
-    stored = _others(state)
-    [optimizer] = state.optimizers
-    stored["model"] = model_state(state)
-    stored["optimizers"] = {type(optimizer).__qualname__: get_optimizer_state_dict(state.model, optimizer)}
-    _begin_next_epoch(stored, state)
-    return {
-        "format": FORMAT,
-        "version": _SHARDED_VERSION,
-        "state": stored,
-        "world": world().size,
-        "place": place,
-    }
+def rest_of(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored state without what the log restores by itself."""
+    rest = {key: value for key, value in stored["state"].items() if key not in ("model", "optimizers")}
+    return {**stored, "state": rest}
 
 
 def followed_state(state: State) -> dict[str, Any]:
@@ -167,6 +156,9 @@ def _optimizer_states(state: State) -> dict[str, Any]:
     """As Composer's own, with the names of parameters in the places of their numbers."""
     found = {}
     for kind, optimizer in plain_optimizers(state).items():
+        if shards_model(state):
+            found[kind] = get_optimizer_state_dict(state.model, optimizer)
+            continue
         names = optimizer_parameter_names(optimizer, trained_module(state))
         found[kind] = _with_keys(with_object_states(state_of(optimizer)), names)
     return found

@@ -6,12 +6,14 @@ replaced.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -19,27 +21,52 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.lightning.io import NAMES_KEY, Captured, RunCheckpointIO, storable
-from shrinkpoint.integrations.lightning.reports import Measured, log_reports
-from shrinkpoint.integrations.lightning.settings import Settings
-from shrinkpoint.integrations.lightning.state import (
-    describe_checkpoint,
-    followed_state,
-    plainly_named,
+from shrinkpoint.integrations.lightning.io import (
+    NAMES_KEY,
+    Captured,
+    RunCheckpointIO,
+    storable,
     trained_key,
 )
+from shrinkpoint.integrations.lightning.position import OWN_KEYS, POSITION_KEY
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
 from shrinkpoint.session.probe import number_of
-from shrinkpoint.state.stateful import own_names
-from shrinkpoint.state.training import Describe
+from shrinkpoint.session.reports import configuration, finite, log_line, numbers
+from shrinkpoint.session.settings import RunSettings
+from shrinkpoint.session.triggers import Schedule
+from shrinkpoint.sharded.targets import Targets
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.stateful import named_parameters, own_names, plain_names
+from shrinkpoint.state.training import Describe, TensorSpec
 
-__all__ = ["LightningAdapter", "around"]
+__all__ = ["LightningAdapter", "Settings", "around"]
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 _OWN_STEPS = ("optimizer_step", "backward", "manual_backward")
 _NOT_IN_THE_REST = ("state_dict", "optimizer_states")
+_AVERAGING = getattr(callbacks, "WeightAveraging", ())
+_TAKE_TEXT = {"CSVLogger", "WandbLogger"}  # loggers whose log_metrics stores strings too
+_GRADIENTS = "gradients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options of `CompressedCheckpoint`; see there."""
+
+    run: RunSettings
+    schedule: Schedule
+
+    @classmethod
+    def build(cls, **more: Any) -> "Settings":
+        """Check and divide the callback's arguments.
+
+        Raises:
+            ConfigError: one of them has a value that cannot work.
+        """
+        schedule = Schedule.taken_from(more)
+        return cls(run=RunSettings.build(**more), schedule=schedule)
 
 
 class LightningAdapter(TrainingAdapter):
@@ -47,14 +74,16 @@ class LightningAdapter(TrainingAdapter):
 
     Args:
         settings: the callback's options.
+        shards: whether the strategy shards the model, so that each rank has its own state and position.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, shards: bool = False) -> None:
         saver = settings.run.saver
-        self._settings = settings
+        self._settings, self._shards = settings, shards
         self._metric = saver.monitor if saver.mode == "min" else None
-        self.measured = Measured()
-        """At which step each metric was measured."""
+        self._measured: dict[str, tuple[torch.Tensor, int, int]] = {}
+        self.own: Mapping[str, Mapping[str, Any]] = {}
+        """Of a sharded model's last `state`, what this rank has for itself."""
         self.trainer: Trainer
         """The trainer, from its setup on."""
 
@@ -89,20 +118,21 @@ class LightningAdapter(TrainingAdapter):
     def state(self) -> dict[str, Any]:
         """Let Lightning collect its whole state on every rank; see the base class."""
         trainer = self.trainer
-        with self._capturing() as captured, plainly_named(trainer, self.module):
+        capturing = RunCheckpointIO.install(trainer.strategy).capturing(trainer)
+        with capturing as captured, plainly_named(trainer, self.module):
             trainer.save_checkpoint(captured.path, weights_only=False)
-        return world().on_every(lambda: self._stored(captured))
+        found = world().on_every(lambda: self._stored(captured))
+        if self._shards:
+            self.own = {POSITION_KEY: {key: found[POSITION_KEY][key] for key in OWN_KEYS}}
+        return found
 
     def _stored(self, captured: Captured) -> dict[str, Any]:
-        if not (captured.is_kept or world().is_first):
+        if captured.found is None and not world().is_first:
             return {}
         checkpoint = captured.checkpoint()
         if world().is_first and (names := own_names(self.module)):
             checkpoint[NAMES_KEY] = names
         return storable(checkpoint)
-
-    def _capturing(self) -> AbstractContextManager[Captured]:
-        return RunCheckpointIO.install(self.trainer.strategy).capturing()
 
     def bare_state(self) -> dict[str, Any]:
         """See the base class; hooks see a checkpoint that is not written."""
@@ -111,7 +141,10 @@ class LightningAdapter(TrainingAdapter):
 
     def describe(self, state: Mapping[str, Any]) -> Describe:
         """See the base class."""
-        return describe_checkpoint(self.trainer, self.module, state)
+        path = (trained_key(state),)
+        return describe_training(
+            self.module, self.optimizers, model_path=path, optimizers_path=("optimizer_states",)
+        )
 
     def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
         """See the base class."""
@@ -123,11 +156,34 @@ class LightningAdapter(TrainingAdapter):
 
     def followed(self) -> dict[str, Any]:
         """See the base class."""
-        return followed_state(self.trainer, self.module)
+        trainer, module = self.trainer, self.module
+        with plainly_named(trainer, module):
+            checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+            for callback in trainer.callbacks:
+                if isinstance(callback, _AVERAGING):
+                    callback.on_save_checkpoint(trainer, module, checkpoint)
+        return checkpoint
 
     def live(self) -> dict[str, Any]:
         """See the base class."""
         return {**self.followed(), "optimizer_states": [each.state_dict() for each in self.optimizers]}
+
+    def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+        """Return the tensors that a restore of a sharded model fills, as of `ShardedSaver`."""
+        self.found = Targets(
+            self.module,
+            self.trainer.optimizers,
+            model_key="state_dict",
+            optimizers_key="optimizer_states",
+            writer="Lightning's callback",
+        )
+        start = f"{POSITION_KEY}/{_GRADIENTS}/"
+        gradients = {
+            name: torch.zeros_like(parameter.detach())
+            for name, parameter in named_parameters(self.module)
+            if f"{start}{name}" in specs
+        }
+        return self.found.find(specs, {POSITION_KEY: {_GRADIENTS: gradients}})
 
     # ---- measuring
 
@@ -198,7 +254,22 @@ class LightningAdapter(TrainingAdapter):
 
     def metrics(self) -> dict[str, float]:
         """See the base class."""
-        return self.measured.of_these_weights(self.trainer)
+        self.note_metrics()
+        found = {name: value for name, (value, _, at) in self._measured.items() if at == self.step}
+        values = {name: float(value) for name, value in found.items() if value.numel() == 1}
+        return finite({"epoch": float(self.trainer.current_epoch), **values})
+
+    def note_metrics(self, *, at: int | None = None) -> None:
+        """Look for new values, which may be summed over all ranks here; called wherever metrics may have been logged.
+
+        Args:
+            at: the step that new ones belong to; None is the present one. Lightning goes on showing a metric until it is logged again.
+        """
+        step = self.step if at is None else at
+        for name, value in self.trainer.callback_metrics.items():
+            known = self._measured.get(name)  # that its tensor is kept, no other one can be at the same place
+            if known is None or (known[0].data_ptr(), known[1]) != (value.data_ptr(), value._version):
+                self._measured[name] = (value, value._version, step)
 
     def path_settings(self) -> dict[str, Any]:
         """See the base class."""
@@ -210,8 +281,31 @@ class LightningAdapter(TrainingAdapter):
         }
 
     def log(self, reports: Sequence[SaveReport]) -> None:
-        """See the base class."""
-        log_reports(self.trainer, reports)
+        """See the base class; at the saves' own steps, bypassing Lightning's collection of metrics."""
+        for report in reports:
+            log_line(report)
+            for logger in self.trainer.loggers:
+                _log_to(logger, report)
+
+
+def _log_to(logger: Logger, report: SaveReport) -> None:
+    name, words = configuration(report)
+    kinds = {base.__name__ for base in type(logger).__mro__}
+    text: dict[str, Any] = {name: words} if kinds & _TAKE_TEXT else {}
+    logger.log_metrics(numbers(report) | text, step=report.step)
+    if "TensorBoardLogger" in kinds:
+        logger.experiment.add_text(name, words, report.step)
+
+
+@contextmanager
+def plainly_named(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Inside the block the module, and an average of it, have names without those of wrappers."""
+    averages = [getattr(part, "_average_model", None) for part in trainer.callbacks]
+    with ExitStack() as stack:
+        for model in (module, *averages):
+            if model is not None:
+                stack.enter_context(plain_names(model))
+        yield
 
 
 def around(trainer: Trainer) -> tuple[object, ...]:

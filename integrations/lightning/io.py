@@ -1,33 +1,52 @@
-"""A checkpoint plugin for Lightning that captures and reads shrinkpoint's checkpoints, and delegates everything else."""
+"""What is replaced in Lightning so that it captures and reads shrinkpoint's checkpoints: a plugin, and a few methods."""
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import CannotRepresentError, ConfigError, NoCheckpointError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.lightning.state import with_own_names
+from shrinkpoint.integrations.lightning.position import OWN_MARK, POSITION_KEY
 from shrinkpoint.io.loading import load_state
 from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.saver import Saver
+from shrinkpoint.session.reports import metrics_of
+from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
+from shrinkpoint.sharded.targets import reshard
 from shrinkpoint.state.stateful import own_names, without_functions
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.store.connect import StorageOptions
 
-__all__ = ["NAMES_KEY", "RunCheckpointIO", "load_checkpoint", "open_as_ckpt", "require_supported", "storable"]
+__all__ = [
+    "NAMES_KEY",
+    "RunCheckpointIO",
+    "answer_words",
+    "load_checkpoint",
+    "open_as_ckpt",
+    "require_supported",
+    "shards_model",
+    "storable",
+    "take_addresses",
+    "trained_key",
+]
 
-Check = Callable[[dict[str, Any]], None]
+Read = Callable[[Address], dict[str, Any]]
 
 NAMES_KEY = "shrinkpoint_names"
 """The entry of a checkpoint with the names that the trained module had for its weights, where they were others."""
@@ -38,12 +57,8 @@ _HYPER_PARAMETERS = {
 _left_out: set[str] = set()  # what was warned of
 
 _SHARDED = {"DeepSpeedStrategy", "FSDPStrategy"}
-
-
-class _Run(NamedTuple):
-    saver: Callable[[], Saver | ShardedSaver]
-    check: Check
-    adopts: Callable[[], bool]
+_BESIDE = "current_model_state"
+"""The key of the trained module's state where ``WeightAveraging``, since Lightning 2.6, has stored its average in the module's place."""
 
 
 class Captured:
@@ -52,16 +67,8 @@ class Captured:
     path = "shrinkpoint-run"
 
     def __init__(self) -> None:
-        self._checkpoint: dict[str, Any] | None = None
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether this rank has it."""
-        return self._checkpoint is not None
-
-    def keep(self, checkpoint: dict[str, Any]) -> None:
-        """Store the checkpoint that Lightning collected."""
-        self._checkpoint = checkpoint
+        self.found: dict[str, Any] | None = None
+        """None on a rank that has none."""
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the collected checkpoint.
@@ -69,11 +76,11 @@ class Captured:
         Raises:
             CannotRepresentError: there is none: the strategy does not write checkpoints through its plugin.
         """
-        if self._checkpoint is None:
+        if self.found is None:
             raise CannotRepresentError(
                 "Lightning's strategy did not pass the checkpoint on to its checkpoint plugin: this strategy is not supported"
             )
-        return self._checkpoint
+        return self.found
 
 
 class RunCheckpointIO(CheckpointIO):
@@ -81,7 +88,7 @@ class RunCheckpointIO(CheckpointIO):
 
     def __init__(self, base: CheckpointIO, strategy: Strategy) -> None:
         self.base, self._strategy = base, strategy
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, Read] = {}
         self._captured: Captured | None = None
 
     @classmethod
@@ -91,44 +98,40 @@ class RunCheckpointIO(CheckpointIO):
         if not isinstance(current, cls):
             current = cls(current, strategy)
             strategy.checkpoint_io = current
+            if shards_model(strategy):  # which reads past any plugin
+                vars(strategy)["load_checkpoint"] = current._reading(strategy.load_checkpoint)
         return current
 
-    def add_run(
-        self,
-        url: str,
-        saver: Callable[[], Saver | ShardedSaver],
-        check: Check,
-        *,
-        adopts: Callable[[], bool],
-    ) -> None:
-        """Read the run at `url` through `saver`, with its storage options, and verify its checkpoints with `check`.
-
-        Args:
-            url: the run's.
-            saver: gives what reads, and continues its saves from the checkpoint read, if `adopts` returns True; called when the model is
-                built.
-            check: raises an error for an unsuitable checkpoint.
-            adopts: whether training continues from the checkpoint, instead of only an evaluation.
-        """
-        self._runs[url] = _Run(saver, check, adopts)
+    def add_run(self, url: str, read: Read) -> None:
+        """Read the run at `url` by `read`; where the model is sharded, `read` fills it and the optimizers, and returns the rest."""
+        self._runs[url] = read
 
     @contextmanager
-    def capturing(self) -> Iterator[Captured]:
-        """Inside this block, a checkpoint saved to `Captured.path` is kept there, on every rank, instead of being written to a file."""
+    def capturing(self, trainer: Trainer) -> Iterator[Captured]:
+        """Inside this block, a checkpoint saved to `Captured.path` is kept there, on every rank, instead of being written to a file.
+
+        A strategy that shards the model writes folders of its own, past any plugin. Its optimizers' states are theirs as they are: torch's
+        own way to collect them makes a step where there was none yet.
+        """
         self._captured = captured = Captured()
-        own, several = vars(self._strategy), world().size > 1
+        own, replaced = vars(self._strategy), dict[str, Callable[..., Any]]()
 
         def keep(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-            captured.keep(checkpoint)
+            captured.found = checkpoint
 
-        if several:  # of these Lightning gives it to the first one's plugin alone
-            own["save_checkpoint"] = keep
+        if shards_model(self._strategy):
+            reshard(trainer.lightning_module)
+            replaced["lightning_module_state_dict"] = lambda: trainer.lightning_module.state_dict()
+            replaced["optimizer_state"] = lambda optimizer: optimizer.state_dict()
+        if replaced or world().size > 1:  # of these Lightning gives it to the first one's plugin alone
+            replaced["save_checkpoint"] = keep
+        own.update(replaced)
         try:
             yield captured
         finally:
             self._captured = None
-            if several:
-                own.pop("save_checkpoint", None)  # `capturing_shards` has a replacement of its own
+            for name in replaced:
+                del own[name]
 
     @property
     def is_capturing(self) -> bool:
@@ -140,7 +143,7 @@ class RunCheckpointIO(CheckpointIO):
     ) -> None:
         """Called by Lightning on the first rank."""
         if self._captured is not None and str(path) == self._captured.path:
-            self._captured.keep(checkpoint)
+            self._captured.found = checkpoint
         else:
             self.base.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
@@ -148,26 +151,33 @@ class RunCheckpointIO(CheckpointIO):
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Called by Lightning on every rank. A run's checkpoint contains no pickle, so `weights_only` has no effect."""
-        address = Address.parse(str(path))
-        if address is None and str(path).rstrip("/") in self._runs:
-            address = Address(url=str(path))
+        address = self._address(path)
         if address is None:
             more = {} if map_location is None else {"map_location": map_location}
             loaded: dict[str, Any] = self.base.load_checkpoint(path, weights_only=weights_only, **more)
             return loaded
-        run = self._runs.get(address.url)
-        if run is None:
-            checkpoint = load_checkpoint(address, Saver(address.url))
-        else:
-            checkpoint = load_checkpoint(address, run.saver(), adopt=run.adopts())
-            run.check(checkpoint)
+        read = self._runs.get(address.url)
+        checkpoint = load_checkpoint(address, Saver(address.url)) if read is None else read(address)
         if self._strategy.lightning_module is not None:
-            checkpoint = with_own_names(checkpoint, own_names(self._strategy.lightning_module))
+            checkpoint = _with_own_names(checkpoint, own_names(self._strategy.lightning_module))
         return (
             checkpoint
             if map_location is None
             else torch.load(_to_ckpt(checkpoint), map_location=map_location)
         )
+
+    def _address(self, path: Any) -> Address | None:
+        known = str(path).rstrip("/") in self._runs
+        return Address.parse(str(path)) or (Address(url=str(path)) if known else None)
+
+    def _reading(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            address = self._address(checkpoint_path)
+            if address is None:
+                return original(checkpoint_path, *args, **kwargs)
+            return (self._runs.get(address.url) or next(iter(self._runs.values())))(address)
+
+        return load_checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove an ordinary file; a run's checkpoints are removed by its own retention."""
@@ -178,25 +188,30 @@ class RunCheckpointIO(CheckpointIO):
         self.base.teardown()
 
 
-def load_checkpoint(address: Address, saver: Saver | ShardedSaver, *, adopt: bool = True) -> dict[str, Any]:
-    """Decode one checkpoint of a run, on the host.
+def load_checkpoint(
+    address: Address, saver: Saver | ShardedSaver, *, adopt: bool = True, shards: bool = False
+) -> dict[str, Any]:
+    """Decode one checkpoint of a run; on every rank.
 
     Args:
         address: which one.
         saver: reads it.
         adopt: whether its saves continue from there.
+        shards: whether the model is sharded; its position is marked then where it is this rank's own.
 
     Raises:
         NoCheckpointError: the run has no such checkpoint.
     """
     which = None
     if not address.is_newest:
-        which = address.find(saver.store.manifests())
+        which = world().on_first(lambda: address.find(saver.store.manifests()))
     restored = saver.restore(which, adopt=adopt)
     if restored is None:
         raise NoCheckpointError(f"{address.url} contains no checkpoint: {saver.store.what_is_there()}")
     checkpoint: dict[str, Any] = restored.state.to_object()
-    checkpoint.pop(RANKS_KEY, None)
+    ranks = checkpoint.pop(RANKS_KEY, None)
+    if shards and POSITION_KEY in checkpoint:
+        checkpoint[POSITION_KEY][OWN_MARK] = ranks["stored"] == ranks["here"]
     return checkpoint
 
 
@@ -216,7 +231,16 @@ def open_as_ckpt(
     """
     parsed = Address.parse(address) or Address(url=address)
     checkpoint = load_state(str(parsed), without=without, storage_options=storage_options)
-    return _to_ckpt(with_own_names(checkpoint, checkpoint.get(NAMES_KEY, {})))
+    return _to_ckpt(_with_own_names(checkpoint, checkpoint.get(NAMES_KEY, {})))
+
+
+def _with_own_names(checkpoint: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    renamed = {
+        key: {names.get(name, name): value for name, value in checkpoint[key].items()}
+        for key in ("state_dict", _BESIDE)
+        if key in checkpoint
+    }
+    return checkpoint | renamed
 
 
 def _to_ckpt(checkpoint: dict[str, Any]) -> BytesIO:
@@ -237,6 +261,16 @@ def _to_ckpt(checkpoint: dict[str, Any]) -> BytesIO:
     torch.serialization.add_safe_globals([each for each in found if each is not None])
     file.seek(0)
     return file
+
+
+def trained_key(checkpoint: Mapping[str, Any]) -> str:
+    """Return the key of the trained module's state in a checkpoint."""
+    return _BESIDE if _BESIDE in checkpoint else "state_dict"
+
+
+def shards_model(strategy: Strategy) -> bool:
+    """Return whether a strategy shards the model by DTensors."""
+    return "ModelParallelStrategy" in {base.__name__ for base in type(strategy).__mro__}
 
 
 def require_supported(strategy: Strategy) -> None:
@@ -287,3 +321,98 @@ def _is_plain(value: object) -> bool:
     except CannotRepresentError:
         return False
     return True
+
+
+# ---- ``ckpt_path="last"`` and ``"best"``, and addresses of checkpoints, wherever Lightning takes a path
+
+_PARSE = "_parse_ckpt_path"
+_READER = "pl_load"
+_NAMED = 8
+
+
+def answer_words(runs_of: Callable[[Trainer], list[TrainingSession]]) -> None:
+    """Make trainers resolve ``"last"`` and ``"best"`` through shrinkpoint's callbacks.
+
+    Lightning turns the words into a path before any hook of a callback, asks ``ModelCheckpoint`` alone for the last
+    one, and continues with the present weights where it finds nothing: an evaluation of untrained weights. Only its
+    connector's method can change that; it is wrapped here, once per process. A trainer without shrinkpoint's callback,
+    and every other path, is not affected.
+
+    Args:
+        runs_of: the runs that a trainer's callbacks save to, in their order.
+    """
+    original = getattr(_CheckpointConnector, _PARSE, None)
+    if not callable(original) or hasattr(original, "answers_words"):
+        return
+
+    @wraps(original)
+    def parse(self: Any, state_fn: TrainerFn, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        runs = runs_of(self.trainer) if ckpt_path in ("last", "best") else []
+        if not runs or self.trainer.fast_dev_run:
+            return original(self, state_fn, ckpt_path, *args, **kwargs)
+        if ckpt_path == "best":
+            known = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
+            return known or _best(runs[0])
+        if state_fn == TrainerFn.FITTING:
+            return _last_to_train(runs)
+        return runs[0].best.last_path or str(Address(url=runs[0].settings.url))
+
+    parse.answers_words = True  # type: ignore[attr-defined]
+    setattr(_CheckpointConnector, _PARSE, parse)
+
+
+def _last_to_train(runs: list[TrainingSession]) -> str | None:
+    """None where the run continues by itself, or is empty: the same command starts it and continues it."""
+    if any(run.settings.resume != "never" for run in runs):
+        return None
+    run = runs[0]
+    return str(Address(url=run.settings.url)) if run.saver.store.manifests() else None
+
+
+def _best(run: TrainingSession) -> str:
+    url, saver = run.settings.url, run.settings.saver
+    if saver.monitor is None:
+        raise ConfigError(
+            f'ckpt_path="best": which checkpoint of {url} is the best is not known: give CompressedCheckpoint a'
+            ' monitor=, or take ckpt_path="last" for the newest'
+        )
+    if saver.save_top_k == 0:
+        raise ConfigError(
+            'ckpt_path="best" with save_top_k=0, which ranks none: give save_top_k=1, or ckpt_path="last"'
+        )
+    manifests = run.saver.store.manifests()
+    run.add_best(manifests)
+    if run.best.best_path:
+        return run.best.best_path
+    logged = sorted({name for manifest in manifests for name in metrics_of(manifest)})
+    raise NoCheckpointError(
+        f"none of the {len(manifests)} checkpoints of {url} was saved with the metric {saver.monitor!r};"
+        f" they have {', '.join(logged[:_NAMED]) or 'no metrics'}"
+        if manifests
+        else f"{url} contains no checkpoint"
+    )
+
+
+def take_addresses() -> None:
+    """Let Lightning's method read ``<run>#step=1000``, ``<run>#seq=7`` and ``<run>#newest``.
+
+    It opens its path by fsspec, and passes it to ``torch.load``, without asking a plugin. The function of its module that does
+    so is wrapped, once per process. Only addresses are read in another way: every other path, and a file whose name looks
+    like an address, is Lightning's own matter as before.
+    """
+    original = getattr(saving, _READER, None)
+    if not callable(original) or hasattr(original, "takes_addresses"):
+        return
+
+    @wraps(original)
+    def load(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        path = str(path_or_url) if isinstance(path_or_url, (str, Path)) else ""
+        if Address.parse(path) is None or Path(path).exists():
+            return original(path_or_url, *args, **kwargs)
+        file = open_as_ckpt(path, without=("optimizer_states",))
+        if "weights_only" in kwargs:
+            kwargs["weights_only"] = False  # there is no pickle in it but our own, of plain data
+        return original(file, *args, **kwargs)
+
+    load.takes_addresses = True  # type: ignore[attr-defined]
+    setattr(saving, _READER, load)

@@ -6,16 +6,14 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.fitting import quantized_as
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.lightning.adapter import LightningAdapter
-from shrinkpoint.integrations.lightning.io import (
-    RunCheckpointIO,
-    require_supported,
-)
+from shrinkpoint.integrations.lightning.adapter import LightningAdapter, Settings
+from shrinkpoint.integrations.lightning.io import RunCheckpointIO, load_checkpoint, require_supported
 from shrinkpoint.integrations.lightning.moments import ends_epoch, ends_training, validation_follows
 from shrinkpoint.integrations.lightning.position import POSITION_KEY, Position
 from shrinkpoint.integrations.lightning.resume import (
@@ -25,22 +23,17 @@ from shrinkpoint.integrations.lightning.resume import (
     requeueing,
     require_module,
 )
-from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.optimizers.objects import put_back_objects
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
-from shrinkpoint.saver import Saver
 from shrinkpoint.session.adapter import SESSION
 from shrinkpoint.session.continuing import require_same_training
 from shrinkpoint.session.gradients import require_fresh_gradients
-from shrinkpoint.session.identity import (
-    rounded_weights,
-    scheduler_classes,
-)
+from shrinkpoint.session.identity import rounded_weights, scheduler_classes
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.trained import load_trained
 from shrinkpoint.session.triggers import Trigger
 from shrinkpoint.sharded.saver import ShardedSaver
-from shrinkpoint.state.stateful import put_back_dtypes
+from shrinkpoint.state.stateful import load_optimizer, plain_names, put_back_dtypes
 from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
@@ -54,17 +47,25 @@ class Session:
 
     Args:
         settings: the callback's options.
+        shards: whether the strategy shards the model, so that every rank saves and restores its part.
+
+    Raises:
+        ConfigError: an option is not for sharded models.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, shards: bool = False) -> None:
         self.settings = settings
-        self.adapter = LightningAdapter(settings)
-        self.run = self._new_run()
+        self.adapter = adapter = LightningAdapter(settings, shards=shards)
+        targets = adapter.targets if shards else None
+        self.run = TrainingSession(settings.run, adapter, targets=targets, own=lambda: adapter.own)
         self.run.trigger = Trigger(settings.schedule)
         more = signals_of(settings.run.saver.signals)
         self._interruption = TerminationRequest(  # Lightning handles SIGTERM itself
             [signal.SIGINT], more=more, answered=lambda: self._training
         )
+        # Of a sharded model: Lightning's own handler broadcasts, which is another collective than the other ranks are at.
+        preempting = [signal.SIGTERM] if shards else []
+        self._preemption = TerminationRequest(preempting, answered=lambda: self._training, replaces=True)
         self._requeue = TerminationRequest(())
         self._training = False
         self._active = False
@@ -78,9 +79,6 @@ class Session:
         self._stored_schedulers: dict[str, str] = {}
         self._validation_pending = False
         self._continues = self._began = self._stopped = False
-
-    def _new_run(self) -> TrainingSession:
-        return TrainingSession(self.settings.run, self.adapter)
 
     # ---- before training
 
@@ -99,7 +97,7 @@ class Session:
         if self._active and self.run.path is not None:
             epochs = trainer.max_epochs or 0
             self.run.plan(self.settings.schedule.saves(steps=trainer.max_steps, epochs=epochs))
-        self._read_runs(trainer)
+        RunCheckpointIO.install(trainer.strategy).add_run(self.settings.run.url, self._read)
         if self._active:
             self.run.open()
             if trainer.global_step == 0:  # a second fit continues from the trainer's present step
@@ -108,19 +106,35 @@ class Session:
             self._interruption.watch()  # before any worker of a loader is forked, which a Ctrl-C would end
             self._requeue = requeueing(trainer, answered=lambda: self._training)
 
-    def _read_runs(self, trainer: Trainer) -> None:
-        """Let Lightning read this run's checkpoints."""
+    def _read(self, address: Address) -> dict[str, Any]:
+        """Read a checkpoint for Lightning; of shards the model and the optimizers are filled, and the other entries returned.
 
-        def saver() -> Saver | ShardedSaver:
-            self.run.refer_to(trainer.lightning_module)
-            return self.run.saver
+        Raises:
+            NoCheckpointError: the run has no such checkpoint.
+            StateMismatchError: it is another model's.
+        """
+        trainer, shards = self.adapter.trainer, self.run.shards
+        self.run.refer_to(trainer.lightning_module)
+        ours = address.url == self.settings.run.url
+        saver = self.run.saver if ours else ShardedSaver(address.url, targets=self.adapter.targets, own=dict)
+        checkpoint = load_checkpoint(address, saver, adopt=ours and self._active, shards=shards)
+        if shards:
+            self._load_shards(trainer, checkpoint, address.url)
+        else:
+            self._require_model(trainer, checkpoint)
+        return checkpoint
 
-        RunCheckpointIO.install(trainer.strategy).add_run(
-            self.settings.run.url,
-            saver,
-            lambda checkpoint: self._require_model(trainer, checkpoint),
-            adopts=lambda: self._active,
-        )
+    def _load_shards(self, trainer: Trainer, checkpoint: dict[str, Any], url: str) -> None:
+        weights, optimizers = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
+        if trainer.state.fn == TrainerFn.FITTING:
+            optimizers = self.adapter.found.reordered(optimizers)
+            self._note_identities(checkpoint)
+            self._require_optimizers(trainer, optimizers, url)
+            for optimizer, stored in zip(trainer.optimizers, optimizers, strict=True):
+                load_optimizer(optimizer, stored, same_dtypes=True)
+        # its tensors are filled already; this is for what else modules store
+        with plain_names(trainer.lightning_module) as module:
+            module.load_state_dict(weights, strict=trainer.lightning_module.strict_loading)
 
     def take_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Note that a checkpoint of any kind is being loaded."""
@@ -200,11 +214,12 @@ class Session:
         self.run.trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
         self._seen_step = trainer.global_step
         self._training, self._began = self._active, True
-        self.adapter.measured.note(trainer, at=-1)  # what was measured before
+        self.adapter.note_metrics(at=-1)  # what was measured before
         if self._continues:
             self.run.saved_step = trainer.global_step
         if self._active:
-            self._begin_saving()
+            self.run.begin()
+            self._preemption.watch()
             self._stay_stopped(trainer)
 
     def _stay_stopped(self, trainer: Trainer) -> None:
@@ -241,9 +256,6 @@ class Session:
             hook()
 
         vars(trainer.strategy)["on_train_start"] = on_train_start
-
-    def _begin_saving(self) -> None:
-        self.run.begin()
 
     def _require_model(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         stored = checkpoint.get("state_dict", {})
@@ -294,7 +306,7 @@ class Session:
         self.run.serve()
         step = trainer.global_step
         self._stepped, self._seen_step = step != self._seen_step, step
-        self.adapter.measured.note(trainer)
+        self.adapter.note_metrics()
         self._last_batch = ends_epoch(trainer, batch_idx)
         self._validation_pending = validation_follows(trainer, batch_idx)
         position = Position.of(trainer)
@@ -305,7 +317,7 @@ class Session:
         if self._last_batch:
             self.run.trigger.after_epoch(trainer.current_epoch + 1)
         self._request_last(trainer)
-        terminated, interrupted = self._is_asked_to_end(trainer)
+        terminated, interrupted = self._is_asked_to_end()
         if terminated:
             self.run.trigger.request()
         # A validation interrupted by the signal would leave the ranks at different positions.
@@ -320,18 +332,18 @@ class Session:
             if interrupted:
                 self._end(trainer)
 
-    def _is_asked_to_end(self, trainer: Trainer) -> tuple[bool, bool]:
-        """Return whether by any signal, and whether by a Ctrl-C, which Lightning does not handle.
+    def _is_asked_to_end(self) -> tuple[bool, bool]:
+        """Return whether by any signal, and whether by one that Lightning does not handle, as a Ctrl-C, on any rank.
 
         One rank may learn of a signal earlier than the others: all must save at the same batch, or none.
         """
-        asked = trainer.received_sigterm or self._interruption.received or self._requeue.received
-        terminated = trainer.strategy.reduce_boolean_decision(asked, all=False)
-        return terminated, terminated and self._is_interrupted(trainer)
+        own = self._interruption.received or self._requeue.received or (self.run.shards and self._preempted)
+        asked, interrupted = world().any_of(own or self._preempted, own)
+        return asked, interrupted
 
-    def _is_interrupted(self, trainer: Trainer) -> bool:
-        asked = self._interruption.received or self._requeue.received
-        return trainer.strategy.reduce_boolean_decision(asked, all=False)
+    @property
+    def _preempted(self) -> bool:
+        return self._preemption.received or self.adapter.trainer.received_sigterm
 
     def validation_ends(self, trainer: Trainer) -> None:
         """Save what was due at the batch before this validation."""
@@ -340,7 +352,7 @@ class Session:
         self.run.serve()
         self._validation_pending = False
         self._request_last(trainer)
-        self.adapter.measured.note(trainer)
+        self.adapter.note_metrics()
         if self._last_batch:
             return  # after the hooks at the epoch's end, which may log and change more
         if self.run.path is None:
@@ -352,7 +364,7 @@ class Session:
     def epoch_ends(self, trainer: Trainer) -> None:
         """Save what was due at the epoch's last batch."""
         if self._active:
-            self.adapter.measured.note(trainer)
+            self.adapter.note_metrics()
             if (
                 self._last_batch
             ):  # otherwise training has ended within the epoch, and cannot be continued from here
@@ -362,11 +374,11 @@ class Session:
 
     def _is_ranked(self, trainer: Trainer) -> bool:
         monitor, plain = self.settings.run.saver.monitor, self.run.path is None and self.run.log is None
-        known = monitor in self.adapter.measured.of_these_weights(trainer)
+        known = monitor in self.adapter.metrics()
         return plain and monitor is not None and world().broadcast(known)
 
     def _save_or_end(self, trainer: Trainer, *, anyway: bool = False) -> None:
-        terminated, interrupted = self._is_asked_to_end(trainer)
+        terminated, interrupted = self._is_asked_to_end()
         if terminated and trainer.global_step != self.run.saved_step:
             self.run.trigger.request()
         self._save_if_due(terminated=terminated, anyway=anyway)
@@ -376,14 +388,21 @@ class Session:
     def _end(self, trainer: Trainer) -> None:
         """Do as was asked on every rank when all is stored: end training, or let SLURM requeue the job,
         which then ends it."""
-        requeued = trainer.strategy.reduce_boolean_decision(self._requeue.received, all=False)
-        ended = trainer.strategy.reduce_boolean_decision(self._interruption.received, all=False)
+        preempted, requeued, interrupted = world().any_of(
+            self.run.shards and self._preempted, self._requeue.received, self._interruption.received
+        )
         try:
-            self.run.decide(self.run.saver.flush)
+            if self.run.shards:
+                self.run.serve()
+                self.run.warn_unsaved(trainer.global_step)
+            else:
+                self.run.decide(self.run.saver.flush)
         finally:
+            if preempted:
+                raise SIGTERMException
             if requeued:
                 self._requeue.end()
-            if ended:
+            if interrupted:
                 self._interruption.end()
 
     def add_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -410,7 +429,7 @@ class Session:
             self.run.trigger.request()
 
     def _request_owed(self, trainer: Trainer) -> None:
-        owed = self.run.owes(self.adapter.measured.of_these_weights(trainer))
+        owed = self.run.owes(self.adapter.metrics())
         if self.settings.run.saver.monitor is not None and world().broadcast(owed):
             self.run.trigger.request()
 
@@ -431,7 +450,7 @@ class Session:
         self.run.save(last=True)
         self.run.finish()
         self.run.serve()
-        if self._is_interrupted(trainer):
+        if self._is_asked_to_end()[1]:
             self._end(trainer)
         self._unwatch()
 
@@ -458,8 +477,8 @@ class Session:
 
     def _unwatch(self) -> None:
         self._training = False
-        self._interruption.unwatch()
-        self._requeue.unwatch()
+        for request in (self._interruption, self._requeue, self._preemption):
+            request.unwatch()
 
     def close(self) -> None:
         """Release the store."""

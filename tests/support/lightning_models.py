@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from shrinkpoint.integrations.lightning.adapter import LightningAdapter
-from shrinkpoint.integrations.lightning.settings import Settings
+from shrinkpoint.integrations.lightning.adapter import LightningAdapter, Settings
 
 QUIET: Mapping[str, Any] = {
     "accelerator": "cpu",
