@@ -61,32 +61,13 @@ class CompressedCheckpoint(Callback):
     continuing by itself; one that loads weights alone is where the run began, and does not.
 
     Args:
-        url: the run's folder or URL, of its own: any writable fsspec file system. Or a list of several stores, or `Stores` with options, where
-            up to `parity` stores (1 by default) may be lost (docs/stores.md).
+        url, mode, save_top_k, keep_last, resume, scheme, max_degradation, step_log, storage_options, advanced: as of
+            `shrinkpoint.Checkpointer`.
         save_interval: as Composer's own: ``"1ep"``, ``"1000ba"``, ``"10M tok"``, ``"0.1dur"``; a number of epochs; a
             ``Time``; or a function of (state, event), called at Composer's checkpoint events.
         monitor: the metric for `save_top_k` and ``<url>#best``, under the name that Composer logs (``metrics/eval/LanguagePerplexity``,
             ``loss/train/total``) or an eval metric's bare name.
-        mode: whether the best metric is the least or the greatest.
-        save_top_k: how many of the best to keep, in addition to the newest; of equals, the older. 0 ranks none, -1 keeps every
-            checkpoint.
-        keep_last: how many of the newest to keep. None keeps all: the disk grows with the run. With `monitor` (unless `save_top_k`
-            is 0 or -1) or `keep_every`, it is 3.
-        resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,
-            ``"never"`` starts afresh.
-        scheme: how states are coded: ``"auto"``, our own; ``"lossless"``, bit by bit; a published scheme by its name, or its options,
-            such as ``ExcpOptions(alpha=1e-4)`` (`shrinkpoint.schemes.catalogue`).
-        max_degradation: how much ten restores together may raise the held-out loss, relative. Lower it where quality matters more
-            than bytes; what would exceed a restore's share is stored bit-exactly.
-        adopt: at every planned save, training goes on from exactly the rounded values that the checkpoint holds, so that a resumed run is
-            the undisturbed one bit for bit (docs/resuming.md). Of one process, DDP or shards.
-            Give the number of planned saves of the whole run where `save_interval` and ``max_duration`` have different units.
-        step_log: ``StepLog(url=...)`` logs the inputs of every optimizer step between two checkpoints, and a resume replays them bit
-            for bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per element, for
-            `shrinkpoint.load_weights`. Mostly not worth its bytes: docs/resuming.md.
-        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused. With several stores: one
-            dict for all that are not folders, or a list with one entry per store.
-        advanced: further options, as `Advanced` has them.
+        adopt: as of `Checkpointer`, or True where the number follows, since `save_interval` and ``max_duration`` have the same unit.
 
     Raises:
         ConfigError: an option has a value that cannot work. Nothing is read or written before the ``Trainer`` is built.

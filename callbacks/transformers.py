@@ -50,8 +50,8 @@ class CompressedCheckpoint(TrainerCallback):
     wins, the Trainer's own folder or one of ours (``"s3://bucket/run-7#step=3000"``); ``True`` continues the run.
 
     Args:
-        url: the run's folder or URL, of its own: any writable fsspec file system. Or a list of several stores, or `Stores` with options, where
-            up to `parity` stores (1 by default) may be lost (docs/stores.md).
+        url, mode, save_top_k, keep_last, resume, scheme, max_degradation, storage_options, advanced: as of
+            `shrinkpoint.Checkpointer`.
         every_n_train_steps: save whenever the number of optimizer steps crosses a multiple of this.
         every_n_epochs: save at the end of every so many epochs.
         train_time_interval: save when so much time has passed, a ``timedelta``. With none of the three, the Trainer's ``save_strategy`` and
@@ -59,24 +59,7 @@ class CompressedCheckpoint(TrainerCallback):
         keep_trainer_saves: let the Trainer write its own checkpoints too, in full size, while training waits.
         monitor: the evaluation's metric for `save_top_k` and ``<url>#best``; ``eval_`` may be left out. With
             ``load_best_model_at_end`` it is the Trainer's ``metric_for_best_model``.
-        mode: whether the best metric is the least or the greatest.
-        save_top_k: how many of the best to keep, in addition to the newest; of equals, the older. 0 ranks none, -1 keeps every
-            checkpoint.
-        keep_last: how many of the newest to keep. None keeps all: the disk grows with the run. With `monitor` (unless `save_top_k`
-            is 0 or -1) or `keep_every`, it is 3.
-        resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,
-            ``"never"`` starts afresh.
-        scheme: how states are coded: ``"auto"``, our own; ``"lossless"``, bit by bit; a published scheme by its name, or its options,
-            such as ``ExcpOptions(alpha=1e-4)`` (`shrinkpoint.schemes.catalogue`).
-        max_degradation: how much ten restores together may raise the held-out loss, relative. Lower it where quality matters more
-            than bytes; what would exceed a restore's share is stored bit-exactly.
-        adopt: at every planned save, training goes on from exactly the rounded values that the checkpoint holds, so that a resumed run is
-            the undisturbed one bit for bit (docs/resuming.md). Of one process, DDP or FSDP2.
-            Give the number of planned saves of the whole run where it does not follow from the Trainer's arguments: saves by steps
-            need ``max_steps``.
-        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused. With several stores: one
-            dict for all that are not folders, or a list with one entry per store.
-        advanced: further options, as `Advanced` has them.
+        adopt: as of `Checkpointer`, or True where the number follows from the Trainer's arguments: saves by steps need ``max_steps``.
 
     Raises:
         ConfigError: an option has a value that cannot work. Nothing is read or written before ``Trainer.train``.

@@ -78,8 +78,8 @@ class Checkpointer:
         100
 
     Args:
-        url: the run's prefix: a folder, ``s3://bucket/prefix``, or any writable fsspec file system; or a list of several
-            stores, or `Stores` with options (docs/stores.md).
+        url: the run's folder or URL, of its own: any writable fsspec file system. Or a list of several stores, or `Stores` with options, where
+            up to `parity` stores (1 by default) may be lost (docs/stores.md).
         model: the module. Of a DDP training every process makes a Checkpointer, and gives it the DDP wrapper: each stores a share of
             the state. Of other wrappers give the inner one.
         optimizer: one or several.
@@ -96,23 +96,28 @@ class Checkpointer:
             restore. These steps are made and undone between two of the training's own. Called in train mode; it must not read
             from the training's iterators. Of a sharded model it is called on all ranks at the same time.
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
-        resume: continue from the newest sound checkpoint if there is one (``auto``), never (a new training starts in
-            the same run, whose checkpoints are kept), or refuse to start without one (``must``).
+        resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,
+            ``"never"`` starts afresh.
         monitor: the metric for `save_top_k` and ``<url>#best``; give its value as ``step(..., metrics=...)``.
         mode: whether the best metric is the least or the greatest.
-        save_top_k: how many of the best to keep, in addition to the newest. 0 ranks none, -1 keeps every checkpoint.
-        keep_last: how many of the newest to keep. None keeps all. With `monitor` (unless `save_top_k` is 0 or -1) or `keep_every`, it is 3.
+        save_top_k: how many of the best to keep, in addition to the newest; of equals, the older. 0 ranks none, -1 keeps every
+            checkpoint.
+        keep_last: how many of the newest to keep. None keeps all: the disk grows with the run. With `monitor` (unless `save_top_k`
+            is 0 or -1) or `keep_every`, it is 3.
         scheme: how states are coded: ``"auto"``, our own; ``"lossless"``, bit by bit; a published scheme by its name, or its options,
             such as ``ExcpOptions(alpha=1e-4)`` (`shrinkpoint.schemes.catalogue`).
-        max_degradation: how much ten restores together may raise the held-out loss, relative.
-        adopt: the number of planned saves of the whole run: at each, training goes on from exactly the rounded values that it
-            holds, so that a resumed run is the undisturbed one bit for bit (docs/resuming.md).
+        max_degradation: how much ten restores together may raise the held-out loss, relative. Lower it where quality matters more
+            than bytes; what would exceed a restore's share is stored bit-exactly.
+        adopt: the number of planned saves of the whole run: at each, training goes on from exactly the rounded values that the
+            checkpoint holds, so that a resumed run is the undisturbed one bit for bit (docs/resuming.md). Of one process, DDP or shards. The
+            callbacks take True where the number follows from the trainer's limits: a schedule in steps needs ``max_steps``, one in epochs
+            ``max_epochs``.
         storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused. With several stores:
             one dict for all that are not folders, or a list with one entry per store.
         advanced: further options, as `Advanced` has them.
-        step_log: ``StepLog(url=...)`` logs the inputs of every `optimizer.step()` between two checkpoints, and `resume` replays
-            these steps bit for bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per
-            element, for `load_weights`. Mostly not worth its bytes: docs/resuming.md.
+        step_log: ``StepLog(url=...)`` logs the inputs of every optimizer step between two checkpoints, and a resume replays them bit
+            for bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per element, for
+            `shrinkpoint.load_weights`. Mostly not worth its bytes: docs/resuming.md.
         stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``. Averages of the weights among them, such
             as ``torch.optim.swa_utils.AveragedModel``, are coded like weights.
 

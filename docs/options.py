@@ -64,12 +64,18 @@ def _arguments(node: ast.ClassDef) -> dict[str, str]:
     """The constructor's arguments with their documentation."""
     text = inspect.cleandoc(ast.get_docstring(node) or "")
     part = re.split(r"^(?:Raises|Returns|Examples):$", text.split("\nArgs:\n")[1], flags=re.M)[0]
-    found = re.findall(r"^    (\w+): (.*(?:\n(?!    \w+: ).*)*)", part, flags=re.M)
-    return {name: _line(words) for name, words in found if name not in _OBJECTS}
+    found = re.findall(r"^    (\w[\w, ]*): (.*(?:\n(?!    \w[\w, ]*: ).*)*)", part, flags=re.M)
+    texts = {name: _line(words) for names, words in found for name in names.split(", ")}
+    arguments = [each.arg for each in (*_init(node).args.args[1:], *_init(node).args.kwonlyargs)]
+    return {name: texts[name] for name in arguments if name not in _OBJECTS}
+
+
+def _init(node: ast.ClassDef) -> ast.FunctionDef:
+    return next(each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
 
 
 def _defaults(node: ast.ClassDef) -> dict[str, str]:
-    init = next(each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
+    init = _init(node)
     pairs = zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True)
     return {name.arg: ast.unparse(value) for name, value in pairs if value is not None}
 
@@ -101,7 +107,8 @@ def page() -> str:
         where = [way for way, options in documented.items() if name in options]
         shown = "all" if len(where) == len(ways) else ", ".join(where)
         default = f"`{defaults[name]}`" if name in defaults else ""
-        lines.append(f"| `{name}` | {default} | {shown} | {documented[where[0]][name]} |")
+        [text, *_] = (text for way in where if not (text := documented[way][name]).startswith("as of "))
+        lines.append(f"| `{name}` | {default} | {shown} | {text} |")
     for name, (path, how) in _GROUPS.items():
         lines += [f"\n## `{name}`\n", f"{how}\n", "| field | default | meaning |", "|---|---|---|"]
         lines += [
