@@ -12,13 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from shrinkpoint.config import Advanced, SaverConfig
+from shrinkpoint.config import Advanced, whereabouts
 from shrinkpoint.engine.request import SaveRequest, check_metrics, plain_step
-from shrinkpoint.engine.resume import (
-    ResumePolicy,
-    check_policy,
-    resume_from,
-)
+from shrinkpoint.engine.resume import ResumePolicy, resume_from
 from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.ending import Ending
@@ -32,19 +28,12 @@ from shrinkpoint.runtime.threads import Turns, in_turn
 from shrinkpoint.saver import Saver
 from shrinkpoint.session.measuring import LoopMeasurements
 from shrinkpoint.session.objects import LoopObjects, Stateful
-from shrinkpoint.session.options import (
-    check_adoption,
-    check_options,
-    require_states,
-    saver_for,
-    warn_of_copies,
-    way_back,
-)
+from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.sharded import CopiedObjects, ShardedObjects, has_shards, refuse_deepspeed
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.urls import RunUrl, Stores
-from shrinkpoint.warn import warn
+from shrinkpoint.store.urls import RunUrl
+from shrinkpoint.warn import brief, meant, warn
 
 if TYPE_CHECKING:
     from shrinkpoint.steps.options import StepLog
@@ -149,17 +138,13 @@ class Checkpointer:
         step_log: "Literal['small'] | StepLog | None" = None,
         **stateful: Any,
     ) -> None:
-        check_policy(resume)
-        url = Stores.of(url) if isinstance(url, Mapping) else url
-        check_options(
-            url,
-            every=every,
-            evaluate=evaluate,
-            train_loss=train_loss,
-            clip_grad_norm=clip_grad_norm,
-        )
-        config = SaverConfig.of(
-            advanced,
+        _check_options(every, evaluate, train_loss, clip_grad_norm)
+        settings = RunSettings.build(
+            url=url,
+            resume=resume,
+            storage_options=storage_options,
+            step_log=step_log,
+            advanced=advanced,
             scheme=scheme,
             max_degradation=max_degradation,
             adopt=adopt,
@@ -168,14 +153,22 @@ class Checkpointer:
             save_top_k=save_top_k,
             keep_last=keep_last,
         )
-        require_states(stateful, _OPTIONS)
+        config = settings.saver
+        _require_states(stateful)
         refuse_deepspeed(model, optimizer if isinstance(optimizer, list) else [optimizer])
         inner = getattr(model, "_orig_mod", None)
         if isinstance(inner, nn.parallel.DistributedDataParallel):  # torch.compile around it has no state
             model = inner
         sharded, several = has_shards(model), world().size > 1
-        if config.adopt:
-            check_adoption(config, every)
+        if config.adopt and every is None:
+            raise ConfigError(
+                "adopt=True needs every=: only planned saves are adopted, and without it none is"
+            )
+        if config.adopt and config.adoptions is None:
+            raise ConfigError(
+                "adopt=True does not say how many planned saves the whole run has (total steps / every), among which max_degradation"
+                " is divided: give their number, as in adopt=200"
+            )
         # Who gives the wrapper calls on every process, and so does who adopts.
         wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
         copied = several and not sharded and bool(wrapped or config.adopt)
@@ -207,16 +200,22 @@ class Checkpointer:
         self._began = False
         self.step_log: TrainingLog | None = None
         """The step log; None without one."""
-        if step_log is not None:
+        if settings.step_log is not None:
             if sharded or (several and not copied):
                 raise ConfigError(
                     "step_log= needs one process, or a DistributedDataParallel that every process gives to a Checkpointer as"
                     " the model, and no shards (FSDP2): leave it out elsewhere, or use the callbacks of Lightning and Composer"
                 )
-            self.step_log = self._log(step_log, url, storage_options, config)
+            self.step_log = self._objects.log(
+                settings.step_log,
+                run_url=settings.stores,
+                storage_options=storage_options,
+                config=config,
+                read_base=lambda step: weights_of_step(settings.stores, step, storage_options),
+            )
         self._committed = 0
         self._overdue = self._warned_of_monitor = self._lacked = False
-        self.saver = saver_for(self._objects, url, config, storage_options=storage_options)
+        self.saver = self._objects.saver(settings)
         """The saver, which has the reports of the saves."""
         if not sharded:
             self.saver.refer_to(self._objects.model, logged=step_log is not None)
@@ -224,28 +223,18 @@ class Checkpointer:
         if isinstance(self.saver, Saver):
             # One that is dropped before `close`: its save would wait for evaluations, and hold the model, until the process ends.
             weakref.finalize(self, self.saver.end_evaluations, "its Checkpointer was dropped").atexit = False
-            if several:
-                warn_of_copies()
+            if several and not world().is_first:
+                warn(
+                    f"this is process {world().rank} of {world().size}, and the model is not sharded: processes that save to one run"
+                    " stop each other. Give the Checkpointer of every process the DistributedDataParallel wrapper; or use a framework's"
+                    " callback; or give each process a run of its own"
+                )
         self._ending: Ending | None = None
         if not isinstance(self.saver, Saver):
             self._ending = self.saver.ending()
             weakref.finalize(self, self._ending.close)
         if self.step_log is not None:
             self.step_log.open(self.saver.store.run_id())
-
-    def _log(
-        self, step_log: object, url: RunUrl, storage_options: StorageOptions, config: SaverConfig
-    ) -> "TrainingLog":
-        from shrinkpoint.session.replicated_log import log_of_copies  # most trainings have no log
-        from shrinkpoint.steps.options import chosen_log
-        from shrinkpoint.steps.training import TrainingLog
-
-        options, objects = chosen_log(step_log), self._objects
-        run: dict[str, Any] = {"run_url": url, "storage_options": storage_options, "config": config}
-        run["read_base"] = lambda step: weights_of_step(url, step, storage_options)
-        if isinstance(objects, CopiedObjects):
-            return log_of_copies(objects, options, **run)
-        return TrainingLog(objects.model, objects.optimizers, options, stateful=objects.stateful, **run)
 
     def resume(self, step: int | None = None) -> int:
         """Restore the newest sound checkpoint, if the policy allows it.
@@ -274,39 +263,32 @@ class Checkpointer:
         if in_use is not None:  # a loop that goes back to an earlier step may be left at once
             warn(in_use)
         with self._pace.visit(first=True):
-            return self._restored(step)
+            wanted: int | Manifest | None = step
+            if step is None:
+                newest = self.saver.newest() if self._policy != "never" else None
+                wanted = resume_from(self._policy, newest, self.saver.url)
+            restored = None if wanted is None else self.saver.restore(wanted)
+            if restored is None:
+                self._begin(0)
+            else:
+                self._objects.load(restored.state.to_object(), self.saver.url)
+                self._last_step = self._saved_step = self._resumed_from = restored.manifest.step
+                self._began = True
+            continues = step is None and self._policy != "never"
+            return self._replayed(None if restored is None else restored.manifest, continues=continues)
 
-    def _restored(self, step: int | None) -> int:
-        if step is not None:
-            restored = self.saver.restore(step)
-        else:
-            newest = self.saver.newest() if self._policy != "never" else None
-            manifest = resume_from(self._policy, newest, self.saver.url)
-            restored = self.saver.restore(manifest) if manifest is not None else None
-        if restored is None:
-            self._begin(0)
-            return self._replayed(0, None, wanted=step is None)
-        self._objects.load(restored.state.to_object(), self.saver.url)
-        self._last_step = self._saved_step = self._resumed_from = restored.manifest.step
-        self._began = True
-        return self._replayed(restored.manifest.step, restored.manifest, wanted=step is None)
-
-    def _replayed(self, base: int, manifest: Manifest | None, *, wanted: bool) -> int:
-        """Replay the logged steps after a checkpoint, if there is a log.
+    def _replayed(self, manifest: Manifest | None, *, continues: bool) -> int:
+        """Return the step of the state after the logged steps were replayed, if there is a log.
 
         Args:
-            base: the step of the checkpoint; 0 for a fresh start.
             manifest: what was restored; None for a fresh start.
-            wanted: whether to continue from the newest state; otherwise the log restarts here.
-
-        Returns:
-            The training step of the state afterwards.
+            continues: whether to continue from the newest state; otherwise the log restarts here.
         """
+        reached = base = 0 if manifest is None else manifest.step
         if self.step_log is None:
             return base
-        reached = base
-        if wanted and self._policy != "never":
-            reached, _ = self.step_log.recover(base, lambda: way_back(self._objects, self.saver, manifest))
+        if continues:
+            reached, _ = self.step_log.recover(base, lambda: self._objects.way_back(self.saver, manifest))
         self.step_log.restart(reached)
         if reached > base:
             self._last_step, self._versions = reached, self._objects.changes
@@ -469,22 +451,19 @@ class Checkpointer:
 
     def _close(self) -> None:
         with self._pace.visit(first=True):
-            self._finish_and_release()
-
-    def _finish_and_release(self) -> None:
-        if not isinstance(self.saver, Saver) and sys.exc_info()[0] is not None:
-            warn(
-                "nothing more is saved: an error is being handled on this rank, and the others cannot be waited for"
-            )
-            self._release(whole=False)
-            return
-        try:
-            self._finish()
-            self.saver.flush()
-            if sys.exc_info()[0] is None:
-                self.saver.require_stored()
-        finally:
-            self._release(whole=sys.exc_info()[0] is None)
+            if not isinstance(self.saver, Saver) and sys.exc_info()[0] is not None:
+                warn(
+                    "nothing more is saved: an error is being handled on this rank, and the others cannot be waited for"
+                )
+                self._release(whole=False)
+                return
+            try:
+                self._finish()
+                self.saver.flush()
+                if sys.exc_info()[0] is None:
+                    self.saver.require_stored()
+            finally:
+                self._release(whole=sys.exc_info()[0] is None)
 
     def _release(self, *, whole: bool) -> None:
         """Close the log, what answers other ranks, and the saver: each of them, even if another one raises.
@@ -569,6 +548,42 @@ class Checkpointer:
 
 
 _OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {"url", "model", "optimizer", "stateful"}
+
+
+def _check_options(every: object, evaluate: object, train_loss: object, clip_grad_norm: object) -> None:
+    for name, function in (("evaluate", evaluate), ("train_loss", train_loss)):
+        if function is not None and not callable(function):
+            raise ConfigError(
+                f"{name} must be a function that returns a loss, or None, not {brief(function)}"
+            )
+    if clip_grad_norm is not None and not (
+        isinstance(clip_grad_norm, int | float)
+        and not isinstance(clip_grad_norm, bool)
+        and clip_grad_norm > 0
+    ):
+        raise ConfigError(f"clip_grad_norm must be a positive number, or None, not {brief(clip_grad_norm)}")
+    if every is not None and (type(every) is not int or every < 1):
+        raise ConfigError(f"every must be a positive number of steps, or None, not {brief(every)}")
+    if train_loss is not None and evaluate is None:
+        raise ConfigError(
+            "train_loss is of use with evaluate= only: what the steps come to is measured by that"
+        )
+
+
+def _require_states(stateful: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that are neither options nor objects with a state."""
+    for name, value in stateful.items():
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            place = whereabouts(name)
+            raise ConfigError(
+                f"{name}={brief(value)}: Checkpointer has no such option{f'; {place}' if place else meant(name, _OPTIONS)}. Other"
+                f" keyword arguments are objects with state_dict and load_state_dict; the options are: {', '.join(sorted(_OPTIONS))}"
+            )
+        if getattr(value, "use_stateful_dataloader", True) is False:
+            raise ConfigError(
+                f"{name}={brief(value)}, a loader that accelerate has prepared, has no state here: leave it out, and skip the batches that"
+                " were trained on, or draw batches from torch's generator (docs/resuming.md)"
+            )
 
 
 def _kept(metrics: Mapping[str, float] | None) -> Mapping[str, float] | None:

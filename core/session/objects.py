@@ -1,20 +1,21 @@
 """The objects of a hand-written loop: what a checkpoint holds of them, and how they are restored."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
+from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.engine.fitting import DryRestore, fitted, quantized_as
-from shrinkpoint.engine.resume import (
-    require_same_ties,
-)
+from shrinkpoint.engine.resume import require_same_ties
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.saver import Saver
 from shrinkpoint.session.continuing import load_optimizers, require_same_training
 from shrinkpoint.session.data import in_use, other_data, require_same_workers, sizes_of
 from shrinkpoint.session.identity import (
@@ -22,12 +23,19 @@ from shrinkpoint.session.identity import (
     rounded_weights,
     scheduler_classes,
 )
+from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.trained import Trained, load_trained
+from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import load_stateful, scheduler_in, state_of, unwrapped
 from shrinkpoint.state.training import Describe, TrainingState, plain
+from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import brief, warn
+
+if TYPE_CHECKING:
+    from shrinkpoint.steps.options import StepLog
+    from shrinkpoint.steps.training import TrainingLog
 
 __all__ = ["LoopObjects", "Stateful"]
 
@@ -108,6 +116,36 @@ class LoopObjects:
             counted = self._counted()
             self._begin()
             self._replaced += counted - self._counted()
+
+    def saver(self, settings: RunSettings) -> Saver | ShardedSaver:
+        """Return the saver of these objects, with the options of their run."""
+        return Saver(settings.stores, settings.saver, storage_options=settings.storage_options)
+
+    def log(self, options: "StepLog", **run: Any) -> "TrainingLog":
+        """Return the step log of these objects; arguments and errors as of `TrainingLog`."""
+        from shrinkpoint.steps.training import TrainingLog  # most trainings have no log
+
+        return TrainingLog(self.model, self.optimizers, options, stateful=self.stateful, **run)
+
+    def way_back(self, saver: Saver | ShardedSaver, manifest: Manifest | None) -> Callable[[], None]:
+        """Return a function that restores the present state: that of a checkpoint, or of a fresh start.
+
+        Both are called on the first process alone, and call nothing that communicates with others.
+
+        Args:
+            saver: of the run.
+            manifest: of the checkpoint; None for a fresh start.
+        """
+        fresh = copy.deepcopy(LoopObjects.state(self, 0)) if manifest is None else None
+
+        def reload() -> None:
+            if manifest is None:  # a copy, since an optimizer may keep and change it
+                LoopObjects.load(self, copy.deepcopy(fresh), saver.url, warns=False)
+                return
+            again = decode_checkpoint(saver.store, manifest, threads=saver.config.encoder_threads)
+            LoopObjects.load(self, again.state.to_object(), saver.url, warns=False)
+
+        return reload
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the whole state after a step; its tensors are the live ones.

@@ -5,18 +5,20 @@ framework's own loss is computed on them, and the rest of a step is implemented 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
 from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.runtime.dispatch import Refusing
 from shrinkpoint.session.adapter import TrainingAdapter
-from shrinkpoint.session.alone import alone, wrapper_obstacle
 from shrinkpoint.session.batches import MORE_BATCHES, PROBE_BATCHES, KeptBatches, RecentBatches, to_host
 from shrinkpoint.sharded.targets import reshard, swapped_shards, unreduced
 from shrinkpoint.state.averages import without_averages
@@ -63,7 +65,7 @@ class LossProbe:
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
             named = named_as(own, without_averages(weights))
             with (
-                nullcontext() if self.together else alone(),
+                nullcontext() if self.together else _alone(),
                 swapped(self.adapter.model, named, *self.adapter.around()),
             ):
                 return measure()
@@ -145,7 +147,7 @@ class StepProbe:
             if reason is not None:
                 raise ConfigError(reason)
             weights, states = adapter.parts(stored)
-            with nullcontext() if self._shards else alone():
+            with nullcontext() if self._shards else _alone():
                 return steps.steps(named_as(own, weights), states, marks)
 
         return resumed
@@ -157,7 +159,31 @@ class StepProbe:
             return reason
         if self._shards:
             return obstacle(adapter.model, adapter.optimizers, shards=True) or unreduced(adapter.model)
-        return wrapper_obstacle(adapter.wrapped) or obstacle(adapter.model, adapter.optimizers, alone=True)
+        return _wrapper_obstacle(adapter.wrapped) or obstacle(adapter.model, adapter.optimizers, alone=True)
+
+
+def _alone() -> AbstractContextManager[Any]:
+    """Refuse collective communication inside the block: the other processes take no part, so that it would block forever."""
+    return nullcontext() if world().size == 1 else Refusing(_refuse_communication)
+
+
+def _wrapper_obstacle(wrapped: nn.Module | None) -> str | None:
+    """Return why gradients cannot be computed without the model's wrapper, whose hooks on them need its own forward pass; else None."""
+    if world().size == 1:
+        return None
+    if type(wrapped) is not DistributedDataParallel:
+        return "several processes train together, and not by DistributedDataParallel"
+    # With these two DDP records in every backward pass which parameters have taken part.
+    if wrapped.find_unused_parameters or wrapped.static_graph:
+        return "DistributedDataParallel looks for unused parameters, or has a static graph"
+    return None
+
+
+def _refuse_communication(operation: Any) -> None:
+    if operation.namespace in ("c10d", "_c10d_functional"):
+        raise ConfigError(
+            f"the model or its loss communicates with the other processes ({operation.__name__}), but each one measures by itself"
+        )
 
 
 def named_as(names: Mapping[str, str], weights: Mapping[str, Any]) -> dict[str, Any]:

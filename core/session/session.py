@@ -29,9 +29,8 @@ from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
 from shrinkpoint.session.adapter import SESSION, TrainingAdapter
 from shrinkpoint.session.batches import PROBE_BATCHES, KeptBatches, PathBatches
-from shrinkpoint.session.gradient_buckets import bucket_order, restore_buckets
+from shrinkpoint.session.ddp import HookStates, bucket_order, restore_buckets, restore_hook_states
 from shrinkpoint.session.gradients import GradientCollector
-from shrinkpoint.session.hook_states import HookStates, restore_hook_states
 from shrinkpoint.session.probe import LossProbe, StepProbe
 from shrinkpoint.session.reports import BestCheckpoints, metrics_of
 from shrinkpoint.session.settings import RunSettings
@@ -144,10 +143,6 @@ class TrainingSession:
         self._gradients = GradientCollector()
         self._stored: Mapping[str, Any] | None = None
 
-    def use(self, settings: RunSettings) -> None:
-        """Replace the options by those that the trainer completes, before the saver is asked for."""
-        self.settings = settings
-
     def plan(self, saves: int | None) -> None:
         """With ``adopt=True``: take the number of planned saves of the whole run, before the saver is asked for.
 
@@ -165,7 +160,7 @@ class TrainingSession:
                 "adopt=True cannot be used here: the number of planned saves of the whole run, among which max_degradation is divided,"
                 " does not follow from the trainer's limits. Give that number, as in adopt=200"
             )
-        self.use(replace(self.settings, saver=replace(saver, adopt=saves)))
+        self.settings = replace(self.settings, saver=replace(saver, adopt=saves))
 
     @property
     def saver(self) -> Saver | ShardedSaver:
@@ -381,7 +376,16 @@ class TrainingSession:
         """
         if manifest is None:
             manifest = next(iter(self.saver.store.manifests()), None)
-        return None if manifest is None else _outline(self.saver, manifest, keys)
+        if manifest is None:
+            return None
+        header = header_of(self.saver.store, manifest.chain[-1])
+        specs = whole_specs(record.spec for record in header.tensors.values())
+        shapes = {
+            name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()
+        }
+        tree = {key: header.tree[key] for key in keys if key in header.tree}
+        outline: dict[str, Any] = meta_filled(TrainingState(tree, shapes, specs)).to_object(own_tensors=True)
+        return outline
 
     def remember(self) -> None:
         """Read which checkpoints were the best and the last, when a run is continued.
@@ -549,7 +553,8 @@ class TrainingSession:
                 wait=last,
             )
 
-        if self.submit(request, self._adoption() if planned else None):
+        adoption = Adoption(live=adapter.live, settings=adapter.path_settings()) if planned else None
+        if self.submit(request, adoption):
             self.saved_step = step
         if planned and self.path is not None:
             self.path.start_over()
@@ -638,9 +643,6 @@ class TrainingSession:
 
     def drain(self) -> None:
         """Do nothing; overridden where other ranks take part in evaluations, and wait there for a running save."""
-
-    def _adoption(self) -> Adoption:
-        return Adoption(live=self.adapter.live, settings=self.adapter.path_settings())
 
     def wants(self, *, last: bool) -> bool:
         """Return whether a due save is made now; the same on all ranks, called before they gather a state.
@@ -904,13 +906,3 @@ def _new_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
 def _is_copied(spec: TensorSpec) -> bool:
     """Parameters and their optimizers' state; of buffers the first rank's count, whose data parallelism gives them to all."""
     return spec.tag.parameter is not None and spec.tag.role not in (Role.BUFFER, Role.AVERAGE)
-
-
-def _outline(saver: Saver | ShardedSaver, manifest: Manifest, keys: Collection[str]) -> dict[str, Any]:
-    header = header_of(saver.store, manifest.chain[-1])
-    specs = whole_specs(record.spec for record in header.tensors.values())
-    shapes = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
-    tree = {key: header.tree[key] for key in keys if key in header.tree}
-    state = meta_filled(TrainingState(tree, shapes, specs))
-    outline: dict[str, Any] = state.to_object(own_tensors=True)
-    return outline

@@ -95,7 +95,7 @@ def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
         unknown = sorted(kwargs.keys() - known.keys())
         if unknown:
             raise ConfigError("; ".join(_refusal(name, known) for name in unknown))
-        note_arguments(args[0], args[1:], kwargs)
+        setattr(args[0], _GIVEN, (args[1:], dict(kwargs)))
         init(*args, **kwargs)
 
     return checked
@@ -179,11 +179,6 @@ def _refusal(name: str, names: Iterable[str]) -> str:
 _GIVEN = "_shrinkpoint_given"
 _SESSIONS = ("_session", "_shrinkpoint_session")
 _OF_PROCESS = (_GIVEN, "_settings", *_SESSIONS)
-
-
-def note_arguments(callback: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Keep what a callback's constructor was given, for `given` and `reduced`."""
-    setattr(callback, _GIVEN, (args, dict(kwargs)))
 
 
 def given(callback: Any, kind: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The objects of a hand-written loop that several processes run: what of their state each rank holds, and how it is filled again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,20 +12,27 @@ from torch.nn.parallel import DistributedDataParallel
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.quality.resumed_steps import obstacle
-from shrinkpoint.session.gradient_buckets import bucket_order, restore_buckets, stateful_hook
+from shrinkpoint.session.ddp import bucket_order, restore_buckets, stateful_hook
 from shrinkpoint.session.objects import LoopObjects, Stateful
+from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.restoring import RANKS_KEY
+from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets, reshard, swapped_shards, unreduced
+from shrinkpoint.sharded.trees import own_of
 from shrinkpoint.state.rng import capture_rng, diverge_rng
-from shrinkpoint.state.stateful import state_of
+from shrinkpoint.state.stateful import parameters_of, state_of
 from shrinkpoint.state.training import Describe, Role, TensorSpec, TrainingState, plain
 from shrinkpoint.warn import warn
 
-__all__ = ["BUCKETS", "CopiedObjects", "ShardedObjects", "has_shards", "refuse_deepspeed"]
+if TYPE_CHECKING:
+    from shrinkpoint.steps.options import StepLog
+    from shrinkpoint.steps.training import Captured, TrainingLog
 
-BUCKETS = "buckets"
-"""The entry of a state that has the order in which DDP sums gradients."""
+__all__ = ["CopiedObjects", "ShardedObjects", "has_shards", "refuse_deepspeed"]
+
+_BUCKETS = "buckets"  # of a state: the order in which DDP sums gradients
+_RANKS = "ranks"  # of a segment of a log: what is each rank's own
 
 
 def has_shards(model: Any) -> bool:
@@ -78,11 +85,23 @@ class ShardedObjects(LoopObjects):
     """As `LoopObjects`, on one of the ranks that train a sharded model together."""
 
     ordered = False  # `Targets` finds it by name
+    _copied: Callable[[TensorSpec], bool] | None = None
 
     def __init__(self, model: Any, optimizer: Any, stateful: Mapping[str, Stateful]) -> None:
         super().__init__(model, optimizer, stateful)
         self._found = Targets(
             self.model, self.inner, model_key="model", optimizers_key="optimizers", writer="a Checkpointer"
+        )
+
+    def saver(self, settings: RunSettings) -> ShardedSaver:
+        """See `LoopObjects.saver`."""
+        return ShardedSaver(
+            settings.stores,
+            settings.saver,
+            targets=self._targets,
+            own=self.own,
+            copied=self._copied,
+            storage_options=settings.storage_options,
         )
 
     def state(self, step: int) -> dict[str, Any]:
@@ -122,15 +141,7 @@ class ShardedObjects(LoopObjects):
             "trained": self._trained.values(),
         }
 
-    def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-        """Return the tensors that a restore fills.
-
-        Args:
-            specs: of the checkpoint's whole tensors, by name.
-
-        Raises:
-            StateMismatchError: they are another model's.
-        """
+    def _targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
         others = {name: state_of(value) for name, value in self.stateful.items()}
         return self._found.find(specs, {"stateful": others})
 
@@ -176,9 +187,10 @@ class CopiedObjects(ShardedObjects):
                     " for the order in which it sums gradients is needed to continue bit by bit"
                 )
             return
-        if self.stateful_hook is not None:
+        hook = stateful_hook(self._wrapper)
+        if hook is not None:
             warn(
-                f"checkpoints leave out the state of the DDP communication hook, a {self.stateful_hook}: a continued run starts with a"
+                f"checkpoints leave out the state of the DDP communication hook, a {hook}: a continued run starts with a"
                 " fresh one, and is not bit-identical"
             )
         if not self._wrapper.broadcast_buffers and any(True for _ in self.model.buffers()):
@@ -187,18 +199,58 @@ class CopiedObjects(ShardedObjects):
     def state(self, step: int) -> dict[str, Any]:
         """See `LoopObjects.state`; a collective, since one process alone may fail to give its own."""
         state = world().on_every(lambda: ShardedObjects.state(self, step))
-        return {**state, BUCKETS: self.buckets()}
+        return {**state, _BUCKETS: self._buckets()}
 
-    def buckets(self) -> list[list[int]]:
-        """Return the order in which DDP sums gradients; a collective."""
+    def _buckets(self) -> list[list[int]]:  # a collective
         return bucket_order(self._wrapper)
 
-    @property
-    def stateful_hook(self) -> str | None:
-        """The name of the state of DDP's communication hook, which is in no state here; None where it has none."""
-        return stateful_hook(self._wrapper)
+    def log(self, options: "StepLog", **run: Any) -> "TrainingLog":
+        """See `LoopObjects.log`; the first rank writes and replays it."""
+        from shrinkpoint.steps.capture import CannotLogError
+        from shrinkpoint.steps.exact import ExactLog
+        from shrinkpoint.steps.training import on_host
 
-    def copied(self, spec: TensorSpec) -> bool:
+        def capture() -> "Captured":
+            captured, hook = self._of_ranks(), stateful_hook(self._wrapper)
+            if isinstance(log.log, ExactLog) and log.log.accumulates():
+                return CannotLogError(
+                    "gradients are accumulated over several calls of Checkpointer.step, other ones on each process: call it after"
+                    " optimizer.step() only"
+                )
+            if hook is not None:
+                return CannotLogError(
+                    f"the state of the DDP communication hook, a {hook}, is each process's own, and not logged here: the callbacks of"
+                    " Lightning and Composer log it"
+                )
+            return captured
+
+        def share(step: int, captured: Mapping[str, Any]) -> None:
+            parameters = [parameter for one in self.optimizers for parameter in parameters_of(one)]
+            state: dict[str, Any] = {}
+            gradients = None
+            if world().is_first:
+                state = on_host(LoopObjects.state(self, step))
+                gradients = [on_host(parameter.grad) for parameter in parameters]
+            self.load(_with_own({**world().broadcast(state), **captured}), "", warns=False)
+            found = world().broadcast(gradients)
+            if not world().is_first:
+                for parameter, gradient in zip(parameters, found or (), strict=True):
+                    parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+        log = super().log(options, capture=capture, share=share, **run)
+        return log
+
+    def _of_ranks(self) -> dict[str, Any]:
+        """Return what is each rank's own, where it differs from the first one's; a collective."""
+        group = world()
+        own = group.on_every(lambda: own_of(self.own(), group.rank))
+        known = group.broadcast(own.digests())
+        kept: dict[str, dict[str, Any]] = {}
+        for (of, name), part in own.without(known).parts.items():
+            kept.setdefault(of, {})[name] = part.to_object()
+        return {_RANKS: group.gather(kept), _BUCKETS: self._buckets()}
+
+    def _copied(self, spec: TensorSpec) -> bool:
         """Parameters and their optimizers' state; of buffers the first rank's counts, whose DDP gives them to all."""
         return spec.tag.role is Role.WEIGHT or spec.name.startswith("optimizers/")
 
@@ -209,4 +261,16 @@ class CopiedObjects(ShardedObjects):
     def load(self, state: Any, url: str, *, warns: bool = True) -> None:
         """See `LoopObjects.load`."""
         super().load(state, url, warns=warns)
-        restore_buckets(self._wrapper, state.get(BUCKETS) or [])
+        restore_buckets(self._wrapper, state.get(_BUCKETS) or [])
+
+
+def _with_own(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the first rank's state with what is this one's own, if a rank of this number has written some."""
+    ranks, here = state.pop(_RANKS), world()
+    own = ranks[here.rank] if here.rank < len(ranks) else {}
+    merged = {of: {**state[of], **values} for of, values in own.items()}
+    return {
+        **state,
+        **merged,
+        RANKS_KEY: {"stored": len(ranks), "here": here.size, "rank": here.rank},
+    }

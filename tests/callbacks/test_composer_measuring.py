@@ -134,7 +134,7 @@ def test_a_loss_that_asks_the_other_processes_is_not_waited_for(
     saving: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("support.composer_models.Tiny", Talkative)
-    monkeypatch.setattr("shrinkpoint.session.alone.world", lambda: SimpleNamespace(size=2))
+    monkeypatch.setattr("shrinkpoint.session.probe.world", lambda: SimpleNamespace(size=2))
     with pytest.warns(
         ShrinkpointWarning, match=r"cannot be measured.*communicates with the other processes \(allreduce_"
     ):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.nn.parallel import DistributedDataParallel
 
-from shrinkpoint.session.gradient_buckets import bucket_order, restore_buckets, stateful_hook
+from shrinkpoint.session.ddp import bucket_order, restore_buckets, stateful_hook
 
 __all__ = ["CASES", "PROCESSES", "program"]
 

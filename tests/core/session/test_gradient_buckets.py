@@ -7,7 +7,7 @@ import torch
 from support.bucket_program import CASES, PROCESSES, program
 from support.sharded import launch
 
-from shrinkpoint.session.gradient_buckets import bucket_order, restore_buckets, stateful_hook
+from shrinkpoint.session.ddp import bucket_order, restore_buckets, stateful_hook
 
 Seen = list[dict[str, dict[str, Any]]]
 

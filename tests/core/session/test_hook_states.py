@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.session.hook_states import HookStates, hidden_state, restore_hook_states
+from shrinkpoint.session.ddp import HookStates, hidden_state, restore_hook_states
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.state.training import TrainingState
