@@ -85,6 +85,10 @@ def signals_of(names: Sequence[str]) -> list[signal.Signals]:
     return [known[name] for name in given]
 
 
+def _always() -> bool:  # a function of the module, since a callback is pickled with its request
+    return True
+
+
 class TerminationRequest:
     """Records a SIGTERM or Ctrl-C between `watch` and `unwatch`, so that training can be saved; a second ends the
     process.
@@ -108,7 +112,7 @@ class TerminationRequest:
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
         *,
         more: Sequence[signal.Signals] = (),
-        answered: Callable[[], bool] = lambda: True,
+        answered: Callable[[], bool] = _always,
         replaces: bool = False,
         then: Callable[[], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
