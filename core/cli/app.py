@@ -3,22 +3,23 @@
 import logging
 import os
 import sys
+import time
 import warnings
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from shrinkpoint.cli.compile import compile_now
 from shrinkpoint.cli.diff import diff
 from shrinkpoint.cli.export import export
 from shrinkpoint.cli.ls import ls
+from shrinkpoint.cli.output import console
 from shrinkpoint.cli.prune import compact, prune, undelete
 from shrinkpoint.cli.show import show
 from shrinkpoint.cli.stores import stores
 from shrinkpoint.cli.verify import verify
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
-from shrinkpoint.runtime.progress import quieted
+from shrinkpoint.runtime.progress import quieted, waiting_for
 from shrinkpoint.store.connect import reading_anyway
 from shrinkpoint.version import __version__
 
@@ -83,7 +84,28 @@ def _globals(
 
 for _command in (ls, show, diff, verify, export, compact, prune, undelete, stores):
     app.command()(_command)
-app.command("compile")(compile_now)
+
+
+@app.command("compile")
+def _compile(scheme: Annotated[str, typer.Option("--scheme", help="Whose coders.")] = "auto") -> None:
+    """Compile the coders now, up to a minute of one core; otherwise the first training on a machine does it."""
+    from shrinkpoint.engine.warmup import compile_coders, is_compiled
+    from shrinkpoint.runtime.kernel_cache import kernels_are_interpreted
+
+    if kernels_are_interpreted():
+        raise ShrinkpointError("NUMBA_DISABLE_JIT is set, so numba compiles nothing: unset it")
+    if is_compiled(scheme):
+        console().print(f"the coders of scheme {scheme} are compiled already")
+        return
+    started = time.perf_counter()
+    with waiting_for(f"compiling the coders of scheme {scheme}, which takes a minute or two"):
+        lasts = compile_coders(scheme)
+    if not lasts:
+        raise ShrinkpointError(
+            "the compiled coders cannot be kept: numba finds no folder that it may write to;"
+            " let NUMBA_CACHE_DIR name one, here and where training runs"
+        )
+    console().print(f"compiled the coders of scheme {scheme} in {time.perf_counter() - started:.0f} s")
 
 
 def main() -> None:

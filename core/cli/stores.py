@@ -109,17 +109,12 @@ def _print_survey(found: Survey) -> None:
     out = console()
     for key in found.unrestorable:
         out.print(f"LOST {key}: too few shards are left in the stores that answer")
-    out.print(f"{_may_be_lost(found.redundancy)}; parity {found.parity}")
+    spare = counted(found.redundancy, "store") if found.redundancy else "no further store"
+    out.print(f"{spare} may be lost now; parity {found.parity}")
     if found.redundancy < found.parity:
         out.print(
             "`shrinkpoint stores --heal` writes what is missing, where all stores answer or are replaced (--replace N=URL)"
         )
-
-
-def _may_be_lost(count: int) -> str:
-    if count == 0:
-        return "no further store may be lost now"
-    return f"{counted(count, 'store')} may be lost now"
 
 
 def _print_healed(healed: Healed, shown: str, *, replaced: bool) -> None:

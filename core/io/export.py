@@ -146,22 +146,29 @@ def to_loadable(state: Any) -> tuple[Any, tuple[str, ...]]:
     return value, tuple(f"{what}: {_listed(places)}" for what, places in changes.items())
 
 
+_PLAIN: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
+    (Enum, "enums are written as their values", lambda value: value.value),
+    (BytesIO, "files are written as bytes", BytesIO.getvalue),
+    (Namespace, "namespaces are written as dicts", vars),
+    (np.ndarray, "numpy arrays are written as tensors", torch.from_numpy),
+    (np.generic, "numpy scalars are written as Python numbers", np.generic.item),
+    (timedelta, "timedeltas are written as seconds", timedelta.total_seconds),
+)
+
+
 def _convert(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any:
-    if isinstance(value, Enum):
-        note(path, "enums are written as their values")
-        return _convert(value.value, path, note)
-    if isinstance(value, BytesIO):
-        note(path, "files are written as bytes")
-        return _convert(value.getvalue(), path, note)
+    if isinstance(value, np.datetime64 | np.timedelta64):
+        raise _refuse(value, path)
+    for kind, what, plain in _PLAIN:
+        if isinstance(value, kind):
+            note(path, what)
+            return _convert(plain(value), path, note)
     if is_dataclass(value) and not isinstance(value, type):
         note(path, "dataclasses are written as dicts")
         return _convert({each.name: getattr(value, each.name) for each in fields(value)}, path, note)
     if type(value).__module__.startswith("omegaconf."):
         note(path, "OmegaConf's containers are written as dicts and lists")
         return _convert(sys.modules["omegaconf"].OmegaConf.to_container(value), path, note)
-    if isinstance(value, Namespace):
-        note(path, "namespaces are written as dicts")
-        return _convert(vars(value), path, note)
     if isinstance(value, Mapping):
         kind = OrderedDict if isinstance(value, OrderedDict) else dict
         return kind(
@@ -176,32 +183,6 @@ def _convert(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any
         if isinstance(value, frozenset):
             note(path, "frozensets are written as sets")
         return {_convert_key(item, path, note) for item in value}
-    return _convert_leaf(value, path, note)
-
-
-def _convert_key(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any:
-    """Keys and members of sets stay hashable."""
-    if isinstance(value, frozenset) or (
-        isinstance(value, bytes) and not value
-    ):  # their plain equivalents, a set and a bytearray, cannot be hashed
-        raise _refuse(value, path)
-    if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple(_convert_key(item, path, note) for item in value)
-    return _convert(value, path, note)
-
-
-def _convert_leaf(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any:
-    if isinstance(value, np.ndarray):
-        note(path, "numpy arrays are written as tensors")
-        return torch.from_numpy(value)
-    if isinstance(value, (np.datetime64, np.timedelta64)):
-        raise _refuse(value, path)
-    if isinstance(value, np.generic):
-        note(path, "numpy scalars are written as Python numbers")
-        return value.item()
-    if isinstance(value, timedelta):
-        note(path, "timedeltas are written as seconds")
-        return value.total_seconds()
     if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
         raise _refuse(value, path)
     if isinstance(value, bytes) and not value:
@@ -214,6 +195,17 @@ def _convert_leaf(value: Any, path: _Path, note: Callable[[_Path, str], None]) -
     ):
         return value
     raise _refuse(value, path)
+
+
+def _convert_key(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any:
+    """Keys and members of sets stay hashable."""
+    if isinstance(value, frozenset) or (
+        isinstance(value, bytes) and not value
+    ):  # their plain equivalents, a set and a bytearray, cannot be hashed
+        raise _refuse(value, path)
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple(_convert_key(item, path, note) for item in value)
+    return _convert(value, path, note)
 
 
 def _refuse(value: object, path: _Path) -> CannotRepresentError:

@@ -139,15 +139,10 @@ class SafetensorsWriter:
 
 _BATCH = 2**26
 """Bytes of tensors in memory, about: a batch that is decoded, and the next one, which is read meanwhile."""
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
+_UNITS = {"": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("B", 1000), ("IB", 1024))
 }
 
 

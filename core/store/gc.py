@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shrinkpoint.errors import ChainError, FormatError, NoCheckpointError, StoreError
 from shrinkpoint.store.catalog import Catalog, Listing, is_listed, read_checked
 from shrinkpoint.store.keys import commit_key, is_data_key, is_probe_key, is_trash_key, trash_key
-from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
 from shrinkpoint.warn import warn
 
@@ -58,21 +58,19 @@ def collect(
     check_fence: Callable[[Listing], None],
     grace_s: float,
 ) -> GcReport:
-    """Remove the manifests that are not kept, then the blobs that nothing has named for ``grace_s`` seconds.
+    """Collect as `shrinkpoint.store.writer.RunWriter.collect`, the manifests first, then their blobs.
 
     Args:
         objects: The run's object store.
         catalog: Its manifests.
-        keep: Sequence numbers to keep. Pinned ones and the newest whose containers are all there are kept anyway.
-        seen: Digests of the manifests that `keep` was chosen from; any other one was committed since, and stays. None:
-            all that are there.
+        keep: Sequence numbers to keep.
+        seen: Digests of the manifests that `keep` was chosen from; None: all that are there.
         protect: Digests of manifests to keep besides.
         check_fence: Raises FencedError where a listing shows that another writer has taken over.
         grace_s: How long blobs outlive the last manifest that named them.
 
     Raises:
-        StoreError: The store failed; what is left is done by the next collection. Or it lists a manifest that it cannot read,
-            and what else it says is not to be built on.
+        StoreError: The store failed. Or it lists a manifest that it cannot read, and what else it says is not to be built on.
     """
     now = objects.server_time()
     listing = catalog.scan()
@@ -147,55 +145,52 @@ def _dead_blobs(
     # The order matters: a blob that this listing shows was named, if ever, by a manifest that the later one shows.
     infos = objects.list("data/")
     modified = {info.key: info.modified for info in infos}
-    trash, expired = _read_trash(objects, catalog, modified, before)
+    recent, expired = _read_trash(objects, catalog, modified, before)
     listing = catalog.scan()
     check_fence(listing)
-    kept = _named(catalog, [m for m in listing.manifests if m.digest not in gone], modified)
-    leaving = _named(catalog, [m for m in listing.manifests if m.digest in gone], modified)
-    live, recent = kept.keys, trash.keys | leaving.keys
-    unknown_until = max(
-        [
-            trash.unknown_until,
-            kept.unknown_until,
-            leaving.unknown_until,
-            *(d.modified if d.modified is not None else float("inf") for d in listing.damaged),
-        ]
-    )
+    live = _Named(catalog, modified)
+    for manifest in listing.manifests:
+        (recent if manifest.digest in gone else live).add(manifest)
+    for damaged in listing.damaged:
+        live.add_unknown(damaged.modified)
+    unknown_until = max(live.unknown_until, recent.unknown_until)
     dead: list[ObjectInfo] = []
     waiting = 0
     for info in infos:
-        if info.key in live or not is_data_key(info.key):
+        if info.key in live.keys or not is_data_key(info.key):
             continue
         may_be_named = info.modified is None or info.modified <= unknown_until + _SLACK_S
-        if info.key in recent or may_be_named or info.modified is None or info.modified >= before:
+        if info.key in recent.keys or may_be_named or info.modified is None or info.modified >= before:
             waiting += 1
         else:
             dead.append(info)
     return dead, waiting, expired
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Named:
-    """What manifests need, and how far those reach whose heads cannot be read."""
+    """Every object that some manifests need, and how far those reach that cannot be read."""
 
-    keys: frozenset[str]
-    unknown_until: float
+    def __init__(self, catalog: Catalog, modified: Mapping[str, float | None]) -> None:
+        self._catalog, self._modified = catalog, modified
+        self._seen: set[BlobRef] = set()
+        self.keys: set[str] = set()
+        self.unknown_until = float("-inf")
 
+    def add(self, manifest: Manifest) -> None:
+        """Add what a manifest needs; the parts of a head that cannot be read are unknown, but older than it."""
+        for ref in set(manifest.chain) - self._seen:
+            self._seen.add(ref)
+            self.keys.add(ref.key)
+            if not ref.parts:
+                continue
+            try:
+                self.keys.update(part.ref.key for part in self._catalog.head(ref).parts)
+            except (ChainError, FormatError):
+                self.add_unknown(self._modified.get(ref.key))
 
-def _named(catalog: Catalog, manifests: Collection[Manifest], modified: Mapping[str, float | None]) -> _Named:
-    """Every object that these manifests need. The parts of a head that cannot be read are unknown, but older than it."""
-    keys: set[str] = set()
-    until = float("-inf")
-    for ref in {ref for manifest in manifests for ref in manifest.chain}:
-        keys.add(ref.key)
-        if not ref.parts:
-            continue
-        try:
-            keys.update(part.ref.key for part in catalog.head(ref).parts)
-        except (ChainError, FormatError):
-            at = modified.get(ref.key)
-            until = max(until, float("inf") if at is None else at)
-    return _Named(keys=frozenset(keys), unknown_until=until)
+    def add_unknown(self, at: float | None) -> None:
+        """Add what something named that was written at this time and cannot be read."""
+        self.unknown_until = max(self.unknown_until, float("inf") if at is None else at)
 
 
 def _read_trash(
@@ -205,9 +200,8 @@ def _read_trash(
 
     Whatever a damaged entry named is older than it: all of that is kept until the entry itself expires.
     """
-    recent: set[str] = set()
+    recent = _Named(catalog, modified)
     expired: list[str] = []
-    unknown_until = float("-inf")
     for info in objects.list("trash/"):
         if not is_trash_key(info.key):
             continue  # another run's, which lies here
@@ -215,14 +209,12 @@ def _read_trash(
             expired.append(info.key)
             continue
         try:
-            named = _named(catalog, [read_checked(objects, info.key, Manifest.from_bytes)], modified)
-            recent.update(named.keys)
-            unknown_until = max(unknown_until, named.unknown_until)
+            recent.add(read_checked(objects, info.key, Manifest.from_bytes))
         except (MissingKeyError, FormatError) as error:
             if isinstance(error, MissingKeyError) and not is_listed(objects, info.key):
                 continue  # another collection has finished with it
-            unknown_until = max(unknown_until, float("inf") if info.modified is None else info.modified)
-    return _Named(keys=frozenset(recent), unknown_until=unknown_until), expired
+            recent.add_unknown(info.modified)
+    return recent, expired
 
 
 def _sweep(objects: ObjectStore, before: float) -> int:

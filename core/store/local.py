@@ -148,8 +148,7 @@ class LocalObjects:
         paths = [self._root / key for key in keys]
         with self._translated("delete from", ""):
             for path in paths:
-                with suppress(FileNotFoundError):
-                    os.unlink(path)
+                _remove(path)
             # In this order on the disk too: what names a blob must not come back after a crash when the blob is gone.
             for folder in {path.parent for path in paths}:
                 with suppress(FileNotFoundError):
@@ -226,9 +225,9 @@ class LocalObjects:
             raise _translate(error, f"cannot {verb} {self._root / key}") from error
 
 
-def _remove(temporary: Path) -> None:
+def _remove(path: Path) -> None:
     with suppress(FileNotFoundError):
-        os.unlink(temporary)
+        os.unlink(path)
 
 
 def _translate(error: OSError, what: str) -> StoreError:
@@ -268,22 +267,15 @@ def _write_synced(path: Path, data: bytes) -> None:
 
 def _publish_exclusive(temporary: Path, final: Path, data: bytes) -> bool:
     """Give ``temporary`` its final name unless that is taken; link, else renameat2, else an exclusive create."""
-    try:
-        os.link(temporary, final)
-        return True
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
-    try:
-        _rename_no_replace(temporary, final)
-        return True
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
+    for publish in (os.link, _rename_no_replace):
+        try:
+            publish(temporary, final)
+            return True
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
     try:
         # Exclusive, but visible before it is whole: a crash leaves a manifest that its checksum gives away.
         _write_synced(final, data)

@@ -189,7 +189,7 @@ class FakeSet(StripedObjects):
         for store, each in enumerate(self.each):
             if store not in self.gone:
                 each.heal()
-                self.group.health.answered(store, 0.0)
+                self.group.health.answered(store)
 
     @property
     def blobs(self) -> "MutableMapping[str, tuple[bytes, float]]":

@@ -97,7 +97,7 @@ class Blobs:
                 return self._get(key, layout, start, end, max_size)
             except (Insufficient, CorruptionError):
                 pass  # it is looked for anew, and what is wrong then is raised
-        layout = self._locate(key)
+        layout = layouts_of(self._group.listings(f"{key}.")).get(key, {})
         if not layout:
             return None
         data = self._get_or_explain(key, layout, start, end, max_size)
@@ -106,9 +106,6 @@ class Blobs:
             while len(self._layouts) > _REMEMBERED:
                 del self._layouts[next(iter(self._layouts))]
         return data
-
-    def _locate(self, key: str) -> Layout:
-        return layouts_of(self._group.listings(f"{key}.")).get(key, {})
 
     def _get_or_explain(
         self, key: str, layout: Layout, start: int | None, end: int | None, max_size: int

@@ -5,7 +5,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from shrinkpoint.errors import StoreError
@@ -30,8 +33,7 @@ class _State:
     transient: bool = False
     warned: bool = False
     warned_at: float = float("-inf")
-    seconds: float | None = None
-    """Of the last answer."""
+    has_answered: bool = False
 
 
 class Health:
@@ -65,16 +67,16 @@ class Health:
 
     def is_known(self, store: int) -> bool:
         """Return whether anything was heard of it yet: an answer, or a failure."""
-        return self._states[store].seconds is not None or self.is_failing(store)
+        return self._states[store].has_answered or self.is_failing(store)
 
     def why(self, store: int) -> str | None:
         """Return what was wrong with it the last time."""
         return self._states[store].reason
 
-    def answered(self, store: int, seconds: float) -> None:
-        """It works."""
+    def answered(self, store: int) -> None:
+        """Note that it works."""
         state = self._states[store]
-        state.seconds = seconds
+        state.has_answered = True
         state.reason, state.until, state.backoff_s = None, 0.0, 0.0
 
     def may_recover(self, stores: Sequence[int]) -> bool:
@@ -165,7 +167,7 @@ class Calls:
     def __init__(self, health: Health, patience: Patience) -> None:
         self._health = health
         self.patience = patience
-        self._abandoned: dict[int, list[_Request[Any]]] = {}
+        self._abandoned: dict[int, list[Future[Any]]] = {}
 
     def ask(
         self,
@@ -184,50 +186,46 @@ class Calls:
             alone_s: Where fewer have answered, wait no longer than this for any; None: as long as ``limit_s``.
         """
         answers: Answers[T] = Answers()
-        incoming: queue.SimpleQueue[tuple[int, float, Any, BaseException | None]] = queue.SimpleQueue()
         began = time.monotonic()
-        pending: dict[int, _Request[T]] = {}
+        pending: dict[Future[T], int] = {}
         for store in stores:
             if self._is_stuck(store):
                 self._health.failed(store, "does not answer earlier requests", transient=True)
                 answers.transient = True
                 continue
-            pending[store] = _Request(store, work, incoming, began)
-            _in_background(pending[store])
+            pending[_in_background(partial(work, store))] = store
         deadline = began + (self.patience.limit_s if alone_s is None else alone_s)
         was_enough = len(answers.of) >= enough
         if was_enough:  # nothing is needed: do not wait for nothing either
-            deadline = min(deadline, began + self._floor(pending))
+            deadline = min(deadline, began + self._floor(pending.values()))
         unexpected: BaseException | None = None
         while pending:
-            try:
-                store, seconds, value, error = incoming.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                self._leave(pending, time.monotonic() - began)
+            done, _ = wait(pending, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
+            if not done:
+                for request, store in pending.items():
+                    self._abandoned.setdefault(store, []).append(request)
+                    seconds = time.monotonic() - began
+                    self._health.failed(store, f"has not answered for {seconds:.1f} s", transient=True)
                 answers.transient = True
                 break
-            del pending[store]
-            if error is None:
-                answers.of[store] = value
-                self._health.answered(store, seconds)
-            elif isinstance(error, StoreError | OSError):
-                transient = is_transient(error)
-                self._health.failed(store, str(error), transient=transient)
-                answers.transient |= transient
-            else:
-                unexpected = error
+            for request in sorted(done, key=pending.__getitem__):
+                store, error = pending.pop(request), request.exception()
+                if error is None:
+                    answers.of[store] = request.result()
+                    self._health.answered(store)
+                elif isinstance(error, StoreError | OSError):
+                    transient = is_transient(error)
+                    self._health.failed(store, str(error), transient=transient)
+                    answers.transient |= transient
+                else:
+                    unexpected = error
             if not was_enough and len(answers.of) >= enough:
-                was_enough = True
-                late = max(self._floor(pending), self.patience.late_factor * (time.monotonic() - began))
+                was_enough, taken = True, time.monotonic() - began
+                late = max(self._floor(pending.values()), self.patience.late_factor * taken)
                 deadline = min(deadline, began + late)
         if unexpected is not None:
             raise unexpected
         return answers
-
-    def _leave(self, pending: "dict[int, _Request[T]]", seconds: float) -> None:
-        for store, request in pending.items():
-            self._abandoned.setdefault(store, []).append(request)
-            self._health.failed(store, f"has not answered for {seconds:.1f} s", transient=True)
 
     def _floor(self, stores: Iterable[int]) -> float:
         """Return how long these may always take."""
@@ -237,33 +235,9 @@ class Calls:
 
     def _is_stuck(self, store: int) -> bool:
         """Return whether so many requests hang there that another one would only hang with them."""
-        alive = [request for request in self._abandoned.get(store, ()) if request.is_alive]
-        self._abandoned[store] = alive
-        return len(alive) >= _MOST_ABANDONED
-
-
-class _Request(Generic[T]):
-    """One request, which knows whether it is still under way."""
-
-    def __init__(
-        self,
-        store: int,
-        work: Callable[[int], T],
-        outgoing: "queue.SimpleQueue[tuple[int, float, Any, BaseException | None]]",
-        began: float,
-    ) -> None:
-        self._store, self._work, self._outgoing, self._began = store, work, outgoing, began
-        self.is_alive = True
-
-    def __call__(self) -> None:
-        """Do the work and hand over what came of it."""
-        value, error = None, None
-        try:
-            value = self._work(self._store)
-        except BaseException as raised:  # noqa: BLE001 - raised again by whoever asked
-            error = raised
-        self.is_alive = False
-        self._outgoing.put((self._store, time.monotonic() - self._began, value, error))
+        hanging = [request for request in self._abandoned.get(store, ()) if not request.done()]
+        self._abandoned[store] = hanging
+        return len(hanging) >= _MOST_ABANDONED
 
 
 class _Worker(threading.Thread):
@@ -288,13 +262,22 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
 
 
-def _in_background(job: Callable[[], None]) -> None:
+def _in_background(work: Callable[[], T]) -> "Future[T]":
+    future: Future[T] = Future()
+
+    def job() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever asked
+            future.set_exception(error)
+
     try:
         worker = _idle.pop()
     except IndexError:
         worker = _Worker()
         worker.start()
     worker.jobs.put(job)
+    return future
 
 
 def is_transient(error: BaseException) -> bool:
@@ -303,25 +286,15 @@ def is_transient(error: BaseException) -> bool:
 
 
 def for_each(items: Sequence[T], work: Callable[[T], None]) -> None:
-    """``work(item)`` of each, several at once, on threads that hold nothing up; what is raised first comes through."""
+    """``work(item)`` of each, several at once, on threads that hold nothing up; an error comes through."""
     waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
-    done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     for item in items:
         waiting.put(item)
 
     def run() -> None:
-        try:
+        with suppress(queue.Empty):
             while True:
                 work(waiting.get_nowait())
-        except queue.Empty:
-            done.put(None)
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            done.put(error)
 
-    threads = min(_WIDTH, len(items))
-    for _ in range(threads):
-        _in_background(run)
-    for _ in range(threads):
-        error = done.get()
-        if error is not None:
-            raise error
+    for request in [_in_background(run) for _ in range(min(_WIDTH, len(items)))]:
+        request.result()

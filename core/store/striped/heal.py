@@ -1,7 +1,7 @@
 """What a set holds and lacks, store by store, and writing it again: `shrinkpoint stores`."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shrinkpoint.errors import CorruptionError, FormatError, RunMismatchError, StoreError
 from shrinkpoint.store.keys import seq_of_commit
@@ -161,7 +161,7 @@ Progress = Callable[[int, int, str], None]
 """Called with how many objects are done, how many there are, and the next one's key."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Healed:
     """What was written.
 
@@ -176,12 +176,12 @@ class Healed:
             collection removes these again.
     """
 
-    joined: tuple[int, ...]
-    records: int
-    shards: int
-    repaired: int
-    lost: dict[str, str]
-    orphans: int
+    joined: tuple[int, ...] = ()
+    records: int = 0
+    shards: int = 0
+    repaired: int = 0
+    lost: dict[str, str] = field(default_factory=dict)
+    orphans: int = 0
     outdated: tuple[int, ...] = ()
 
 
@@ -211,8 +211,7 @@ class _Repair:
         self._group: Group = objects.group
         self._needed = needed
         self._progress = progress
-        self._records = self._shards = self._repaired = self._orphans = 0
-        self._lost: dict[str, str] = {}
+        self._healed = Healed()
         self._outdated: dict[str, int] = {}
         self._acknowledged: set[str] = set()
 
@@ -238,16 +237,10 @@ class _Repair:
             if not stores.put_if_absent(MEMBER_KEY, replace(member, number=store + 1).to_bytes()):
                 group.confirm(store)
             stores.delete([JOINING_KEY])
-            group.health.answered(store, 0.0)
-        return Healed(
-            joined=tuple(store + 1 for store in joining),
-            records=self._records,
-            shards=self._shards,
-            repaired=self._repaired,
-            lost=self._lost,
-            orphans=self._orphans,
-            outdated=tuple(sorted(set(self._outdated.values()))),
-        )
+            group.health.answered(store)
+        self._healed.joined = tuple(store + 1 for store in joining)
+        self._healed.outdated = tuple(sorted(set(self._outdated.values())))
+        return self._healed
 
     def _join(self, member: Member) -> list[int]:
         """Mark the blank stores, so that an interrupted healing is gone on with, and nothing else is written over."""
@@ -290,10 +283,10 @@ class _Repair:
             return  # nobody acknowledges it any more: more copies would bring it back
         for store in group.everyone:
             if store not in copies:
-                self._records += group.stores[store].put_if_absent(key, best)
+                self._healed.records += group.stores[store].put_if_absent(key, best)
             elif (mine := copies[store]) is None or not is_sealed(mine):
                 group.stores[store].put(key, best)
-                self._repaired += 1
+                self._healed.repaired += 1
 
     def _is_outdated(self, key: str, data: bytes, copies: int, layouts: dict[str, Layout]) -> bool:
         """Whether a manifest's containers are gone of which there may be fewer copies than it takes to commit one."""
@@ -345,14 +338,14 @@ class _Repair:
             if store is not None:
                 name = ShardName(key, geometry, place)
                 group.stores[store].put(str(name), encode_shard(name, cut))
-                self._repaired += place in bad
-                self._shards += place not in bad
+                self._healed.repaired += place in bad
+                self._healed.shards += place not in bad
 
     def _cannot(self, key: str, why: str) -> None:
         if key in self._needed and (key in self._acknowledged or key not in self._outdated):
-            self._lost[key] = why
+            self._healed.lost[key] = why
         else:
-            self._orphans += 1
+            self._healed.orphans += 1
 
     def _look_at(self, key: str, layout: Layout) -> tuple[Layout, list[tuple[int, ShardName]]]:
         """Read every shard of a blob: the layout of those that are sound, and those that are not."""
@@ -379,4 +372,4 @@ class _Repair:
             return None
         except CorruptionError:
             return False
-        return None not in [None if b is None else 0 for b in sound_blocks(sums, file[cut.header_bytes :])]
+        return all(block is not None for block in sound_blocks(sums, file[cut.header_bytes :]))

@@ -6,7 +6,8 @@ count among those that have been asked what is there.
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from shrinkpoint.errors import (
     ConfigError,
@@ -121,17 +122,8 @@ class Member:
 
     def to_bytes(self) -> bytes:
         """Return the sealed record."""
-        return seal(
-            {
-                "type": _MAGIC,
-                "format": _FORMAT,
-                "set": self.set_id,
-                "number": self.number,
-                "of": self.of,
-                "parity": self.parity,
-                "stores": list(self.stores),
-            }
-        )
+        record = asdict(self)
+        return seal({"type": _MAGIC, "format": _FORMAT, "set": record.pop("set_id"), **record})
 
     @classmethod
     def from_bytes(cls, data: bytes, shown: str) -> "Member":
@@ -151,13 +143,8 @@ class Member:
         if not isinstance(stores, list):
             raise FormatError(f"{shown}: stores is not a list")
         try:
-            return cls(
-                set_id=record.get("set"),  # type: ignore[arg-type]
-                number=record.get("number"),  # type: ignore[arg-type]
-                of=record.get("of"),  # type: ignore[arg-type]
-                parity=record.get("parity"),  # type: ignore[arg-type]
-                stores=tuple(stores),
-            )
+            numbers: dict[str, Any] = {name: record.get(name) for name in ("number", "of", "parity")}
+            return cls(set_id=record.get("set", ""), stores=tuple(stores), **numbers)
         except FormatError as error:
             raise FormatError(f"{shown}: {error}") from None
 

@@ -5,7 +5,7 @@ P is the XOR of the data shards. Q is their sum with weights 1, g, g^2, ... in G
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import TypeAlias
 
 import numpy as np
@@ -69,33 +69,23 @@ _ZERO = np.int8(0)
 def _times_g(total: Shard, overflow: Bools) -> None:
     """Multiply each byte by g, in place: double it, and reduce it by the polynomial where its highest bit
     was set."""
-    reduce = overflow.view(np.uint8)
+    excess = overflow.view(np.uint8)
     np.less(total.view(np.int8), _ZERO, out=overflow)
-    np.multiply(reduce, _REDUCE, out=reduce)
+    np.multiply(excess, _REDUCE, out=excess)
     np.add(total, total, out=total)
-    np.bitwise_xor(total, reduce, out=total)
-
-
-@lru_cache(maxsize=1)
-def _tables() -> tuple[list[int], list[int]]:
-    """Powers of g, twice over so that sums of logarithms need no modulo, and logarithms."""
-    powers, logarithms = [0] * 510, [0] * 256
-    value = 1
-    for exponent in range(255):
-        powers[exponent] = powers[exponent + 255] = value
-        logarithms[value] = exponent
-        value = value << 1 ^ (_POLYNOMIAL if value & 0x80 else 0)
-    return powers, logarithms
+    np.bitwise_xor(total, excess, out=total)
 
 
 def _multiply(a: int, b: int) -> int:
-    powers, logarithms = _tables()
-    return powers[logarithms[a] + logarithms[b]] if a and b else 0
+    product = 0
+    while b:
+        product ^= a if b & 1 else 0
+        a, b = a << 1 ^ (_POLYNOMIAL if a & 0x80 else 0), b >> 1
+    return product
 
 
 def _inverse(a: int) -> int:
-    powers, logarithms = _tables()
-    return powers[255 - logarithms[a]]
+    return next(b for b in range(1, 256) if _multiply(a, b) == 1)
 
 
 @lru_cache(maxsize=64)
@@ -108,7 +98,7 @@ def _times(shard: Shard, factor: int) -> Shard:
 
 
 def _power(exponent: int) -> int:
-    return _tables()[0][exponent % 255]
+    return reduce(_multiply, [2] * (exponent % 255), 1)
 
 
 def rebuild(found: Mapping[int, Shard], k: int, spare: int) -> list[Shard]:

@@ -1,6 +1,5 @@
 """A range of a blob out of its shards: those blocks that are asked for, and others only to rebuild what is missing."""
 
-from collections.abc import Iterator
 from typing import TypeAlias
 
 from shrinkpoint.errors import CorruptionError
@@ -147,15 +146,11 @@ class RangeReader:
         self, place: int, blocks: Blocks, chosen: dict[int, tuple[int, Blocks]], *, failing: bool
     ) -> int | None:
         """Return a store that has this place, is free, and was not asked for it before."""
-        for store in self._untried(place, blocks):
-            if store not in chosen and (failing or not self._group.health.is_failing(store)):
+        for store in self._holders.get(place, ()):
+            tried = store in chosen or (store, place, *blocks) in self._tried
+            if not tried and (failing or not self._group.health.is_failing(store)):
                 return store
         return None
-
-    def _untried(self, place: int, blocks: Blocks) -> Iterator[int]:
-        for store in self._holders.get(place, ()):
-            if (store, place, *blocks) not in self._tried:
-                yield store
 
     def _fetch(self, chosen: dict[int, tuple[int, Blocks]]) -> None:
         for store, (place, blocks) in chosen.items():

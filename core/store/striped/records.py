@@ -5,7 +5,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import xxhash
 
@@ -25,14 +24,6 @@ _MOST_KEPT = 1000
 _MOST_SEEN = 100_000
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """What one store holds under a key: its bytes' digest, None where they are no sound record."""
-
-    digest: str | None
-    size: int
-
-
 class Records:
     """The records of a set.
 
@@ -46,7 +37,8 @@ class Records:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._seen: dict[tuple[int, ObjectInfo], _Copy] = {}
+        self._seen: dict[tuple[int, ObjectInfo], str | None] = {}
+        """Digests of the copies that were read; None of what is no sound record."""
         self._just_listed: dict[str, tuple[float, bytes]] = {}
         self._lost: dict[str, tuple[float, str]] = {}
         self._lock = threading.Lock()
@@ -177,15 +169,13 @@ class Records:
         for key, by in holders.items():
             versions: dict[str, list[tuple[int, ObjectInfo]]] = {}
             for item in by.items() if key in ambiguous else ():
-                copy = self._seen.get(item)
-                if copy is not None and copy.digest is not None:
-                    versions.setdefault(copy.digest, []).append(item)
+                digest = self._seen.get(item)
+                if digest is not None:
+                    versions.setdefault(digest, []).append(item)
             if len(versions) <= 1:
                 sizes = Counter(info.size for info in by.values())
-                size = next(
-                    (info.size for items in versions.values() for _, info in items),
-                    max(sizes, key=lambda s: (sizes[s], s)),
-                )
+                sound = [info.size for items in versions.values() for _, info in items]
+                size = sound[0] if sound else max(sizes, key=lambda s: (sizes[s], s))
                 entries.append(ObjectInfo(key=key, size=size, modified=youngest(by.values())))
                 continue
             for digest, items in versions.items():
@@ -210,30 +200,23 @@ class Records:
             except MissingKeyError:
                 return  # removed since, or listed without being there: another copy answers
             except CorruptionError:
-                self._seen[item] = _Copy(None, info.size)
+                self._seen[item] = None
                 return
             except StoreError as error:
                 failed.add(store)
                 self._group.health.failed(store, str(error), transient=is_transient(error))
                 return
-            sound = is_sealed(data)
-            digest = _digest(data)
-            self._seen[item] = _Copy(digest if sound else None, len(data))
-            if sound:
+            self._seen[item] = digest = _digest(data) if is_sealed(data) else None
+            if digest is not None:
                 alias = _alias_of(info.key, digest)
-                now = time.monotonic()
                 with self._lock:
-                    self._just_listed[alias] = self._just_listed[info.key] = now, data
+                    self._just_listed[alias] = self._just_listed[info.key] = time.monotonic(), data
 
         for_each(unread, look)
         with self._lock:
-            several = {
-                k
-                for k, by in ambiguous.items()
-                if len({c.digest for s in by.items() if (c := self._seen.get(s))}) > 1
-            }
-            for key in several:  # which of them is meant, is for a new look to decide
-                self._just_listed.pop(key, None)
+            for key, by in ambiguous.items():
+                if len({self._seen[item] for item in by.items() if item in self._seen}) > 1:
+                    self._just_listed.pop(key, None)  # which of them is meant, is for a new look to decide
         return failed
 
     # ---- removing
@@ -286,11 +269,11 @@ def _by_key(listed: dict[int, list[ObjectInfo]]) -> dict[str, dict[int, ObjectIn
 
 def _ambiguous(holders: dict[str, dict[int, ObjectInfo]]) -> dict[str, dict[int, ObjectInfo]]:
     """Return what may be several records under one number."""
-    return {key: by for key, by in holders.items() if len(by) > 1 and _is_numbered(key)}
-
-
-def _is_numbered(key: str) -> bool:
-    return seq_of_commit(key) is not None and _ALIAS.fullmatch(key) is None
+    return {
+        key: by
+        for key, by in holders.items()
+        if len(by) > 1 and seq_of_commit(key) is not None and _ALIAS.fullmatch(key) is None
+    }
 
 
 def _digest(data: bytes) -> str:

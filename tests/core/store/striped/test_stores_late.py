@@ -32,7 +32,7 @@ def asked(
     """Who of three has answered, after how many seconds, and what is thought of them; the last one is late."""
     health = Health(["a", "b", "c"])
     if known:
-        health.answered(2, 0.001)
+        health.answered(2)
 
     def work(store: int) -> None:
         if store < 2:

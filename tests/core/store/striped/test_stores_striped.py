@@ -551,7 +551,7 @@ def test_one_that_ignores_put_if_absent_and_comes_later_is_left_out() -> None:
     stores.each[2].heal()
     stores.each[2].create_is_atomic = None
     stores.each[2].honours_condition = False
-    later.group.health.answered(2, 0.0)
+    later.group.health.answered(2)
     base(second, 2)
     assert "does not honour" in (later.group.health.why(2) or "")
     assert commit_key(1) not in stores.each[2].blobs
@@ -602,7 +602,7 @@ def test_what_an_absent_store_kept_is_deleted_by_the_next_collection() -> None:
     stores.each[2].lose()
     writer.collect(keep=[1], grace_s=0)
     stores.each[2].heal()
-    objects.group.health.answered(2, 0.0)
+    objects.group.health.answered(2)
     assert [m.step for m in stores.run().manifests()] == [2, 1]
     for each in stores.each:
         each.now += 10
