@@ -13,7 +13,7 @@ pytest.importorskip("composer")
 from composer.core import Callback, State
 from composer.loggers import Logger
 from support.composer_models import Outcome, Setup, assert_same, fit
-from support.matrices import some_fast
+from support.matrices import by_values
 from support.reports import saver_of
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
@@ -97,7 +97,7 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
     assert_same(one.final, other.final)
 
 
-@pytest.mark.parametrize("name", some_fast(SETUPS, FAST))
+@pytest.mark.parametrize("name", by_values(SETUPS, FAST))
 def test_measuring_and_searching_is_invisible(name: str) -> None:
     outcome, reports = with_callback(
         name, save_interval="2ba", scheme="inshrinkerator", busy="wait", max_degradation=0.05, key_every=3

@@ -71,6 +71,7 @@ def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_ranks_continue_from_several_stores_of_which_one_is_lost(tmp_path: Path) -> None:
     urls = [str(tmp_path / name) for name in "abc"]
     undisturbed = launch(whole, 2, tmp_path)
@@ -123,6 +124,7 @@ def test_a_sigterm_to_one_rank_alone_saves_and_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_last_save_that_fails_names_the_newest_checkpoint(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     first, second = launch(unsaved, 2, tmp_path, url)
@@ -132,6 +134,7 @@ def test_a_last_save_that_fails_names_the_newest_checkpoint(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_without_their_own_positions_the_ranks_go_on_otherwise(tmp_path: Path) -> None:
     """The negative control of the test before."""
     url = str(tmp_path / "run")
@@ -189,6 +192,7 @@ def test_one_run_with_ddp_with_full_states_and_on_a_single_device(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_auto_is_measured_on_other_numbers_of_ranks_too(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     for world, steps in ((2, 3), (3, 6)):

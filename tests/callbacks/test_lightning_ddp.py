@@ -39,7 +39,7 @@ def result(folder: Path, name: str, rank: int) -> Any:
 @pytest.mark.parametrize(
     ("loader", "how"),
     [
-        pytest.param("stateful", "error", marks=pytest.mark.slow),
+        pytest.param("stateful", "error", marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param("plain", "error", marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param("plain", "sigterm", marks=pytest.mark.slow),
     ],

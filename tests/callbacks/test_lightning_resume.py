@@ -3,8 +3,9 @@
 The continuing run has another seed and no ckpt_path; the uninterrupted one never sees our callback.
 """
 
+import itertools
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -16,6 +17,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from support.lightning_models import Crash, Outcome, Setup, Tiny, assert_continues, fit
+from support.matrices import some_fast
 from support.mixed_optimizer import MixedSGD
 from support.options import grouped
 
@@ -106,6 +108,12 @@ CASES = {
 }
 
 
+def both_loaders(cases: Iterable[str]) -> list[Any]:
+    """Every case with torch's loader or a stateful one in turn; with both in `make test-slow`."""
+    fast = [(name, bool(number % 2)) for number, name in enumerate(cases)]
+    return some_fast(itertools.product(cases, (False, True)), fast, [])
+
+
 def train(case: Case, stateful: bool, *callbacks: Any, **more: Any) -> Outcome:
     torch.set_num_threads(1)
     monitor = None if case.trainer.get("limit_val_batches") == 0 else "val_loss"
@@ -118,8 +126,7 @@ def uninterrupted(name: str, stateful: bool) -> Outcome:
     return train(CASES[name], stateful)
 
 
-@pytest.mark.parametrize("stateful", [False, True], ids=["plain", "stateful"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "stateful"), both_loaders(CASES))
 def test_continues_bit_by_bit(name: str, stateful: bool) -> None:
     case = CASES[name]
 
@@ -154,16 +161,22 @@ def test_the_fp32_state_of_half_precision_weights_comes_back_unrounded() -> None
 
 
 ADOPTING = ("mid epoch", "validation in mid epoch", "accumulation mid epoch", "plateau")
-"""Cases that the fast suite tries with adoption."""
+"""Cases that the fast suite tries with adoption: nothing of it depends on the data."""
+ADOPTING_SLOWLY = (
+    "loader's own generator, last batch",
+    "stream",
+    "sigterm in mid accumulation",
+    "2 workers, last batch",
+)
 
 
 @pytest.mark.parametrize(
     ("name", "stateful"),
-    [
-        pytest.param(name, stateful, marks=() if name in ADOPTING and not stateful else (pytest.mark.slow,))
-        for stateful in (False, True)
-        for name in CASES
-    ],
+    some_fast(
+        itertools.product(CASES, (False, True)),
+        [(name, False) for name in ADOPTING],
+        [(name, True) for name in ADOPTING_SLOWLY],
+    ),
 )
 def test_adopting_training_continues_bit_by_bit(name: str, stateful: bool) -> None:
     """With the default scheme, lossy as it is: the undisturbed run has gone on from its checkpoints, too."""
@@ -352,8 +365,7 @@ LONGER = {
 }
 
 
-@pytest.mark.parametrize("stateful", [False, True], ids=["plain", "stateful"])
-@pytest.mark.parametrize("name", LONGER)
+@pytest.mark.parametrize(("name", "stateful"), both_loaders(LONGER))
 def test_trains_longer_as_in_one_go(name: str, stateful: bool) -> None:
     torch.set_num_threads(1)
     case = LONGER[name]

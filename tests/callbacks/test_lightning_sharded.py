@@ -68,6 +68,7 @@ def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_ranks_continue_from_several_stores_of_which_one_is_lost(tmp_path: Path) -> None:
     urls = [str(tmp_path / name) for name in "abc"]
     undisturbed = launch(whole, 2, tmp_path)
@@ -112,6 +113,7 @@ def test_measurements_leave_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_without_adoption_they_differ(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     undisturbed = launch(adopting, 2, tmp_path, f"{url}-whole", 0, False)
@@ -181,6 +183,7 @@ def test_one_run_on_other_meshes_with_ddp_and_on_a_single_device(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_auto_is_measured_on_other_numbers_of_ranks_too(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     for world, steps in ((2, 3), (3, 6)):

@@ -16,6 +16,7 @@ from shrinkpoint.config import Advanced
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from support.matrices import some_fast
 from support.transformers_models import Setup, assert_continues, train
 
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
@@ -75,7 +76,7 @@ FAST = ("masking, mid epoch", "by epochs")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES]
+    "name", some_fast(CASES, FAST, ["accumulation", "masking in workers", "early stopping"])
 )
 def test_adopting_training_continues_bit_by_bit(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)

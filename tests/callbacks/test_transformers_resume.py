@@ -125,7 +125,7 @@ def test_continues_bit_by_bit(name: str, folder: Path) -> None:
     assert not list((folder / "run").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("steps", some_fast([5, 11, 16], [5]))
+@pytest.mark.parametrize("steps", some_fast([5, 11, 16], [5], [11]))
 def test_a_longer_run_continues_a_finished_one(steps: int, folder: Path) -> None:
     # Since version 5 the trainer evaluates once more at the end, and masks at random for it.
     setup, url = with_arguments(max_steps=22, lr_scheduler_type="constant", eval_strategy="no"), fresh()

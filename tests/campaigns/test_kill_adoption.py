@@ -144,7 +144,7 @@ def test_killed_with_a_gradient_scaler(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("stores", [1, 3])
+@pytest.mark.parametrize("stores", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_killed_at_each_point(tmp_path, stores):
     _at_points(tmp_path, range(2, 3), stores)
 

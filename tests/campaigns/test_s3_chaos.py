@@ -70,6 +70,7 @@ def _check(account: Account, campaign: Campaign) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_quick_chaos_on_moto(moto: S3Server, tmp_path: Path) -> None:
     campaign = Campaign(kills=4, lifetime=(1.5, 3.0), limit_seconds=60)
     _check(_campaign(moto, tmp_path, campaign, checks_uploads=False), campaign)

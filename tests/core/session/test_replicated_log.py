@@ -42,7 +42,7 @@ def crash(made: Replica) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("every", "stop"), [(6, 11), (50, 5)])
+@pytest.mark.parametrize(("every", "stop"), [(6, 11), pytest.param(50, 5, marks=pytest.mark.long)])
 def test_three_killed_processes_continue_from_the_log(every: int, stop: int, tmp_path: Path) -> None:
     """After a checkpoint, and without one."""
     true = launch(logged, 3, tmp_path, str(tmp_path / "whole"), every)
@@ -64,8 +64,7 @@ def damaged(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("every", "stop"), [(6, 11), (50, 5)])
-@pytest.mark.parametrize("how", ["damaged", "spoiled"])
+@pytest.mark.parametrize(("how", "every", "stop"), [("damaged", 50, 5), ("spoiled", 6, 11)])
 def test_three_processes_go_back_together(how: str, every: int, stop: int, tmp_path: Path) -> None:
     true = launch(logged, 3, tmp_path, str(tmp_path / "whole"), every)
     launch(logged, 3, tmp_path, str(tmp_path / "killed"), every, stop, killed=True)

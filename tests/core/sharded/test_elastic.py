@@ -101,11 +101,11 @@ HOPS = [("fsdp", 4), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 4), ("plain",
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        ("adamw", {}),
+        pytest.param("adamw", {}, marks=pytest.mark.long),
         pytest.param("adamw", {"rows": 3}, marks=pytest.mark.long),
         pytest.param("adamw", {"rows": 2}, marks=pytest.mark.long),
         ("adamw", {"rows": 1}),
-        ("amsgrad", {}),
+        pytest.param("amsgrad", {}, marks=pytest.mark.long),
         ("sgd", {}),
         ("adamw", {"frozen": True}),
         ("adamw", {"tied": True}),

@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from support.matrices import some_fast
 from support.sharded import launch
 from support.sharded_kills import EVERYWHERE, acknowledged, check
 from support.sharded_programs import failures, in_three_stores, newest_of_damaged, refusals, saves
@@ -39,21 +40,8 @@ def kill_and_resume(tmp_path: Path, rank: int, point: str, world: int = 2) -> No
     assert check(url, log) == stored + 2
 
 
-@pytest.mark.parametrize(
-    ("rank", "point"),
-    [
-        (0, "before-manifest"),
-        pytest.param(1, "after-put", marks=pytest.mark.slow),
-        pytest.param(0, "after-manifest", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("rank", "point"), some_fast(EVERYWHERE, [(0, "before-manifest")]))
 def test_a_rank_that_is_killed_loses_no_acknowledged_save(tmp_path: Path, rank: int, point: str) -> None:
-    kill_and_resume(tmp_path, rank, point)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "point"), EVERYWHERE)
-def test_a_rank_that_is_killed_at_each_point(tmp_path: Path, rank: int, point: str) -> None:
     kill_and_resume(tmp_path, rank, point)
 
 

@@ -70,7 +70,11 @@ def test_losses_on_shards_are_those_of_the_whole_model(limit: int | None, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world", "limit"),
-    [("fsdp", 3, None), ("hsdp", 4, None), ("tp", 4, None)],
+    [
+        pytest.param("fsdp", 3, None, marks=pytest.mark.long),
+        ("hsdp", 4, None),
+        ("tp", 4, None),
+    ],
     ids=["fsdp", "hsdp", "tp"],
 )
 def test_losses_on_shards_are_those_of_the_whole_model_on_any_mesh(
@@ -133,7 +137,13 @@ def test_trial_steps_on_shards_are_those_that_training_takes(limit: int | None, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "world"), [("fsdp", 3), ("bf16", 2), pytest.param("hsdp", 4, marks=HSDP), ("tp", 4)]
+    ("kind", "world"),
+    [
+        pytest.param("fsdp", 3, marks=pytest.mark.long),
+        ("bf16", 2),
+        pytest.param("hsdp", 4, marks=HSDP),
+        ("tp", 4),
+    ],
 )
 def test_trial_steps_are_those_that_training_takes_on_any_mesh(kind: str, world: int, tmp_path: Path) -> None:
     _try_steps(tmp_path, kind, world)
@@ -178,6 +188,7 @@ def test_a_bound_that_cannot_be_kept_stores_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_tight_bound_takes_finer_steps(tmp_path: Path) -> None:
     bounds = {1e-2: "", 1e-5: ""}
     for bound in bounds:
@@ -238,7 +249,7 @@ def test_a_resume_goes_on_with_the_search_and_counts_as_a_restore(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["everywhere", "after"])
+@pytest.mark.parametrize("how", ["everywhere", pytest.param("after", marks=pytest.mark.long)])
 def test_an_evaluation_that_fails_stores_exactly(how: str, tmp_path: Path) -> None:
     answers = launch(failing, 2, tmp_path, str(tmp_path / "run"), how)
     for told, _ in answers:

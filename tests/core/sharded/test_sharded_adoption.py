@@ -66,7 +66,9 @@ def test_without_adoption_it_differs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "world"), [("fsdp", 3), ("tp", 4), ("bf16", 2)])
+@pytest.mark.parametrize(
+    ("kind", "world"), [pytest.param("fsdp", 3, marks=pytest.mark.long), ("tp", 4), ("bf16", 2)]
+)
 def test_other_meshes(tmp_path: Path, kind: str, world: int) -> None:
     stops = [2 * EVERY + 1, 3 * EVERY]
     assert_continues(
@@ -86,7 +88,9 @@ def test_failed_saves_change_nothing(tmp_path: Path, played: tuple[Path, list[An
     assert not {2 * EVERY, 3 * EVERY} & set(steps)
 
 
-@pytest.mark.parametrize("at", [2 * EVERY + 1, pytest.param(2 * EVERY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "at", [2 * EVERY + 1, pytest.param(2 * EVERY, marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_continued_from_a_save_that_was_not_planned(
     tmp_path: Path, played: tuple[Path, list[Any]], at: int
 ) -> None:
