@@ -368,7 +368,7 @@ class ConfigurationLadder(Ladder):
     def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
         """Choose as `Ladder.measured` says."""
         weights = weights_of(save_context, self._options)
-        own = SizePredictor(weights, self._options)
+        own = SizePredictor(weights)
         predict: Predict = own
         if save_context.scores is not None:  # other processes have weights too
             space = self._search.space

@@ -1,7 +1,7 @@
 """Non-uniform scalar quantization: one-dimensional k-means over a histogram's buckets, and nearest-centroid assignment.
 
 Source: Inshrinkerator (arXiv 2306.11800), Algorithms 2 and 3. In place of the published seeding and Lloyd's iterations,
-`optimal_clusters` finds the exact optimum on the same buckets: it is deterministic and never worse with more clusters.
+`optimal_codebooks` finds the exact optimum on the same buckets: it is deterministic and never worse with more clusters.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,28 +11,22 @@ import numpy as np
 import torch
 
 from shrinkpoint.arrays import Float64s, Int32s, Int64s
-from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.quantize.sketch import Histogram
 
 __all__ = [
-    "DEFAULT_MAGNITUDE_SHARE",
-    "MAX_CLUSTERS",
     "assign",
-    "optimal_clusters",
     "optimal_codebooks",
     "sample_weights",
 ]
 
-MAX_CLUSTERS = 256
-"""Indices are uint8."""
-DEFAULT_MAGNITUDE_SHARE = 0.1
+MAGNITUDE_SHARE = 0.1
 """lambda of `sample_weights`. The published value is not known; this one was best or tied from 4 to 16 clusters."""
 
 _CHUNK = 1 << 18  # elements: the temporaries of a chunk stay in cache
 _TABLE_PAYS = 1 << 17  # elements; below, filling the table of 2^16 entries takes longer than it saves
 
 
-def sample_weights(histogram: Histogram, magnitude_share: float = DEFAULT_MAGNITUDE_SHARE) -> Float64s:
+def sample_weights(histogram: Histogram, magnitude_share: float = MAGNITUDE_SHARE) -> Float64s:
     """Return the weight of each bucket in k-means: ``(1 - lambda) f + lambda h``, float64, sum 1.
 
     f is the bucket's share of the elements, h is |value| over the sum of |value|: it gives the few large weights more
@@ -44,13 +38,8 @@ def sample_weights(histogram: Histogram, magnitude_share: float = DEFAULT_MAGNIT
         histogram: the buckets; may be empty.
         magnitude_share: lambda, in [0, 1]; with 0 the clusters minimise the mean squared error.
 
-    Raises:
-        ConfigError: lambda is out of its range.
-
     Source: Inshrinkerator (arXiv 2306.11800), Algorithm 2.
     """
-    if not 0.0 <= magnitude_share <= 1.0:
-        raise ConfigError(f"magnitude_share={magnitude_share} must lie in [0, 1]; 0.1 is a good value")
     if len(histogram.counts) == 0:
         return np.empty(0)
     frequency: Float64s = histogram.counts / histogram.counts.sum()
@@ -63,41 +52,28 @@ def sample_weights(histogram: Histogram, magnitude_share: float = DEFAULT_MAGNIT
     return weights
 
 
-def optimal_clusters(values: Float64s, weights: Float64s, k: int) -> torch.Tensor:
-    """The codebook of at most k entries with the least weighted squared error: the optimum, not an approximation.
+def optimal_codebooks(values: Float64s, weights: Float64s, ks: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Return the codebooks of at most k entries with the least weighted squared error: the optima, not approximations.
 
     Args:
         values: finite and strictly ascending, shape (n,), float64.
-        weights: finite and not negative, shape (n,), float64.
-        k: 1 to 256.
+        weights: finite and positive, shape (n,), float64.
+        ks: numbers of entries, 1 to 256; all together take the time of the largest.
 
     Returns:
-        Strictly ascending centroids, float32 on the host, shape (min(k, distinct),): fewer than k where there are
-        fewer distinct values of positive weight, and none where there are no values.
-
-    Raises:
-        ConfigError: k is out of its range, or the arrays do not fit together.
+        For each k strictly ascending centroids, float32 on the host, shape (min(k, distinct),): fewer than k where
+        there are fewer distinct values, and none where there are no values.
 
     Source: in place of Inshrinkerator's Algorithm 3; the dynamic programme is Wang and Song, "Ckmeans.1d.dp", The R
     Journal 2011, with the monotone-minimum search of Gronlund et al. (arXiv 1701.07204): O(k n log n).
     """
-    return optimal_codebooks(values, weights, [k])[k]
-
-
-def optimal_codebooks(values: Float64s, weights: Float64s, ks: Sequence[int]) -> dict[int, torch.Tensor]:
-    """`optimal_clusters` for several k, in the time of the largest.
-
-    Raises:
-        ConfigError: a k is out of its range, or the arrays do not fit together.
-    """
-    for k in ks:
-        _check_clusters(k)
-    values, weights = _checked(values, weights)
     if len(values) == 0 or not ks:
         return {k: torch.empty(0) for k in ks}
-    sums = _prefix_sums(values - _mean(values, weights), weights)
+    centred = values - float(values @ weights / weights.sum())
+    # sums of w, w v and w v^2 over the first 0..n values, which give the error of any range of them
+    mass, moment, square = (np.append(0.0, np.cumsum(weights * centred**power)) for power in (0, 1, 2))
     rows = min(max(ks), len(values))
-    starts = _solver()(*sums, rows)
+    starts = _solver()(mass, moment, square, rows)
     codebooks = {}
     for k in ks:
         ends = [len(values)]
@@ -119,14 +95,10 @@ def assign(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
 
     Returns:
         uint8, the shape and device of x.
-
-    Raises:
-        ConfigError: the codebook is empty while x is not, is not float32, or has more than 256 entries.
     """
     indices = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     if x.numel() == 0:
         return indices
-    _check_codebook(codebook)
     boundaries = _midpoints(codebook).to(x.device)
     table = _cell_table(boundaries) if x.device.type == "cpu" and x.numel() >= _TABLE_PAYS else None
     for part, target in zip(_chunks(x.detach()), _chunks(indices), strict=True):
@@ -170,43 +142,6 @@ def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(tensor.reshape(-1), _CHUNK)
 
 
-def _check_clusters(k: int) -> None:
-    if not 1 <= k <= MAX_CLUSTERS:
-        raise ConfigError(f"k={k} clusters must lie in 1..{MAX_CLUSTERS}")
-
-
-def _check_codebook(codebook: torch.Tensor) -> None:
-    if codebook.dtype != torch.float32 or codebook.dim() != 1 or not 1 <= len(codebook) <= MAX_CLUSTERS:
-        raise ConfigError(
-            f"a codebook of shape {tuple(codebook.shape)} and {codebook.dtype} must be 1-D float32 with"
-            f" 1..{MAX_CLUSTERS} entries"
-        )
-
-
-def _checked(values: Float64s, weights: Float64s) -> tuple[Float64s, Float64s]:
-    """Return the buckets of positive weight, after checks."""
-    values, weights = np.asarray(values, np.float64), np.asarray(weights, np.float64)
-    if values.ndim != 1 or values.shape != weights.shape:
-        raise ConfigError(f"values {values.shape} and weights {weights.shape} must be 1-D and of one length")
-    if not (np.isfinite(values).all() and np.isfinite(weights).all() and (weights >= 0).all()):
-        raise CannotRepresentError("cannot cluster: values must be finite, weights finite and not negative")
-    if not (np.diff(values) > 0).all():
-        raise ConfigError("values must be strictly ascending; pass those of SignedHistogram.histogram()")
-    used = weights > 0
-    return values[used], weights[used]
-
-
-def _mean(values: Float64s, weights: Float64s) -> float:
-    return float(values @ weights / weights.sum())
-
-
-def _prefix_sums(values: Float64s, weights: Float64s) -> tuple[Float64s, Float64s, Float64s]:
-    """Sums of w, w v and w v^2 over the first 0..n values, which give the error of any range of them."""
-    first = np.zeros(1)
-    sums = [np.concatenate((first, np.cumsum(weights * values**power))) for power in (0, 1, 2)]
-    return sums[0], sums[1], sums[2]
-
-
 def _codebook(values: Float64s, weights: Float64s, bounds: Int64s) -> torch.Tensor:
     """The weighted mean of each range between bounds; neighbours that round to one float32 become one."""
     starts, ends = bounds[:-1], bounds[1:] - 1
@@ -217,9 +152,7 @@ def _codebook(values: Float64s, weights: Float64s, bounds: Int64s) -> torch.Tens
 
 @lru_cache(maxsize=1)
 def _solver() -> Callable[[Float64s, Float64s, Float64s, int], Int32s]:
-    from shrinkpoint.runtime.jit import (
-        jit_allocating,  # numba takes longer to import than everything else in this package
-    )
+    from shrinkpoint.runtime.jit import jit_allocating  # numba: slow to import
 
     return jit_allocating(_solve)
 

@@ -1,4 +1,4 @@
-"""Quantile sketches and signed histograms with a bound on the relative error, built in one pass on any device.
+"""Sketches of weights and scores with a bound on the relative error, built in one pass on any device.
 
 Source: Inshrinkerator (arXiv 2306.11800), Algorithm 1: a DDSketch with geometric buckets that never collapse. The
 logarithm per element is replaced by integers: an element's leading float32 bits name a *cell*, cells are counted
@@ -6,7 +6,6 @@ where the tensor lives, and a table folds cells into buckets. Counting integers 
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,20 +15,18 @@ import numpy as np
 import torch
 
 from shrinkpoint.arrays import Float64s, Int32s, Int64s
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
-__all__ = ["DEFAULT_ALPHA", "LEAST", "Histogram", "QuantileSketch", "SignedHistogram"]
+__all__ = ["ALPHA", "LEAST", "Histogram", "Sketch"]
 
-DEFAULT_ALPHA = 0.01
+ALPHA = 0.01
 """The relative error of a bucket's value (Inshrinkerator: "a strict relative error bound of 1%")."""
 LEAST = 1e-30
 """Smaller magnitudes count as zero."""
 
-# The table of cells doubles with every halving of alpha; at this one it has two million entries.
-_SMALLEST_ALPHA = 1e-3
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # On a CPU the working set of a chunk has to stay in cache; elsewhere fewer launches win. Both bound the memory.
 _CHUNK_CPU = 1 << 18
@@ -62,8 +59,6 @@ class _Grid:
 @lru_cache(maxsize=8)
 def _grid(alpha: float) -> _Grid:
     """Lay out cells (2^bits to an octave) and group them into buckets no wider than (1 + alpha) / (1 - alpha)."""
-    if not _SMALLEST_ALPHA <= alpha <= 0.5:
-        raise ConfigError(f"alpha={alpha} must lie in [{_SMALLEST_ALPHA}, 0.5]; the published value is 0.01")
     bits = math.ceil(-math.log2(alpha)) + 3
     shift = 23 - bits
     first = int(np.float32(LEAST).view(np.int32)) >> shift
@@ -88,15 +83,19 @@ def _grid(alpha: float) -> _Grid:
     )
 
 
-class _BucketCounts(ABC):
-    """Counts over a grid; rows are signs."""
+class Sketch:
+    """Counts of weights, or of scores, in geometric buckets of either sign.
 
-    _rows: int
+    Args:
+        alpha: bound on the relative error, from 0.001 to 0.5.
 
-    def __init__(self, alpha: float = DEFAULT_ALPHA) -> None:
+    Source: Inshrinkerator (arXiv 2306.11800), Algorithms 1 and 2; DDSketch (VLDB 2019), section 2.
+    """
+
+    def __init__(self, alpha: float = ALPHA) -> None:
         self._grid = _grid(alpha)
-        self.counts: Int64s = np.zeros((self._rows, len(self._grid.values)), dtype=np.int64)
-        """Elements per bucket, int64."""
+        self.counts: Int64s = np.zeros((2, len(self._grid.values)), dtype=np.int64)
+        """Elements per bucket, int64; of positive ones, and of negative ones."""
 
     def to_json(self) -> list[list[int]]:
         """Bucket and count of all that are not empty, for a message to other ranks."""
@@ -105,7 +104,7 @@ class _BucketCounts(ABC):
         return [buckets.tolist(), flat[buckets].tolist()]
 
     def count_json(self, node: Sequence[Sequence[int]]) -> "Self":
-        """Add the elements of a sketch with the same options, as its `to_json` gave them, and return this one.
+        """Add the elements of another sketch, as its `to_json` gave them, and return this one.
 
         Raises:
             FormatError: there are no such buckets.
@@ -125,103 +124,23 @@ class _BucketCounts(ABC):
             tensor: float32, bfloat16 or float16, any shape and device. Temporary memory is bounded.
 
         Raises:
-            CannotRepresentError: another dtype, or an element that the sketch has no bucket for; nothing is counted.
+            CannotRepresentError: another dtype, or an element that is not finite; nothing is counted.
         """
         if tensor.dtype not in _FLOATS:
             raise CannotRepresentError(
                 f"cannot sketch dtype {tensor.dtype}; float32, bfloat16 and float16 can be"
             )
-        flat = tensor.detach().reshape(-1)
+        flat, grid = tensor.detach().reshape(-1), self._grid
         if flat.numel() == 0:
             return self
-        cells = torch.zeros(
-            self._rows * len(self._grid.bucket_of_cell), dtype=torch.int64, device=flat.device
-        )
+        cells = torch.zeros(2 * len(grid.bucket_of_cell), dtype=torch.int64, device=flat.device)
         for chunk in torch.split(flat, _CHUNK_CPU if flat.device.type == "cpu" else _CHUNK_DEVICE):
-            found = torch.bincount(self._cells(chunk.float()))
+            found = torch.bincount(_signed_cells(chunk.float(), grid))
             cells[: found.numel()] += found
-        per_cell = cells.cpu().numpy().reshape(-1, self._rows)
+        per_cell = cells.cpu().numpy().reshape(-1, 2)
         cell, row = per_cell.nonzero()
-        np.add.at(self.counts, (row, self._grid.bucket_of_cell[cell]), per_cell[cell, row])
+        np.add.at(self.counts, (row, grid.bucket_of_cell[cell]), per_cell[cell, row])
         return self
-
-    @abstractmethod
-    def _cells(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Cell times rows plus row of each element of a flat float32 chunk, int32."""
-
-    def _magnitude_cells(self, chunk: torch.Tensor, least: float) -> torch.Tensor:
-        low, high = torch.stack(torch.aminmax(chunk)).tolist()
-        if (
-            not (low >= least and high < math.inf) or low == -math.inf
-        ):  # also false for NaN, which aminmax propagates
-            raise CannotRepresentError(
-                f"cannot sketch values from {low} to {high}: they must be finite, >= {least}"
-            )
-        cells = (chunk.view(torch.int32) & 0x7FFF_FFFF).bitwise_right_shift_(self._grid.shift)
-        return cells.sub_(self._grid.offset).clamp_(min=0)
-
-
-class QuantileSketch(_BucketCounts):
-    """Thresholds of non-negative scores, each within a relative error of `alpha` of the quantile.
-
-    Args:
-        alpha: bound on the relative error, in [0.001, 0.5].
-
-    Raises:
-        ConfigError: an option is out of its range.
-
-    Source: Inshrinkerator (arXiv 2306.11800), Algorithm 1; DDSketch (VLDB 2019), section 2.
-    """
-
-    _rows = 1
-
-    def _cells(self, chunk: torch.Tensor) -> torch.Tensor:
-        return self._magnitude_cells(chunk, 0.0)
-
-    def threshold_below(self, share: float) -> float:
-        """Return the greatest threshold t with at most ``share * count`` elements x < t.
-
-        It is an edge of the bucket that holds the quantile, and a float32, so that the count is exact: ties (zeros,
-        the few values of a bfloat16 grid) fall on one side together and never take more than the share.
-
-        Raises:
-            ConfigError: the share is outside of [0, 1].
-        """
-        below = np.concatenate(([0], np.cumsum(self.counts[0])))
-        return self._edge(int(np.searchsorted(below, _checked(share) * int(below[-1]), side="right")) - 1)
-
-    def threshold_above(self, share: float) -> float:
-        """The least threshold t with at most ``share * count`` elements x >= t; infinity where only none fits.
-
-        Raises:
-            ConfigError: the share is outside of [0, 1].
-        """
-        above = np.concatenate((np.cumsum(self.counts[0][::-1])[::-1], [0]))
-        return self._edge(int(np.searchsorted(-above, -_checked(share) * int(above[0]), side="left")))
-
-    def _edge(self, bucket: int) -> float:
-        return float(self._grid.edges[bucket]) if bucket < len(self._grid.values) else math.inf
-
-
-class SignedHistogram(_BucketCounts):
-    """A histogram of weights of either sign, each value within a relative error of `alpha`: the input of k-means.
-
-    Args:
-        alpha: bound on the relative error, in [0.001, 0.5].
-
-    Raises:
-        ConfigError: an option is out of its range.
-
-    Source: Inshrinkerator (arXiv 2306.11800), Algorithms 1 and 2.
-    """
-
-    _rows = 2  # positive, negative: the sign bit is the row
-
-    def _cells(self, chunk: torch.Tensor) -> torch.Tensor:
-        cells = self._magnitude_cells(chunk, -math.inf)
-        return cells.bitwise_left_shift_(1).sub_(
-            chunk.view(torch.int32) >> 31
-        )  # an arithmetic shift: -1 if negative
 
     def histogram(self) -> Histogram:
         """Return the occupied buckets: negative ones, zero, positive ones."""
@@ -232,8 +151,29 @@ class SignedHistogram(_BucketCounts):
         occupied = counts > 0
         return Histogram(values=values[occupied], counts=counts[occupied])
 
+    def threshold_below(self, share: float) -> float:
+        """Return the greatest threshold t with at most ``share * count`` magnitudes below it; `share` is in [0, 1].
 
-def _checked(share: float) -> float:
-    if not 0.0 <= share <= 1.0:
-        raise ConfigError(f"share={share} must lie in [0, 1]")
-    return share
+        It is an edge of the bucket that holds the quantile, and a float32, so that the count is exact: ties (zeros,
+        the few values of a bfloat16 grid) fall on one side together and never take more than the share.
+        """
+        below = np.concatenate(([0], np.cumsum(self.counts.sum(axis=0))))
+        return self._edge(int(np.searchsorted(below, share * int(below[-1]), side="right")) - 1)
+
+    def threshold_above(self, share: float) -> float:
+        """Return the least threshold t with at most ``share * count`` magnitudes from it on; infinity where only none fits."""
+        above = np.concatenate((np.cumsum(self.counts.sum(axis=0)[::-1])[::-1], [0]))
+        return self._edge(int(np.searchsorted(-above, -share * int(above[0]), side="left")))
+
+    def _edge(self, bucket: int) -> float:
+        return float(self._grid.edges[bucket]) if bucket < len(self._grid.values) else math.inf
+
+
+def _signed_cells(chunk: torch.Tensor, grid: _Grid) -> torch.Tensor:
+    """Twice the cell of each element of a flat float32 chunk, and one more where it is negative, int32."""
+    low, high = torch.stack(torch.aminmax(chunk)).tolist()
+    if not (low > -math.inf and high < math.inf):  # also false for NaN, which aminmax propagates
+        raise CannotRepresentError(f"cannot sketch values from {low} to {high}: they must be finite")
+    bits = chunk.view(torch.int32)
+    cells = (bits & 0x7FFF_FFFF).bitwise_right_shift_(grid.shift).sub_(grid.offset).clamp_(min=0)
+    return cells.bitwise_left_shift_(1).sub_(bits >> 31)  # an arithmetic shift: -1 if negative

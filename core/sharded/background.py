@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -218,7 +217,7 @@ class RankBackground(Background):
             return replace(context, sums=WeightSums.from_json(together(own.to_json(), added_sums)))
         if self._config.scheme == "inshrinkerator":
             scores = weights_of(context, options).sketches.to_json()
-            return replace(context, scores=together(scores, partial(added_scores, options.alpha)))
+            return replace(context, scores=together(scores, added_scores))
         return context
 
     def _publish(self, chain: Chain, job: Job, made: _Made | None) -> dict[str, Any]:

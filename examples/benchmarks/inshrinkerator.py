@@ -26,8 +26,8 @@ import torch
 from common import parsed, show
 
 from shrinkpoint.arrays import Float64s
-from shrinkpoint.quantize.clustering import assign, optimal_clusters, sample_weights
-from shrinkpoint.quantize.sketch import QuantileSketch, SignedHistogram
+from shrinkpoint.quantize.clustering import assign, optimal_codebooks, sample_weights
+from shrinkpoint.quantize.sketch import Sketch
 from shrinkpoint.schemes.inshrinkerator.search import Search
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace, Metric
 
@@ -179,8 +179,8 @@ def sketch(options: Any) -> None:
     scores = weight.abs()
     rank = int(0.9 * (scores.numel() - 1))
     ways: dict[str, Callable[[], object]] = {
-        "QuantileSketch, 7 quantiles": lambda: by_sketch(scores),
-        "SignedHistogram": lambda: SignedHistogram().add(weight).histogram(),
+        "sketch, 7 quantiles": lambda: by_sketch(scores),
+        "histogram": lambda: Sketch().add(weight).histogram(),
         "torch.log per element, 1 histogram": lambda: by_logarithm(scores),
         "torch.kthvalue, 1 quantile": lambda: torch.kthvalue(scores, rank + 1).values.item(),
         "torch.sort, any quantiles": lambda: scores.sort().values[rank].item(),
@@ -190,7 +190,7 @@ def sketch(options: Any) -> None:
         shares = torch.tensor(SHARES, device=scores.device)
         ways["torch.quantile, 7 quantiles"] = lambda: torch.quantile(scores, shares)
     times, found = seconds_of(ways, options.rounds)
-    base = times["QuantileSketch, 7 quantiles"]
+    base = times["sketch, 7 quantiles"]
     title = f"{scores.numel():,} scores on {scores.device}; sketch: {base / scores.numel() * 1e9:.2f} ns per element"
     show(
         "quantiles | x the sketch's time",
@@ -199,15 +199,15 @@ def sketch(options: Any) -> None:
     )
     ordered = scores.sort().values.double()
     exact = [ordered[int(share * (scores.numel() - 1))].item() for share in SHARES]
-    pairs = zip(found["QuantileSketch, 7 quantiles"], exact, strict=True)
+    pairs = zip(found["sketch, 7 quantiles"], exact, strict=True)
     worst = max(abs(value / truth - 1) for value, truth in pairs)
-    buckets = len(found["SignedHistogram"].values)
+    buckets = len(found["histogram"].values)
     print(f"worst relative error {worst:.5f} (of a whole bucket: at most 0.02); {buckets} signed buckets")
 
 
 def by_sketch(scores: torch.Tensor) -> list[float]:
     """The lower edges of the buckets that hold the quantiles."""
-    found = QuantileSketch().add(scores)
+    found = Sketch().add(scores)
     return [found.threshold_below(share) for share in SHARES]
 
 
@@ -227,12 +227,12 @@ def clustering(options: Any) -> None:
     count = options.elements // 10
     data = np.random.default_rng(0).standard_t(df=5, size=count) * 0.02
     weight, rows = torch.from_numpy(data.astype(np.float32)), []
-    optimal_clusters(np.zeros(1), np.ones(1), 1)  # compiles
+    optimal_codebooks(np.zeros(1), np.ones(1), [1])  # compiles
     for k in (16, 32):
         ways = {
             "sklearn KMeans (k-means++, 1 start)": lambda k=k: by_sklearn(weight, k),
-            "optimal_clusters, lambda 0": lambda k=k: by_histogram(weight, k, 0.0),
-            "optimal_clusters, lambda 0.1": lambda k=k: by_histogram(weight, k, 0.1),
+            "optimal codebook, lambda 0": lambda k=k: by_histogram(weight, k, 0.0),
+            "optimal codebook, lambda 0.1": lambda k=k: by_histogram(weight, k, 0.1),
             "published, lambda 0": lambda k=k: by_seeding(weight, k),
         }
         times, found = seconds_of(ways, options.rounds)
@@ -256,13 +256,13 @@ def by_sklearn(weight: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def by_histogram(weight: torch.Tensor, k: int, magnitude_share: float) -> torch.Tensor:
-    histogram = SignedHistogram().add(weight).histogram()
-    return optimal_clusters(histogram.values, sample_weights(histogram, magnitude_share), k)
+    histogram = Sketch().add(weight).histogram()
+    return optimal_codebooks(histogram.values, sample_weights(histogram, magnitude_share), [k])[k]
 
 
 def by_seeding(weight: torch.Tensor, k: int) -> torch.Tensor:
     """Weighted k-means++ seeding, then Lloyd's iterations, on the buckets."""
-    histogram = SignedHistogram().add(weight).histogram()
+    histogram = Sketch().add(weight).histogram()
     values, weights = histogram.values, sample_weights(histogram, 0.0)
     centres, previous = _seeded(values, weights, k, np.random.default_rng(0)), np.inf
     for _ in range(100):

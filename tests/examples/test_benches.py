@@ -100,7 +100,7 @@ def test_parts_of_inshrinkerator_have_a_table_each() -> None:
         printed("inshrinkerator.py", "--only", "search,sketch", "--instances", 1, "--elements", 1000)
     )
     assert [row[2] for row in rows[1:9]] == 4 * ["shrinkpoint", "midpoint boxes"]
-    assert rows[10][0] == "QuantileSketch, 7 quantiles"
+    assert rows[10][0] == "sketch, 7 quantiles"
 
 
 # --- sharded ------------------------------------------------------------------------------------------------

@@ -6,18 +6,18 @@ accumulates along a chain; only the levels are delta-coded, losslessly.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from shrinkpoint.arrays import UInt8s
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.quantize.clustering import assign, optimal_clusters, sample_weights
-from shrinkpoint.quantize.sketch import SignedHistogram
+from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.quantize.clustering import assign, optimal_codebooks, sample_weights
+from shrinkpoint.quantize.sketch import Sketch
 from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import WEIGHT_DTYPES, integer, section
-from shrinkpoint.schemes.inshrinkerator.level_deltas import decode_levels, encode_levels
+from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder, decode_levels, encode_levels
 from shrinkpoint.schemes.inshrinkerator.partition import Thresholds, partition
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
@@ -59,17 +59,11 @@ class InshrinkeratorWeightCodec:
     needs: ClassVar[tuple[str, ...]] = ()
 
     bins: int = 32
+    """1 to 253: levels are bytes."""
     thresholds: Thresholds | None = None
     gradient: torch.Tensor | None = None
     """EMA of the gradient, the weight's shape; None scores by magnitude alone."""
-    coder: Literal["rans", "rle-huffman"] = "rans"
-    alpha: float = 0.01
-    magnitude_weight: float = 0.1
-    """Share of the magnitude in a bucket's sample weight; the rest is its frequency."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.bins <= 253:
-            raise ConfigError(f"bins must be between 1 and 253 (levels are bytes), not {self.bins}")
+    coder: LevelCoder = "rans"
 
     def quantize(self, weight: torch.Tensor, name: str = "the weight") -> Quantized:
         """Partition, cluster and assign, on the weight's own device.
@@ -81,23 +75,21 @@ class InshrinkeratorWeightCodec:
             raise CannotRepresentError(f"{name}: weights of dtype {weight.dtype} are stored exactly")
         if not bool(torch.isfinite(weight).all()):
             raise CannotRepresentError(f"{name} contains NaN or infinity and is stored exactly")
-        parts = partition(weight, self.gradient, self.thresholds)
-        rest = weight[~(parts.protected | parts.pruned)].to(torch.float32)
-        # a centroid is a bucket's value, up to `alpha` beyond the weights in it, and two-byte dtypes end early
+        protected, pruned = partition(weight, self.gradient, self.thresholds)
+        quantized = ~(protected | pruned)
+        rest = weight[quantized].to(torch.float32)
+        # a centroid is a bucket's value, up to 1 % beyond the weights in it, and two-byte dtypes end early
         codebook = _within(self._cluster(rest), weight.dtype).to(weight.device)
         levels = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
         if rest.numel():
-            levels[~(parts.protected | parts.pruned)] = assign(rest, codebook) + _FIRST
-        levels[parts.protected] = _PROTECTED
+            levels[quantized] = assign(rest, codebook) + _FIRST
+        levels[protected] = _PROTECTED
         half = torch.bfloat16 if weight.dtype is torch.float32 else weight.dtype
-        return Quantized(levels, codebook, _within(weight[parts.protected], half).to(half))
+        return Quantized(levels, codebook, _within(weight[protected], half).to(half))
 
     def _cluster(self, rest: torch.Tensor) -> torch.Tensor:
-        if rest.numel() == 0:
-            return torch.empty(0, dtype=torch.float32)
-        histogram = SignedHistogram(self.alpha).add(rest).histogram()
-        weights = sample_weights(histogram, self.magnitude_weight)
-        return optimal_clusters(histogram.values, weights, self.bins)
+        histogram = Sketch().add(rest).histogram()
+        return optimal_codebooks(histogram.values, sample_weights(histogram), [self.bins])[self.bins]
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `TensorCodec.stage`."""

@@ -24,7 +24,7 @@ import numpy as np
 from shrinkpoint.arrays import Int64s, UInt8s
 from shrinkpoint.entropy.static.huffman import decode_huffman, encode_huffman
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
-from shrinkpoint.entropy.static.tables import check_array, count_symbols
+from shrinkpoint.entropy.static.tables import count_symbols
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import FormatError
 
@@ -59,19 +59,9 @@ def encode_levels(
 
     Returns:
         The payload. The caller stores its length and n.
-
-    Raises:
-        ValueError: a level is out of range, or shapes, dtypes or options are wrong.
     """
-    check_array(levels, "levels")
-    _check_previous(levels.size, n_levels, previous, previous_n_levels)
-    if levels.size and int(levels.max()) >= n_levels:
-        raise ValueError(f"levels must be below n_levels={n_levels}, found {int(levels.max())}")
-    if coder == "rans":
-        return _encode_rans(levels, n_levels, previous, previous_n_levels)
-    if coder == "rle-huffman":
-        return _encode_rle_huffman(levels, previous, n_levels, previous_n_levels)
-    raise ValueError(f"coder must be 'rans' or 'rle-huffman', got {coder!r}")
+    encode = _encode_rans if coder == "rans" else _encode_rle_huffman
+    return encode(levels, n_levels, previous, previous_n_levels)
 
 
 def decode_levels(
@@ -96,9 +86,7 @@ def decode_levels(
     Raises:
         FormatError: the payload is malformed, or is a difference and ``previous`` is None.
         CorruptionError: the payload is well-formed, but does not end where it must.
-        ValueError: an argument other than the payload is out of range.
     """
-    _check_previous(count, n_levels, previous, previous_n_levels)
     reader = ByteReader(payload, "level plane")
     flags = reader.byte()
     if flags & ~(_DELTA_FLAG | _RLE_HUFFMAN_FLAG):
@@ -118,24 +106,6 @@ def decode_levels(
     if count and int(decoded.max()) >= n_levels:
         raise FormatError(f"level plane: level {int(decoded.max())} of {n_levels}")
     return decoded
-
-
-def _check_previous(
-    count: int, n_levels: int, previous: UInt8s | None, previous_n_levels: int | None
-) -> None:
-    if not 1 <= n_levels <= 256:
-        raise ValueError(f"n_levels must be 1..256, got {n_levels}")
-    if (previous is None) != (previous_n_levels is None):
-        raise ValueError("previous and previous_n_levels must be given together, or neither")
-    if previous is None or previous_n_levels is None:
-        return
-    if not 1 <= previous_n_levels <= 256:
-        raise ValueError(f"previous_n_levels must be 1..256, got {previous_n_levels}")
-    check_array(previous, "previous", count)
-    if count and int(previous.max()) >= previous_n_levels:
-        raise ValueError(
-            f"previous must be below previous_n_levels={previous_n_levels}, found {int(previous.max())}"
-        )
 
 
 def _subtract(levels: UInt8s, previous: UInt8s, modulus: int) -> UInt8s:
@@ -173,7 +143,7 @@ def _encode_rans(
 
 
 def _encode_rle_huffman(
-    levels: UInt8s, previous: UInt8s | None, n_levels: int, previous_n_levels: int | None
+    levels: UInt8s, n_levels: int, previous: UInt8s | None, previous_n_levels: int | None
 ) -> bytes:
     fresh = bytes([_RLE_HUFFMAN_FLAG]) + _encode_groups(levels, None, None)
     if previous is None or previous_n_levels is None:

@@ -7,18 +7,15 @@ pruned, with one threshold per layer type. Protection wins over pruning, which w
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
-from shrinkpoint.errors import ConfigError
-from shrinkpoint.quantize.sketch import DEFAULT_ALPHA, QuantileSketch
+from shrinkpoint.quantize.sketch import Sketch
 from shrinkpoint.schemes.inshrinkerator.sensitivity import magnitude_score, sensitivity_score
+from shrinkpoint.schemes.inshrinkerator.space import Metric
 
-__all__ = ["Metric", "Partition", "ScoreSketches", "Thresholds", "added_scores", "partition"]
-
-Metric = Literal["magnitude", "sensitivity"]
-"""The score that decides what is pruned."""
+__all__ = ["ScoreSketches", "Thresholds", "added_scores", "partition"]
 
 # A row that no batch of the averaging window touched has no gradient: by sensitivity it would be pruned first.
 _ALWAYS_BY_MAGNITUDE = frozenset({"embedding"})
@@ -41,30 +38,11 @@ class Thresholds:
     """Protected: sensitivity >= this; infinity protects nothing."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Partition:
-    """Boolean masks of a weight's shape, on its device; no element is in both."""
-
-    protected: torch.Tensor
-    pruned: torch.Tensor
-
-    @property
-    def quantized(self) -> torch.Tensor:
-        """The mask of all other elements."""
-        return ~(self.protected | self.pruned)
-
-
 class ScoreSketches:
-    """Quantile sketches of both scores by layer type: built once per save, used for every configuration.
+    """Quantile sketches of both scores by layer type: built once per save, used for every configuration."""
 
-    Args:
-        alpha: relative error of the sketches' buckets; a threshold takes up to one bucket less than its share.
-    """
-
-    def __init__(self, alpha: float = DEFAULT_ALPHA) -> None:
-        self.alpha = alpha
-        self._magnitude: dict[str, QuantileSketch] = {}
-        self._sensitivity: dict[str, QuantileSketch] = {}
+    def __init__(self) -> None:
+        self._sketches: dict[str, dict[str, Sketch]] = {"magnitude": {}, "sensitivity": {}}
 
     def add(self, weight: torch.Tensor, gradient: torch.Tensor | None, layer_type: str) -> None:
         """Count one weight's scores under its layer type.
@@ -76,42 +54,35 @@ class ScoreSketches:
             layer_type: weights of one type share their thresholds.
 
         Raises:
-            ConfigError: the gradient has another shape than the weight.
             CannotRepresentError: a score is not finite, or the dtype cannot be sketched; earlier chunks were counted.
         """
-        magnitude = self._magnitude.setdefault(layer_type, QuantileSketch(self.alpha))
         flat = weight.detach().reshape(-1)
+        self._of("magnitude", layer_type).add(flat)
         if gradient is None:
-            magnitude.add(flat.abs())
             return
-        _check_shapes(weight, gradient)
-        sensitivity = self._sensitivity.setdefault(layer_type, QuantileSketch(self.alpha))
-        gradients = torch.split(gradient.detach().reshape(-1), _CHUNK)
-        for part, slope in zip(torch.split(flat, _CHUNK), gradients, strict=True):
-            magnitude.add(part.abs())
-            sensitivity.add(sensitivity_score(part, slope))
+        slopes = torch.split(gradient.detach().reshape(-1), _CHUNK)
+        for part, slope in zip(torch.split(flat, _CHUNK), slopes, strict=True):
+            self._of("sensitivity", layer_type).add(sensitivity_score(part, slope))
+
+    def _of(self, score: str, layer_type: str) -> Sketch:
+        return self._sketches[score].setdefault(layer_type, Sketch())
 
     def to_json(self) -> dict[str, Any]:
         """Return the sketches by score and layer type, for a message to other ranks."""
         return {
             score: {layer_type: sketch.to_json() for layer_type, sketch in sketches.items()}
-            for score, sketches in self._by_score.items()
+            for score, sketches in self._sketches.items()
         }
 
-    def count_json(self, node: Mapping[str, Any]) -> "ScoreSketches":
-        """Add another rank's weights, as its `to_json` gave them, and return this one.
+    def count_json(self, node: Mapping[str, Any]) -> None:
+        """Add another rank's weights, as its `to_json` gave them.
 
         Raises:
             FormatError: they are sketched in another way.
         """
-        for score, sketches in self._by_score.items():
-            for layer_type, counts in node[score].items():
-                sketches.setdefault(layer_type, QuantileSketch(self.alpha)).count_json(counts)
-        return self
-
-    @property
-    def _by_score(self) -> dict[str, dict[str, QuantileSketch]]:
-        return {"magnitude": self._magnitude, "sensitivity": self._sensitivity}
+        for score, sketches in node.items():
+            for layer_type, counts in sketches.items():
+                self._of(score, layer_type).count_json(counts)
 
     def thresholds(self, metric: Metric, prune: float, protect: float) -> dict[str, Thresholds]:
         """Return the thresholds of one configuration, by layer type.
@@ -120,18 +91,10 @@ class ScoreSketches:
             metric: the pruning score; embeddings are always pruned by magnitude.
             prune: share of each layer type to prune, in [0, 1]; never exceeded, ties at the threshold stay.
             protect: share to protect by each score, in [0, 1]; the union is at most twice as large.
-
-        Raises:
-            ConfigError: an option is out of its range.
         """
-        if metric not in get_args(Metric):
-            raise ConfigError(f"metric={metric!r} must be one of {', '.join(get_args(Metric))}")
-        for name, share in (("prune", prune), ("protect", protect)):
-            if not 0.0 <= share <= 1.0:
-                raise ConfigError(f"{name}={share} is a share of the weights and must lie in [0, 1]")
         found = {}
-        for layer_type, magnitude in self._magnitude.items():
-            sensitivity = self._sensitivity.get(layer_type)
+        for layer_type, magnitude in self._sketches["magnitude"].items():
+            sensitivity = self._sketches["sensitivity"].get(layer_type)
             found[layer_type] = Thresholds(
                 metric="magnitude" if layer_type in _ALWAYS_BY_MAGNITUDE or sensitivity is None else metric,
                 prune_magnitude=magnitude.threshold_below(prune) if prune else 0.0,
@@ -142,19 +105,21 @@ class ScoreSketches:
         return found
 
 
-def added_scores(alpha: float, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def added_scores(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the sketches of several ranks' weights, as messages and as a message: their counts are added.
 
     Raises:
         FormatError: they are sketched in another way.
     """
-    total = ScoreSketches(alpha)
+    total = ScoreSketches()
     for message in messages:
         total.count_json(message)
     return total.to_json()
 
 
-def partition(weight: torch.Tensor, gradient: torch.Tensor | None, thresholds: Thresholds) -> Partition:
+def partition(
+    weight: torch.Tensor, gradient: torch.Tensor | None, thresholds: Thresholds
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Partition one weight by the thresholds of its layer type.
 
     Args:
@@ -162,27 +127,18 @@ def partition(weight: torch.Tensor, gradient: torch.Tensor | None, thresholds: T
         gradient: the averaged gradient that was sketched, of the same shape, or None.
         thresholds: those of the weight's layer type.
 
-    Raises:
-        ConfigError: the gradient has another shape than the weight.
+    Returns:
+        Boolean masks of the weight's shape, on its device: what is protected, what is pruned; no element is in both.
     """
     magnitude = magnitude_score(weight)
     protected = magnitude >= thresholds.protect_magnitude
     if gradient is None:
         pruned = magnitude < thresholds.prune_magnitude
     else:
-        _check_shapes(weight, gradient)
         sensitivity = sensitivity_score(weight, gradient)
         protected |= sensitivity >= thresholds.protect_sensitivity
         if thresholds.metric == "sensitivity":
             pruned = sensitivity < thresholds.prune_sensitivity
         else:
             pruned = magnitude < thresholds.prune_magnitude
-    return Partition(protected=protected, pruned=pruned.logical_and_(~protected))
-
-
-def _check_shapes(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    if gradient.shape != weight.shape:
-        raise ConfigError(
-            f"a gradient of shape {tuple(gradient.shape)} cannot score a weight of shape {tuple(weight.shape)};"
-            " pass the gradient of the same parameter"
-        )
+    return protected, pruned.logical_and_(~protected)

@@ -7,8 +7,8 @@ import numpy as np
 
 from shrinkpoint.arrays import Float64s
 from shrinkpoint.quantize.clustering import optimal_codebooks, sample_weights
-from shrinkpoint.quantize.sketch import Histogram, SignedHistogram
-from shrinkpoint.schemes.inshrinkerator.scheme import InshrinkeratorOptions, Weights
+from shrinkpoint.quantize.sketch import Histogram, Sketch
+from shrinkpoint.schemes.inshrinkerator.scheme import Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 from shrinkpoint.state.training import LayerType
 
@@ -30,14 +30,12 @@ class SizePredictor:
 
     Args:
         weights: of one snapshot.
-        options: the scheme's settings.
     """
 
-    def __init__(self, weights: Weights, options: InshrinkeratorOptions) -> None:
-        self._options = options
+    def __init__(self, weights: Weights) -> None:
         self._tensors = [
-            (_Tensor(SignedHistogram(options.alpha).add(tensor).histogram()), spec.tag.layer_type)
-            for spec, tensor in ((spec, weights.tensors[spec.name]) for spec in weights.specs)
+            (_Tensor(Sketch().add(weights.tensors[spec.name]).histogram()), spec.tag.layer_type)
+            for spec in weights.specs
         ]
         self._known: dict[tuple[int, int, float, float], float] = {}
 
@@ -57,7 +55,7 @@ class SizePredictor:
                 continue
             key = (index, bins, prune, protect)
             if key not in self._known:
-                self._known[key] = tensor.bits(bins, prune, protect, self._options)
+                self._known[key] = tensor.bits(bins, prune, protect)
             bits += self._known[key]
         return bits / 8
 
@@ -97,13 +95,13 @@ class _Tensor:
         self._cumulative = np.cumsum(self.counts[self._order])
         self._codebooks: dict[tuple[int, float], Float64s] = {}
 
-    def bits(self, bins: int, prune: float, protect: float, options: InshrinkeratorOptions) -> float:
+    def bits(self, bins: int, prune: float, protect: float) -> float:
         """Predicted bits of the tensor under one configuration."""
         if self.total == 0:
             return 0.0
         rest = self.counts.copy()
         protected = self._take(rest, protect * self.total, from_small=False)
-        codebook = self._codebook(bins, protect, rest, options)
+        codebook = self._codebook(bins, protect, rest)
         pruned = self._take(rest, prune * self.total, from_small=True)
         boundaries = (codebook[1:] + codebook[:-1]) / 2
         cells = np.searchsorted(boundaries, self.values)
@@ -124,14 +122,13 @@ class _Tensor:
         rest[chosen] = 0
         return taken
 
-    def _codebook(
-        self, bins: int, protect: float, rest: Float64s, options: InshrinkeratorOptions
-    ) -> Float64s:
+    def _codebook(self, bins: int, protect: float, rest: Float64s) -> Float64s:
         """Return the centroids of the unprotected values; outliers left in would pull them outwards."""
         if (bins, protect) not in self._codebooks:
             kept = rest > 0
             histogram = Histogram(values=self.values[kept], counts=rest[kept].astype(np.int64))
-            weights = sample_weights(histogram, options.magnitude_weight)
-            books = optimal_codebooks(histogram.values, weights, sorted({*_USUAL_BINS, bins}))
+            books = optimal_codebooks(
+                histogram.values, sample_weights(histogram), sorted({*_USUAL_BINS, bins})
+            )
             self._codebooks |= {(size, protect): book.double().numpy() for size, book in books.items()}
         return self._codebooks[bins, protect]

@@ -7,60 +7,41 @@ else is stored exactly.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 
-from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.base import SaveContext, TensorCodec
 from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
 from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder
 from shrinkpoint.schemes.inshrinkerator.partition import ScoreSketches
 from shrinkpoint.schemes.inshrinkerator.sensitivity import sensitivity_score
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
-from shrinkpoint.schemes.recipe import is_weight, moment_codecs
+from shrinkpoint.schemes.recipe import check_choice, check_number, is_weight, moment_codecs
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
 __all__ = ["Inshrinkerator", "InshrinkeratorOptions", "Weights", "weights_of"]
 
-_RANGES = (  # those of the parts that the options are passed to, checked before training starts
-    ("alpha", 0.001, 0.5),
-    ("magnitude_weight", 0, 1),
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class InshrinkeratorOptions:
-    """Settings that the paper leaves open or fixes once, apart from the configuration that is searched.
+    """Settings that the paper leaves open, apart from the configuration that is searched.
 
     Examples:
         >>> from shrinkpoint.schemes.catalogue import InshrinkeratorOptions
         >>> config = shrinkpoint.SaverConfig(scheme=InshrinkeratorOptions(min_elements=500))
     """
 
-    alpha: float = 0.01
-    """Relative error bound of the quantile sketches (4.2)."""
-    magnitude_weight: float = 0.1
-    """Share of the magnitude in the sample weights of the histogram k-means (4.3)."""
     coder: LevelCoder = "rans"
     """Entropy coder of the levels: conditional rANS, or the paper's run lengths and Huffman codes (Algorithm 5)."""
     min_elements: int = 2000
     """Tensors with fewer elements are stored exactly."""
 
     def __post_init__(self) -> None:
-        if type(self.min_elements) is not int or self.min_elements < 1:
-            raise ConfigError(
-                f"min_elements must be a number of elements, at least 1, not {self.min_elements!r}"
-            )
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise ConfigError(f"{name} must be a number from {low} to {high}, not {value!r}")
-        if self.coder not in get_args(LevelCoder):
-            raise ConfigError(
-                f"coder must be {' or '.join(map(repr, get_args(LevelCoder)))}, not {self.coder!r}"
-            )
+        check_choice(self, "coder", LevelCoder)
+        check_number(self, "min_elements", 1, 2**48, whole=True)
 
     def takes(self, spec: TensorSpec) -> bool:
         """Return whether the tensor is coded as a weight."""
@@ -86,13 +67,10 @@ class Weights:
         gradients: Mapping[str, torch.Tensor] | None = None,
         scores: Mapping[str, Any] | None = None,
     ) -> None:
-        self.specs = [spec for spec in state.specs.values() if options.takes(spec)]
+        # no codebook can represent NaN or infinity: such weights are stored exactly
+        taken = (spec for spec in state.specs.values() if options.takes(spec))
+        self.specs = [spec for spec in taken if bool(torch.isfinite(state.tensors[spec.name]).all())]
         self.tensors = {spec.name: state.tensors[spec.name] for spec in self.specs}
-        finite = {name for name, tensor in self.tensors.items() if bool(torch.isfinite(tensor).all())}
-        self.not_finite = [spec.name for spec in self.specs if spec.name not in finite]
-        """Weights that contain NaN or infinity: no codebook can represent those, so they are stored exactly."""
-        self.specs = [spec for spec in self.specs if spec.name in finite]
-        self.tensors = {spec.name: self.tensors[spec.name] for spec in self.specs}
         # Exactly stored tensors are evaluated from the snapshot too: the live model changes between two evaluations.
         self._rest = {
             _parameter(spec): state.tensors[spec.name]
@@ -103,7 +81,7 @@ class Weights:
         }
         self.gradients = _gradients(state, self.specs, gradients)
         self._options = options
-        self.sketches = ScoreSketches(options.alpha)
+        self.sketches = ScoreSketches()
         if scores is not None:
             self.sketches.count_json(scores)
             return
@@ -122,19 +100,13 @@ class Weights:
             thresholds=thresholds[spec.tag.layer_type.value],
             gradient=self.gradients.get(spec.name),
             coder=self._options.coder,
-            alpha=self._options.alpha,
-            magnitude_weight=self._options.magnitude_weight,
         )
-
-    def true(self) -> dict[str, torch.Tensor]:
-        """Return the snapshot's whole model, by the names of its parameters and buffers."""
-        return self._rest | {_parameter(spec): self.tensors[spec.name] for spec in self.specs}
 
     def restored(self, configuration: Configuration) -> dict[str, torch.Tensor]:
         """The model that a reader would restore under a configuration, by the names of its parameters and buffers."""
         return self._rest | {
             _parameter(spec): self.codec(spec, configuration).quantize(tensor).value(tensor.dtype)
-            for spec, tensor in ((spec, self.tensors[spec.name]) for spec in self.specs)
+            for spec, tensor in zip(self.specs, self.tensors.values(), strict=True)
         }
 
 

@@ -29,7 +29,6 @@ __all__ = [
     "Predict",
     "Search",
     "SearchKind",
-    "significantly_lower",
 ]
 
 SearchKind: TypeAlias = Literal["exhaustive", "neighbourhood", "reprobe"]
@@ -73,9 +72,6 @@ class Search:
         incumbent: the configuration in use; None searches exhaustively.
         limit: how many measurements may be made; None takes the usual number.
         earlier: degradations measured before a restart, which need not be measured again.
-
-    Raises:
-        ConfigError: the incumbent is not of the space, or a predicted size is NaN.
     """
 
     def __init__(
@@ -218,23 +214,18 @@ class Search:
         return self.answers[configuration] <= self._bound
 
     def _is_better(self, other: Configuration, centre: Configuration) -> bool:
+        """Whether it alone is within the bound, or lower by more than 10 % and than twice the noise of a measurement."""
         if self._holds(other) != self._holds(centre):
             return self._holds(other)
-        return significantly_lower(self.answers[other], self.answers[centre])
+        low, high = self.answers[other], self.answers[centre]
+        if not math.isfinite(high):
+            return math.isfinite(low)
+        return high - low > max(0.1 * abs(high), 2 * _NOISE)
 
     def _look_up(self, configurations: Iterable[Configuration]) -> None:
         for configuration in configurations:
             if configuration not in self._sizes:
-                self._sizes[configuration] = size = float(self._predict(configuration))
-                if math.isnan(size):
-                    raise ConfigError(f"the predicted size of ({configuration}) is NaN: it must be in bytes")
-
-
-def significantly_lower(low: float, high: float) -> bool:
-    """Whether ``low`` is below ``high`` by more than 10 % of it and by more than twice the noise of a measurement."""
-    if not math.isfinite(high):
-        return math.isfinite(low)
-    return high - low > max(0.1 * abs(high), 2 * _NOISE)
+                self._sizes[configuration] = float(self._predict(configuration))
 
 
 class _Order:
@@ -408,11 +399,12 @@ class ConfigurationSearch:
             raise ConfigError(f"the search state is malformed ({error!r}): start a new search") from error
         if phase not in ("exhaustive", "steady", "exact") or (phase == "steady") != (incumbent is not None):
             raise ConfigError(f"the search state is malformed (phase {phase!r}): start a new search")
-        known = incumbent is None or incumbent in self.space
-        self._phase, self._incumbent = (phase, incumbent) if known else ("exhaustive", None)
+        if incumbent is not None and incumbent not in self.space:
+            phase, incumbent = "exhaustive", None
+        self._phase, self._incumbent = phase, incumbent and self.space.canonical(incumbent)
         self._search = None
-        self._verified = {c for c in verified if c in self.space}
-        self._answers = {c: degradation for c, degradation in answers.items() if c in self.space}
+        self._verified = {self.space.canonical(c) for c in verified if c in self.space}
+        self._answers = {self.space.canonical(c): d for c, d in answers.items() if c in self.space}
         self._trained, self._searched, self._counted_to = trained, spent, self._clock()
         self._saves_since_reprobe = since
 

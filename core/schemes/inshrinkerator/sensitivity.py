@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shrinkpoint.errors import ConfigError
-
 __all__ = ["GradientEMA", "magnitude_score", "sensitivity_score"]
+
+_STEPS = 50
 
 
 def magnitude_score(weight: torch.Tensor) -> torch.Tensor:
@@ -55,22 +55,13 @@ class GradientEMA:
 
     Args:
         beta: weight of the past, in [0, 1).
-        steps: how many steps before a save gradients are collected for.
-
-    Raises:
-        ConfigError: an option is out of its range.
 
     Not safe to call from several threads at a time. Source: Inshrinkerator (arXiv 2306.11800): 50 batches before a
     save; its coefficient is not known, 0.9 (Adam's beta1) is our choice.
     """
 
-    def __init__(self, beta: float = 0.9, steps: int = 50) -> None:
-        if not 0.0 <= beta < 1.0:
-            raise ConfigError(f"beta={beta} must lie in [0, 1); 0.9 averages over about ten steps")
-        if steps < 1:
-            raise ConfigError(f"steps={steps} must be at least 1; the published value is 50")
+    def __init__(self, beta: float = 0.9) -> None:
         self.beta = beta
-        self.steps = steps
         self.non_finite = 0
         """Updates left out because a gradient contained NaN or infinity, as after an overflow under a loss scaler."""
         self.dropped = 0
@@ -82,8 +73,8 @@ class GradientEMA:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def should_collect(self, steps_until_save: int) -> bool:
-        """Whether this step's gradients count: one of the last `steps` steps, where 0 is the step that saves."""
-        return 0 <= steps_until_save < self.steps
+        """Whether this step's gradients count: one of the last 50 steps, where 0 is the step that saves."""
+        return 0 <= steps_until_save < _STEPS
 
     def update(self, named_grads: Mapping[str, torch.Tensor]) -> None:
         """Take one step's gradients into the average, when `backward` is done and before they are set to zero.

@@ -22,7 +22,7 @@ from shrinkpoint.arrays import Bools, Float32s, widened
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.quantize.sketch import QuantileSketch
+from shrinkpoint.quantize.sketch import Sketch
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState, TensorCodec
 from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, previous_value
 from shrinkpoint.schemes.codec_io import as_float32, check_sections, section
@@ -155,7 +155,7 @@ class TopN:
         """The one of all weights, where they compete."""
         if self.options.scope != "global" or self.reference is None:
             return None
-        sketch = QuantileSketch(_SKETCH_ERROR)
+        sketch = Sketch(_SKETCH_ERROR)
         for spec in filter(self.options.takes, state.specs.values()):
             previous = previous_value(reference_value(self.reference, spec, PartialCodec.id), spec)
             with contextlib.suppress(

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.search_instances import NOT_FINITE, SMALL, harshness, random_problem, run, steep_size
 
-from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.inshrinkerator.search import Search
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 
@@ -82,11 +81,6 @@ def test_noisy_measurements_never_yield_what_measured_infeasible(seed: int, nois
         assert problem.size[outcome.chosen] == min(feasible)
 
 
-def test_a_size_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="NaN"):
-        Search("exhaustive", SPACE, lambda _: math.nan, 0.01)
-
-
 INCUMBENT = SPACE.at("sensitivity", (2, 2, 1, 0))
 TWIN = SPACE.at("magnitude", (2, 2, 1, 0))
 SIZE = steep_size(SPACE)
@@ -155,10 +149,3 @@ def test_reprobe_is_exact_in_its_box(seed: int, incumbent: Configuration) -> Non
         assert problem.size[outcome.chosen] == min(box)
     else:
         assert outcome.chosen is None
-
-
-def test_foreign_incumbent_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="not in the space"):
-        Search("neighbourhood", SMALL, SIZE, 0.01, INCUMBENT)
-    with pytest.raises(ConfigError, match="not in the space"):
-        Search("reprobe", SMALL, SIZE, 0.01, INCUMBENT)

@@ -113,25 +113,3 @@ def test_decoded_levels_are_checked() -> None:
     previous = drift(5000, 10, 10, 0.3)[2]
     with pytest.raises(FormatError, match="level 9 of 6"):
         decode_levels(payload, 5000, 6, previous, 10)
-
-
-LEVELS = np.array([0, 1, 9], dtype=np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((LEVELS, 9, None, None), "below n_levels=9, found 9"),
-        ((LEVELS, 257, None, None), "n_levels must be 1..256"),
-        ((LEVELS, 10, LEVELS, None), "given together"),
-        ((LEVELS, 10, None, 10), "given together"),
-        ((LEVELS, 10, LEVELS, 300), "previous_n_levels must be 1..256"),
-        ((LEVELS, 10, LEVELS, 9), "below previous_n_levels=9"),
-        ((LEVELS, 10, LEVELS[:2], 10), "must have 3 elements"),
-        ((LEVELS.reshape(1, 3), 10, None, None), "1-D uint8"),
-        ((LEVELS, 10, None, None, "huffman"), "coder must be"),
-    ],
-)
-def test_arguments(arguments: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        encode_levels(*arguments)

@@ -10,16 +10,15 @@ from shrinkpoint.schemes.inshrinkerator.scheme import InshrinkeratorOptions, Wei
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
 
-OPTIONS = InshrinkeratorOptions()
 SPACE = ConfigurationSpace()
 
 
-def weights_of(*tensors, layer_type=LayerType.LINEAR, options=OPTIONS):
+def weights_of(*tensors, layer_type=LayerType.LINEAR):
     def describe(path, tensor):
         return Tag(role=Role.WEIGHT, layer_type=layer_type, parameter=path[0])
 
     state = TrainingState.capture({f"w{i}": tensor for i, tensor in enumerate(tensors)}, describe)
-    return Weights(state, options)
+    return Weights(state, InshrinkeratorOptions())
 
 
 def coded_bytes(weights, configuration):
@@ -36,7 +35,7 @@ def test_sizes_are_predicted_nearly_and_in_their_order(spread):
     if spread == "student":
         tensor /= torch.randn(200, 200, generator=generator).abs().clamp(min=0.2)
     weights = weights_of(tensor, tensor[:50] * 3)
-    predict = SizePredictor(weights, OPTIONS)
+    predict = SizePredictor(weights)
     sizes = []
     for bins, prune, protect in itertools.product((4, 8, 32), (0.5, 0.2, 0.0), (0.0005, 0.01)):
         configuration = Configuration(
@@ -51,13 +50,13 @@ def test_sizes_are_predicted_nearly_and_in_their_order(spread):
 
 
 def test_nothing_to_predict():
-    assert SizePredictor(weights_of(), OPTIONS)(SPACE.mildest) == 0
+    assert SizePredictor(weights_of())(SPACE.mildest) == 0
 
 
 def test_no_tensor_is_kept():
     """A search that waits for the next save holds on to its predictor."""
     weights = weights_of(torch.randn(50, 50))
-    predictor = SizePredictor(weights, OPTIONS)
+    predictor = SizePredictor(weights)
     assert not [x for tensor, _ in predictor._tensors for x in vars(tensor).values() if torch.is_tensor(x)]
     assert weights not in vars(predictor).values()
 
@@ -67,8 +66,8 @@ def test_tables_of_several_processes_predict_the_size_of_all_weights():
     tensors = [torch.randn(60, 50, generator=generator), 2 * torch.randn(80, 40, generator=generator)]
     embeddings = weights_of(torch.randn(50, 60, generator=generator), layer_type=LayerType.EMBEDDING)
     parts = [weights_of(tensors[0]), weights_of(tensors[1]), embeddings]
-    tables = (SizePredictor(part, OPTIONS).table(SPACE) for part in parts)
+    tables = (SizePredictor(part).table(SPACE) for part in parts)
     predict = predicted_sizes(SPACE, [sum(column) for column in zip(*tables, strict=True)])
-    alone = [SizePredictor(part, OPTIONS) for part in parts]
+    alone = [SizePredictor(part) for part in parts]
     for configuration in SPACE.configurations:
         assert predict(configuration) == pytest.approx(sum(one(configuration) for one in alone))
