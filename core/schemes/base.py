@@ -78,7 +78,7 @@ class PackedPlanes(Mapping[str, npt.NDArray[np.generic]]):
 
 def bytes_in_memory(arrays: Planes) -> int:
     """Bytes that arrays take in memory."""
-    if isinstance(arrays, DiskArrays):
+    if isinstance(arrays, (DiskArrays, PackedPlanes)):
         return arrays.nbytes
     return sum(array.nbytes for array in arrays.values())
 
@@ -122,8 +122,7 @@ class ReferenceState:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes in memory."""
-        planes = self.planes
-        return planes.nbytes if isinstance(planes, PackedPlanes) else bytes_in_memory(planes)
+        return bytes_in_memory(self.planes)
 
     def moved(self, move: Callable[[Planes], Planes]) -> "ReferenceState":
         """Return the same, with its arrays elsewhere.

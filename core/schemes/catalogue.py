@@ -46,7 +46,6 @@ __all__ = [
     "LCCheckpointOptions",
     "SchemeEntry",
     "build",
-    "check_options",
     "chosen_scheme",
     "codec_class",
     "codec_for_reading",
@@ -219,12 +218,6 @@ def _loaded(point: "EntryPoint") -> SchemeEntry:
     return entry
 
 
-def options_of(name: str) -> Any:
-    """Return a scheme's default options; None if it has none."""
-    options = entry_of(name).options
-    return options() if options is not None else None
-
-
 def chosen_scheme(given: object, options: object = None) -> tuple[str, Any]:
     """Give a scheme's name, and its options or None for the defaults.
 
@@ -255,9 +248,7 @@ def chosen_scheme(given: object, options: object = None) -> tuple[str, Any]:
             raise ConfigError(
                 f"{options!r}: the scheme {given!r} does not take these options: {error}"
             ) from error
-    if options is not None:
-        check_options(given, options)
-    return given, options
+    return given, options if options is None else options_of(given, options)
 
 
 def _known() -> Iterator[tuple[str, SchemeEntry]]:
@@ -267,16 +258,22 @@ def _known() -> Iterator[tuple[str, SchemeEntry]]:
         yield point.name, _others.get(point.name) or _loaded(point)
 
 
-def check_options(name: str, options: object) -> None:
-    """Raise ConfigError unless `options` are those of the scheme of this name."""
-    wanted = type(options_of(name))
-    if type(options) is not wanted:
-        take = (
-            f"takes {wanted.__name__}(...), from {wanted.__module__}"
-            if options_of(name) is not None
-            else "takes none"
-        )
-        raise ConfigError(f"{options!r}: the scheme {name!r} {take}")
+def options_of(name: str, options: object = None) -> Any:
+    """Return a scheme's options: those that are given, or its defaults; None if it has none.
+
+    Raises:
+        ConfigError: `options` are not those of the scheme of this name.
+    """
+    kind = entry_of(name).options
+    defaults = None if kind is None else kind()
+    if options is None or type(options) is type(defaults):
+        return defaults if options is None else options
+    take = (
+        "takes none"
+        if kind is None
+        else f"takes {type(defaults).__name__}(...), from {type(defaults).__module__}"
+    )
+    raise ConfigError(f"{options!r}: the scheme {name!r} {take}")
 
 
 def build(name: str, options: object, save_context: SaveContext) -> Scheme:
@@ -291,6 +288,4 @@ def build(name: str, options: object, save_context: SaveContext) -> Scheme:
     Raises:
         ConfigError: there is no such scheme, or the options are another scheme's.
     """
-    chosen = options_of(name) if options is None else options
-    check_options(name, chosen)
-    return entry_of(name).build(chosen, save_context)
+    return entry_of(name).build(options_of(name, options), save_context)

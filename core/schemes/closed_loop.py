@@ -17,7 +17,7 @@ import torch
 
 from shrinkpoint.arrays import Float32s, widened
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
-from shrinkpoint.errors import FormatError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import (
     WEIGHT_DTYPES,
@@ -35,7 +35,7 @@ from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["VALUE", "ClosedLoopCodec", "Delta", "add", "as_reference", "previous_value"]
+__all__ = ["VALUE", "ClosedLoopCodec", "Delta", "add", "as_reference", "previous_value", "residual_to"]
 
 VALUE = "value"
 """The plane that holds the reconstruction, fp32."""
@@ -84,6 +84,19 @@ def previous_value(reference: ReferenceState | None, spec: TensorSpec) -> Float3
     """Return the reconstruction in the reference; None if the previous checkpoint has none of this size."""
     plane = plane_of(reference, VALUE, spec)
     return np.asarray(plane, np.float32) if plane is not None else None
+
+
+def residual_to(target: Float32s, previous: Float32s, spec: TensorSpec) -> Float32s:
+    """Return the weight's difference to the reader's reconstruction.
+
+    Raises:
+        CannotRepresentError: it is beyond fp32.
+    """
+    with np.errstate(over="ignore"):
+        residual: Float32s = target - normal(previous)
+    if not np.isfinite(residual).all():
+        raise CannotRepresentError(f"{spec.name} changed by more than fp32 can represent: stored exactly")
+    return residual
 
 
 def add(previous: Float32s, step: Float32s) -> Float32s:

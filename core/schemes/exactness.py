@@ -87,15 +87,6 @@ class ExactPart:
     raw_bytes: int
     """In memory."""
 
-    def added(self, other: "ExactPart") -> "ExactPart":
-        """Return the two together, which have the same role and reason."""
-        return replace(
-            self,
-            tensors=self.tensors + other.tensors,
-            bytes=self.bytes + other.bytes,
-            raw_bytes=self.raw_bytes + other.raw_bytes,
-        )
-
 
 def explained(code: str) -> str:
     """Return the message of a reason's code."""
@@ -133,7 +124,16 @@ def added_parts(parts: Iterable[ExactPart]) -> tuple[ExactPart, ...]:
     sums: dict[tuple[str, str], ExactPart] = {}
     for one in parts:
         before = sums.get((one.role, one.code))
-        sums[one.role, one.code] = one if before is None else before.added(one)
+        sums[one.role, one.code] = (
+            one
+            if before is None
+            else replace(
+                one,
+                tensors=before.tensors + one.tensors,
+                bytes=before.bytes + one.bytes,
+                raw_bytes=before.raw_bytes + one.raw_bytes,
+            )
+        )
     return tuple(sorted(sums.values(), key=lambda part: -part.bytes))
 
 

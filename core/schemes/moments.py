@@ -33,29 +33,41 @@ _M_BEYOND = np.float32(15.5)  # |m| / sqrt(v) that moments of one gradient hardl
 _M_STRANGERS = 1e-3  # share of such elements above which the two are not moments of one gradient
 
 
-def _read_plane(
-    encoded: EncodedTensor, spec: TensorSpec, name: str, alphabet: int, context: Context
-) -> UInt8s:
-    previous = _previous(name, spec, context) if encoded.uses_reference else None
-    if encoded.uses_reference and previous is None:
-        raise FormatError(f"{spec.name}: its reference plane {name!r} is missing")
-    contexts = alphabet if previous is not None else 1
-    return decode_symbols(section(encoded, spec, name), previous, spec.numel, alphabet, contexts)
+class _LevelsCodec:
+    """A codec of one plane of levels, each coded given the previous checkpoint's at its place, where that is shorter."""
+
+    id: ClassVar[str]
+    alphabet: ClassVar[int]
+
+    def _encoded(self, plane: UInt8s, spec: TensorSpec, context: Context) -> tuple[bytes, bool]:
+        """Return the levels' section, and whether a reader needs those of before."""
+        return encode_given(plane, _previous(spec, context), self.alphabet)
+
+    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
+        """See `TensorCodec.decode`."""
+        previous = _previous(spec, context) if encoded.uses_reference else None
+        if encoded.uses_reference and previous is None:
+            raise FormatError(f"{spec.name}: its reference plane 'levels' is missing")
+        contexts = self.alphabet if previous is not None else 1
+        payload = section(encoded, spec, "levels")
+        return {"levels": decode_symbols(payload, previous, spec.numel, self.alphabet, contexts)}
+
+    def rebase(
+        self, encoded: EncodedTensor, reference: ReferenceState, spec: TensorSpec
+    ) -> EncodedTensor | None:
+        """See `Rebasable.rebase`."""
+        plane = np.ascontiguousarray(reference.planes["levels"], dtype=np.uint8)
+        sections = {**encoded.sections, "levels": encode_symbols(plane, None, self.alphabet, 1)}
+        return replace(encoded, sections=sections, uses_reference=False)
 
 
-def _previous(name: str, spec: TensorSpec, context: Context) -> UInt8s | None:
-    plane = plane_of(context.reference, name, spec)
+def _previous(spec: TensorSpec, context: Context) -> UInt8s | None:
+    plane = plane_of(context.reference, "levels", spec)
     return np.asarray(plane, np.uint8) if plane is not None else None
 
 
-def _rebased(encoded: EncodedTensor, reference: ReferenceState, alphabet: int) -> EncodedTensor:
-    plane = np.ascontiguousarray(reference.planes["levels"], dtype=np.uint8)
-    sections = {**encoded.sections, "levels": encode_symbols(plane, None, alphabet, 1)}
-    return replace(encoded, sections=sections, uses_reference=False)
-
-
 @dataclass(frozen=True, kw_only=True)
-class SecondMomentCodec:
+class SecondMomentCodec(_LevelsCodec):
     """Uniform quantizer of ``log2(v / f)``, with Adafactor's factorization f = row mean x column mean / mean.
 
     Guarantees: a restored v is zero if and only if v was; where the level is not clipped (60 steps from the factor),
@@ -64,6 +76,7 @@ class SecondMomentCodec:
     """
 
     id: ClassVar[str] = "log-second-moment"
+    alphabet: ClassVar[int] = 2 * _V_CLIP_STEPS + 2
     needs: ClassVar[tuple[str, ...]] = ()
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
@@ -81,9 +94,7 @@ class SecondMomentCodec:
         lowest, highest = _level_range(plane)
         codebook = np.exp2(np.arange(lowest, highest + 1) - (_V_CLIP_STEPS + 1.0)).astype("<f4")
         compact = np.where(plane > 0, plane - (lowest - 1), 0).astype(np.uint8)
-        payload, uses_reference = encode_given(
-            plane, _previous("levels", spec, context), 2 * _V_CLIP_STEPS + 2
-        )
+        payload, uses_reference = self._encoded(plane, spec, context)
         sections = {
             "rows": rows.astype("<f4").tobytes(),
             "columns": columns.astype("<f4").tobytes(),
@@ -96,10 +107,6 @@ class SecondMomentCodec:
             raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
         encoded = EncodedTensor(self.id, params, sections, uses_reference)
         return Staged(torch.from_numpy(value).reshape(spec.shape), lambda: (encoded, {"levels": plane}))
-
-    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
-        """See `TensorCodec.decode`."""
-        return {"levels": _read_plane(encoded, spec, "levels", 2 * _V_CLIP_STEPS + 2, context)}
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
@@ -123,15 +130,6 @@ class SecondMomentCodec:
             raise FormatError(f"{spec.name}: a level lies outside its codebook")
         value = self._restore(compact, codebook, self._factor(rows, columns))
         return torch.from_numpy(value).reshape(spec.shape)
-
-    def rebase(
-        self,
-        encoded: EncodedTensor,
-        reference: ReferenceState,
-        spec: TensorSpec,
-    ) -> EncodedTensor | None:
-        """See `Rebasable.rebase`."""
-        return _rebased(encoded, reference, 2 * _V_CLIP_STEPS + 2)
 
     @staticmethod
     def _factors(matrix: Float32s) -> tuple[Float32s, Float32s]:
@@ -164,7 +162,7 @@ def _level_range(plane: UInt8s) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstMomentCodec:
+class FirstMomentCodec(_LevelsCodec):
     """Uniform quantizer of ``m / sqrt(v)``, v being the second moment as restored.
 
     Guarantees: the error of m is at most ``sqrt(v) / 4`` where the level is not clipped (31 steps of a half root); m is
@@ -172,6 +170,7 @@ class FirstMomentCodec:
     """
 
     id: ClassVar[str] = "uniform-first-moment"
+    alphabet: ClassVar[int] = 2 * _M_CLIP_STEPS + 1
     needs: ClassVar[tuple[str, ...]] = (Role.EXP_AVG_SQ.value,)
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
@@ -186,15 +185,9 @@ class FirstMomentCodec:
         if np.count_nonzero((np.abs(values) > _M_BEYOND * root) & (root > 0)) > _M_STRANGERS * values.size:
             raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
         plane = (np.clip(level, -_M_CLIP_STEPS, _M_CLIP_STEPS) + _M_CLIP_STEPS).astype(np.uint8)
-        payload, uses_reference = encode_given(
-            plane, _previous("levels", spec, context), 2 * _M_CLIP_STEPS + 1
-        )
+        payload, uses_reference = self._encoded(plane, spec, context)
         encoded = EncodedTensor(self.id, {"step": float(_M_STEP)}, {"levels": payload}, uses_reference)
         return Staged(self._restore(plane, unit, spec), lambda: (encoded, {"levels": plane}))
-
-    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
-        """See `TensorCodec.decode`."""
-        return {"levels": _read_plane(encoded, spec, "levels", 2 * _M_CLIP_STEPS + 1, context)}
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
@@ -204,15 +197,6 @@ class FirstMomentCodec:
         if root is None:
             raise FormatError(f"{spec.name}: the second moment that scales it is missing")
         return self._restore(planes["levels"], number(encoded.params, spec, "step") * root, spec)
-
-    def rebase(
-        self,
-        encoded: EncodedTensor,
-        reference: ReferenceState,
-        spec: TensorSpec,
-    ) -> EncodedTensor | None:
-        """See `Rebasable.rebase`."""
-        return _rebased(encoded, reference, 2 * _M_CLIP_STEPS + 1)
 
     @staticmethod
     def _restore(plane: Array, unit: Float32s, spec: TensorSpec) -> torch.Tensor:

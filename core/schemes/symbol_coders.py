@@ -67,13 +67,12 @@ def encode_plane(
     Returns:
         The payload; `uses_previous` gives from it whether decoding needs the previous plane.
     """
-    wide = _columns(plane.size, columns)
     if not isinstance(coder, str):
         from shrinkpoint.entropy.lstm import coder as lstm  # of one scheme alone
 
-        return bytes([_LSTM]) + lstm.encode_plane(
-            plane, alphabet, columns=wide, previous=previous, options=coder
-        )
+        wide = columns or max(plane.size, 1)
+        payload = lstm.encode_plane(plane, alphabet, columns=wide, previous=previous, options=coder)
+        return bytes([_LSTM]) + payload
     if coder == "rans":
         payload, given = encode_given(plane, previous, alphabet)
         return bytes([_GIVEN if given else _RANS]) + payload
@@ -116,10 +115,10 @@ def decode_plane(
     method, body = payload[0], payload[1:]
     if uses_previous(payload) and (previous is None or previous.size != count):
         raise FormatError("symbol plane: it is coded given a previous plane, and there is none")
-    wide = _columns(count, columns)
     if method == _LSTM:
         from shrinkpoint.entropy.lstm import coder as lstm
 
+        wide = columns or max(count, 1)
         return lstm.decode_plane(body, count, alphabet, columns=wide, previous=previous)
     if method == _RANS:
         return decode_symbols(body, None, count, alphabet, 1)
@@ -135,7 +134,10 @@ def decode_plane(
         raise FormatError(f"symbol plane: unknown method {method}")
     if len(body) != size:
         raise FormatError(f"symbol plane: {len(body)} bytes of packed symbols, {size} expected")
-    return _checked(_unpack(np.frombuffer(body, np.uint8), count, width), alphabet)
+    plane = _unpack(np.frombuffer(body, np.uint8), count, width)
+    if count and int(plane.max()) >= alphabet:
+        raise FormatError(f"symbol plane: symbol {int(plane.max())} of {alphabet}")
+    return plane
 
 
 def uses_previous(payload: bytes) -> bool:
@@ -173,10 +175,6 @@ def _filters(**more: Any) -> list[dict[str, Any]]:
     return [{"id": lzma.FILTER_LZMA2, "dict_size": _DICTIONARY, **more}]
 
 
-def _columns(count: int, columns: int | None) -> int:
-    return columns or max(count, 1)
-
-
 def _decode_huffman(body: bytes, count: int, alphabet: int, previous: UInt8s | None) -> UInt8s:
     values = decode_huffman(body, count)
     if values.size != count:
@@ -186,12 +184,6 @@ def _decode_huffman(body: bytes, count: int, alphabet: int, previous: UInt8s | N
     if previous is not None:
         values = (values + previous) % alphabet
     return values.astype(np.uint8)
-
-
-def _checked(plane: UInt8s, alphabet: int) -> UInt8s:
-    if plane.size and int(plane.max()) >= alphabet:
-        raise FormatError(f"symbol plane: symbol {int(plane.max())} of {alphabet}")
-    return plane
 
 
 def _width(alphabet: int) -> int:

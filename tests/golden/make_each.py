@@ -9,13 +9,12 @@ files, a released chain is never made again: for a new codec, add a case; the sc
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from support.super_steps import merge_super_step
 
 from shrinkpoint.coding.encode import EncodedState, encode_state
 from shrinkpoint.coding.selective import decode_chain, in_memory
@@ -262,8 +261,6 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         "rare": exactly("exp_avg_sq", "exp_avg", shape=(20, 300), resting=15),
     },
 }
-CASES_MERGED = "lc-checkpoint-weight.super-step"
-"""The two deltas of ``lc-checkpoint-weight`` as one."""
 
 
 class Training:
@@ -339,17 +336,6 @@ def encode(variants: Mapping[str, Variant]) -> list[EncodedState]:
     return chain
 
 
-def merged(base: Checkpoint, deltas: list[Checkpoint]) -> list[Checkpoint]:
-    """A chain of a base and one delta that stands for several."""
-    entries = []
-    for entry in deltas[-1].entries:
-        if entry.encoded.codec == LCCheckpointWeightCodec.id:
-            parts = [e.encoded for delta in deltas for e in delta.entries if e.spec.name == entry.spec.name]
-            entry = replace(entry, encoded=merge_super_step(parts, entry.spec))
-        entries.append(entry)
-    return [base, replace(deltas[-1], entries=tuple(entries), parent=base.state_digest)]
-
-
 def digests(chain: list[bytes]) -> list[dict[str, str]]:
     """SHA-256 of every tensor's bytes by name, for each checkpoint of a chain."""
     told = []
@@ -365,9 +351,6 @@ def make(cases: Mapping[str, Mapping[str, Variant]], folder: Path) -> None:
     for name, variants in cases.items():
         if not (folder / f"v1_{name}_0.shrink").exists():
             chains[name] = [encoded.checkpoint for encoded in encode(variants)]
-    if "lc-checkpoint-weight" in chains:
-        base, *deltas = chains["lc-checkpoint-weight"]
-        chains[CASES_MERGED] = merged(base, deltas)
     told_path = folder / "v1.json"
     told = json.loads(told_path.read_text()) if told_path.exists() else {}
     for name, chain in chains.items():

@@ -262,17 +262,8 @@ def step_by(value, x):
 
 
 def lc_delta(t):
-    counts, value = t.params["symbols"], t.before["value"]
-    if len(counts) == 1:
-        joint = np.array(read_ranked(t.sections["ranks"], t.count, t.params["lengths"]))
-    else:
-        joint = np.array(read_huffman(t.sections["ranks"]))
-    start, rest = 0, prod(counts)
-    for number in counts:
-        rest //= number
-        table = t.floats("representatives")[start : start + number]
-        value, joint, start = step_by(value, table[joint // rest]), joint % rest, start + number
-    return value, {}
+    ranks = np.array(read_ranked(t.sections["ranks"], t.count, t.params["lengths"]))
+    return step_by(t.before["value"], t.floats("representatives")[ranks]), {}
 
 
 def excp_symbols(t):

@@ -4,7 +4,6 @@ Half-precision weights are their fp32 masters, which mixed-precision optimizers 
 weights: ASGD's before it begins to average, Lookahead's slow weights right after they were met.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +18,7 @@ __all__ = ["CopiedCodec", "RoundedCodec"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FollowingCodec(ABC):
+class _FollowingCodec:
     """Stores nothing; the tensor is what follows from its leader as restored.
 
     Guarantees: where the leader is restored exactly, so is the tensor, bit for bit.
@@ -34,13 +33,12 @@ class _FollowingCodec(ABC):
     leader: torch.Tensor | None = None
 
     @staticmethod
-    @abstractmethod
-    def _follow(leader: torch.Tensor, spec: TensorSpec) -> torch.Tensor | None:
-        """A new tensor of the spec's dtype; None if the leader's dtype, or the tensor's, is not one of this codec."""
-
-    def _of(self, leader: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor | None:
-        fits = leader is not None and tuple(leader.shape) == spec.shape
-        return self._follow(leader, spec) if leader is not None and fits else None
+    def _of(leader: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor | None:
+        """A new tensor of the spec's dtype; None if the leader has another shape, or a dtype that is not rounded to that one."""
+        if leader is None or tuple(leader.shape) != spec.shape:
+            return None
+        rounded = leader.dtype is torch.float32 and spec.dtype in (torch.float16, torch.bfloat16)
+        return leader.to(spec.dtype, copy=True) if rounded or leader.dtype is spec.dtype else None
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `TensorCodec.stage`; refuses a tensor of which one bit is not what follows from its leader."""
@@ -78,11 +76,6 @@ class RoundedCodec(_FollowingCodec):
     id: ClassVar[str] = "rounded-weight"
     needs: ClassVar[tuple[str, ...]] = (Role.MASTER.value,)
 
-    @staticmethod
-    def _follow(leader: torch.Tensor, spec: TensorSpec) -> torch.Tensor | None:
-        half = spec.dtype in (torch.float16, torch.bfloat16) and leader.dtype is torch.float32
-        return leader.to(spec.dtype) if half else None
-
 
 @dataclass(frozen=True, kw_only=True)
 class CopiedCodec(_FollowingCodec):
@@ -90,10 +83,6 @@ class CopiedCodec(_FollowingCodec):
 
     id: ClassVar[str] = "copied-average"
     needs: ClassVar[tuple[str, ...]] = (Role.WEIGHT.value,)
-
-    @staticmethod
-    def _follow(leader: torch.Tensor, spec: TensorSpec) -> torch.Tensor | None:
-        return leader.clone() if leader.dtype == spec.dtype else None
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -20,28 +20,19 @@ import numpy as np
 from shrinkpoint.arrays import Bools, Float32s
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.base import Makers, ReferenceState, TensorCodec
-from shrinkpoint.schemes.closed_loop import previous_value
+from shrinkpoint.schemes.closed_loop import previous_value, residual_to
 from shrinkpoint.schemes.codec_io import as_float32
 from shrinkpoint.schemes.published.excp_codecs import (
-    SYMBOLS,
     ExcpMomentCodec,
     ExcpOptions,
     ExcpSettings,
     ExcpWeightCodec,
-    residual_to,
 )
 from shrinkpoint.schemes.recipe import described, reference_value
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = [
-    "SYMBOLS",
-    "ExCP",
-    "ExcpMomentCodec",
-    "ExcpOptions",
-    "ExcpSettings",
-    "ExcpWeightCodec",
-]
+__all__ = ["ExCP"]
 
 
 @dataclass(kw_only=True)
@@ -63,17 +54,15 @@ class _Joint:
             raise CannotRepresentError(f"{self.weight.name} has no reference: stored exactly")
         return residual_to(target, previous, self.weight)
 
-    def root(self) -> float:
-        """Root of the mean second moment: the scale of the gradient."""
-        spec = self.state.specs[self.second]
+    def threshold(self, residual: Float32s) -> float:
+        """Equation 4 as in the repository: min(clamp, alpha / root of the mean second moment) times the median magnitude."""
+        spec, options = self.state.specs[self.second], self.options
         mean = float(as_float32(self.state.tensors[self.second], spec).mean(dtype=np.float64))
         if mean < 0:
             raise CannotRepresentError(f"{self.second} has a negative mean: stored exactly")
-        return float(np.sqrt(mean))
-
-    def threshold(self, residual: Float32s) -> float:
-        """Equation 4 as in the repository: min(clamp, alpha / root) times the median magnitude."""
-        return _scale(self.options, self.root()) * _median(np.abs(residual))
+        root, middle = float(np.sqrt(mean)), (residual.size - 1) // 2  # the lower median, as torch takes it
+        scale = min(options.clamp, options.alpha / root) if root > 0 else options.clamp
+        return scale * float(np.partition(np.abs(residual), middle)[middle])
 
     def weight_codec(self) -> TensorCodec:
         self._mask = None
@@ -95,16 +84,6 @@ def _large(state: TrainingState, first: str, beta: float) -> Bools:
     magnitudes = np.abs(as_float32(state.tensors[first], state.specs[first]))
     large: Bools = magnitudes > np.float32(beta * float(magnitudes.mean(dtype=np.float64)))
     return large
-
-
-def _scale(options: ExcpSettings, root: float) -> float:
-    return min(options.clamp, options.alpha / root) if root > 0 else options.clamp
-
-
-def _median(magnitudes: Float32s) -> float:
-    """Return the lower median, as torch takes it."""
-    middle = (magnitudes.size - 1) // 2
-    return float(np.partition(magnitudes, middle)[middle])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from shrinkpoint.arrays import Bools, Float32s, UInt8s
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.clustering import assign
 from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
-from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add
+from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add, residual_to
 from shrinkpoint.schemes.codec_io import (
     WEIGHT_DTYPES,
     as_float32,
@@ -40,7 +40,7 @@ from shrinkpoint.schemes.symbol_coders import (
 from shrinkpoint.state.training import Role, TensorSpec
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["SYMBOLS", "ExcpMomentCodec", "ExcpOptions", "ExcpSettings", "ExcpWeightCodec", "residual_to"]
+__all__ = ["SYMBOLS", "ExcpMomentCodec", "ExcpOptions", "ExcpSettings", "ExcpWeightCodec"]
 
 Codebook = Literal["float32", "float16"]
 Refill = Literal["none", "mean", "factored"]
@@ -310,19 +310,6 @@ class ExcpMomentCodec:
         if factors.size:
             values = np.where(symbols.plane == 0, refill_values(factors, spec.shape), values)
         return emit(values, spec)
-
-
-def residual_to(target: Float32s, previous: Float32s, spec: TensorSpec) -> Float32s:
-    """Return the weight's difference to the reader's reconstruction.
-
-    Raises:
-        CannotRepresentError: it is beyond fp32.
-    """
-    with np.errstate(over="ignore"):
-        residual: Float32s = target - normal(previous)
-    if not np.isfinite(residual).all():
-        raise CannotRepresentError(f"{spec.name} changed by more than fp32 can represent: stored exactly")
-    return residual
 
 
 def _store(

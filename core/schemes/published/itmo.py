@@ -12,7 +12,7 @@ It is slow and warns of that once; `shrinkpoint.entropy.lstm.coder` gives the sp
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -72,30 +72,19 @@ class ITMO(ExCP):
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`; warns once in a process if coding will take more than a minute."""
-        makers = super().codecs(state)
-        symbols = self._planned(state, makers)
+        makers, specs = super().codecs(state), state.specs
+        symbols = 2 * sum(
+            specs[name].numel
+            for name in makers
+            if specs[name].tag.role is not Role.WEIGHT
+            or reference_value(self.reference, specs[name], ExcpWeightCodec.id) is not None
+        )
         seconds = symbols / _SYMBOLS_PER_S * (self.options.width / _USUAL_WIDTH) ** 2
         if seconds > _LONG_S and not _warned.is_set():
             _warned.set()
             warn(
                 f"the scheme 'itmo' codes {symbols:,} symbols with an LSTM, twice: to write and to verify them. That takes"
-                f" up to {_readable(seconds)} of one core at every save, and half of it at every restore. It is meant for"
+                f" up to {seconds / 60:,.0f} minutes of one core at every save, and half of it at every restore. It is meant for"
                 " comparison: scheme='auto' is smaller, and hundreds of times as fast"
             )
         return makers
-
-    def _planned(self, state: TrainingState, names: Iterable[str]) -> int:
-        specs = state.specs
-        planes = [
-            specs[name].numel
-            for name in names
-            if specs[name].tag.role is not Role.WEIGHT
-            or reference_value(self.reference, specs[name], ExcpWeightCodec.id) is not None
-        ]
-        return 2 * sum(planes)
-
-
-def _readable(seconds: float) -> str:
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 3600:.0f} hours"

@@ -2,8 +2,8 @@
 
 As published, per tensor: the difference to the reconstruction (Algorithm 1), exponent-based quantization, x-bit priority
 promotion of the 2^x - 1 buckets with the largest exponents, Huffman codes with a table that is kept from one checkpoint
-to the next. Super-steps, which merge the symbols of several checkpoints, are decoded; nothing here makes them. Weights only;
-the first checkpoint is stored in full.
+to the next. Super-steps, which merge the symbols of several checkpoints, are not made. Weights only; the first checkpoint is
+stored in full.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,14 +16,13 @@ import numpy.typing as npt
 from shrinkpoint.arrays import Float32s, Int64s, UInt8s
 from shrinkpoint.entropy.static.huffman import (
     MAX_RANKS,
-    decode_huffman,
     decode_ranks,
     encode_ranks,
     rank_lengths,
 )
-from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState, TensorCodec
-from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add
+from shrinkpoint.errors import FormatError
+from shrinkpoint.schemes.base import Context, EncodedTensor, TensorCodec
+from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add, residual_to
 from shrinkpoint.schemes.codec_io import check_sections, floats, normal, section
 from shrinkpoint.schemes.recipe import WeightOptions, check_number, described, weight_codecs
 from shrinkpoint.state.training import TensorSpec, TrainingState
@@ -37,8 +36,6 @@ __all__ = [
 
 _BUCKETS = 1 << 9  # sign and exponent of fp32
 _MAX_BITS = 5
-_MAX_JOINT = 1 << 16  # symbols of a super-step: the product of its members' numbers of symbols
-_MAX_STEPS = 32  # of a super-step: each takes memory while it is decoded, also one of a single symbol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +56,6 @@ class LCCheckpointOptions(WeightOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Buckets:
-    """The kept buckets of one difference, ranked by population; "zero" represents all others."""
-
-    ranks: UInt8s
-    representatives: Float32s
-    """By rank; 0.0 where the rank is "zero"."""
-    populations: Int64s
-
-
-@dataclass(frozen=True, kw_only=True)
 class LCCheckpointWeightCodec(ClosedLoopCodec):
     """Codes one weight as LC-Checkpoint does.
 
@@ -82,41 +69,41 @@ class LCCheckpointWeightCodec(ClosedLoopCodec):
 
     def encode_delta(self, target: Float32s, previous: Float32s, spec: TensorSpec, context: Context) -> Delta:
         """See `ClosedLoopCodec.encode_delta`; refuses differences beyond fp32."""
-        with np.errstate(over="ignore"):
-            difference = target - normal(previous)
-        if not np.isfinite(difference).all():
-            raise CannotRepresentError(f"{spec.name} changed by more than fp32 can represent: stored exactly")
-        buckets = _bucketize(difference, (1 << self.options.bits) - 1)
-        lengths = self._lengths(buckets.populations, context.reference)
+        difference = residual_to(target, previous, spec)
+        ranks, representatives, populations = _bucketize(difference, (1 << self.options.bits) - 1)
+        # the predecessor's code lengths, ranked by population too, are used again if there are as many
+        lengths = context.reference.params.get("lengths") if context.reference is not None else None
+        if not isinstance(lengths, list) or len(lengths) != populations.size:
+            lengths = rank_lengths(populations)
         params: dict[str, JSON] = {"symbols": [len(lengths)], "lengths": lengths}
         sections = {
-            "representatives": buckets.representatives.astype("<f4").tobytes(),
-            "ranks": encode_ranks(buckets.ranks.astype(np.int64), lengths),
+            "representatives": representatives.astype("<f4").tobytes(),
+            "ranks": encode_ranks(ranks.astype(np.int64), lengths),
         }
-        value = add(previous, buckets.representatives[buckets.ranks])
+        value = add(previous, representatives[ranks])
         return Delta(params=params, sections=sections, value=value, planes={})
-
-    def _lengths(self, populations: Int64s, reference: ReferenceState | None) -> list[int]:
-        """Code lengths by rank; the predecessor's (also ranked by population) are reused if there are as many."""
-        cached = reference.params.get("lengths") if reference is not None else None
-        if isinstance(cached, list) and len(cached) == populations.size:
-            return cached
-        return rank_lengths(populations)
 
     def decode_delta(
         self, encoded: EncodedTensor, previous: Float32s, spec: TensorSpec, context: Context
     ) -> dict[str, npt.NDArray[np.generic]]:
         """See `ClosedLoopCodec.decode_delta`."""
-        value = previous
-        for ranks, representatives in _steps(encoded, spec):
-            value = add(value, representatives[ranks])
-        return {VALUE: value}
+        check_sections(encoded, spec, "representatives", "ranks")
+        counts = encoded.params.get("symbols")
+        count = counts[0] if isinstance(counts, list) and len(counts) == 1 else None
+        if type(count) is not int or not 1 <= count <= MAX_RANKS:
+            raise FormatError(f"{spec.name}: {counts!r} is not a list of one number of symbols")
+        representatives = floats(encoded, spec, "representatives", count)
+        ranks = decode_ranks(section(encoded, spec, "ranks"), spec.numel, encoded.params.get("lengths"))
+        if ranks.size != spec.numel or ranks.max() >= count:
+            raise FormatError(f"{spec.name}: its ranks do not fit its shape and tables")
+        return {VALUE: add(previous, representatives[ranks])}
 
 
-def _bucketize(difference: Float32s, slots: int) -> _Buckets:
+def _bucketize(difference: Float32s, slots: int) -> tuple[UInt8s, Float32s, Int64s]:
     """Keep the buckets of the largest exponents, each by the average of its largest and smallest value.
 
-    Ties of the exponent go to the larger population, then to the positive bucket (our choice).
+    The result is each element's rank by population, and by rank the values and the populations; "zero", whose value is 0.0,
+    represents all other buckets. Ties of the exponent go to the larger population, then to the positive bucket (our choice).
     """
     keys = (np.ascontiguousarray(difference).view(np.uint32) >> 23).astype(np.int64)
     populations = np.bincount(keys, minlength=_BUCKETS)
@@ -130,42 +117,11 @@ def _bucketize(difference: Float32s, slots: int) -> _Buckets:
     for rank, i in enumerate(order):
         if i < len(kept):
             rank_of[kept[i]] = rank
-    return _Buckets(
-        ranks=rank_of[keys],
-        representatives=normal(values[order].astype(np.float32)),
-        populations=members[order],
-    )
+    return rank_of[keys], normal(values[order].astype(np.float32)), members[order]
 
 
 def _midrange(members: Float32s) -> float:
     return (float(members.max()) + float(members.min())) / 2
-
-
-def _counts(encoded: EncodedTensor, spec: TensorSpec) -> list[int]:
-    counts = encoded.params.get("symbols")
-    if (
-        not isinstance(counts, list)
-        or not 1 <= len(counts) <= _MAX_STEPS
-        or any(type(count) is not int or not 1 <= count <= MAX_RANKS for count in counts)
-        or int(np.prod(counts, dtype=object)) > _MAX_JOINT
-    ):
-        raise FormatError(f"{spec.name}: {counts!r} are not numbers of symbols of a super-step")
-    return counts
-
-
-def _steps(encoded: EncodedTensor, spec: TensorSpec) -> list[tuple[Int64s, Float32s]]:
-    """Ranks and representatives of every checkpoint that the delta covers, in order."""
-    check_sections(encoded, spec, "representatives", "ranks")
-    counts = _counts(encoded, spec)
-    tables = np.split(floats(encoded, spec, "representatives", sum(counts)), np.cumsum(counts)[:-1])
-    payload = section(encoded, spec, "ranks")
-    if len(counts) == 1:
-        ranks = decode_ranks(payload, spec.numel, encoded.params.get("lengths"))
-    else:
-        ranks = decode_huffman(payload, spec.numel)
-    if ranks.size != spec.numel or not 0 <= ranks.min() <= ranks.max() < int(np.prod(counts)):
-        raise FormatError(f"{spec.name}: its ranks do not fit its shape and tables")
-    return list(zip(np.unravel_index(ranks, counts), tables, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

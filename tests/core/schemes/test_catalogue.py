@@ -14,7 +14,7 @@ from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import restored_model, restored_state, true_model
 from shrinkpoint.schemes.base import SaveContext
-from shrinkpoint.schemes.catalogue import SCHEMES, build, check_options, options_of
+from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
 from shrinkpoint.state.training import Role
 
 ALL = (*SCHEMES, *BASELINES)
@@ -168,7 +168,7 @@ def test_names_and_options_that_do_not_belong_together():
     with pytest.raises(ConfigError, match=r"scheme must be 'auto' or 'inshrinkerator'.* not 'zip'"):
         build("zip", None, SaveContext(state=None))
     with pytest.raises(ConfigError, match=r"'excp' takes ExcpOptions\(\.\.\.\)"):
-        check_options("excp", GoboOptions())
+        options_of("excp", GoboOptions())
     with pytest.raises(ConfigError, match="takes none"):
-        check_options("lossless", GoboOptions())
-    check_options("gobo", GoboOptions())
+        options_of("lossless", GoboOptions())
+    options_of("gobo", GoboOptions())

@@ -20,13 +20,8 @@ from support.training import OPTIMIZERS, TinyMLP, capture, train
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Context, ReferenceState
-from shrinkpoint.schemes.published.excp import (
-    SYMBOLS,
-    ExCP,
-    ExcpMomentCodec,
-    ExcpOptions,
-    ExcpWeightCodec,
-)
+from shrinkpoint.schemes.published.excp import ExCP
+from shrinkpoint.schemes.published.excp_codecs import SYMBOLS, ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
 from shrinkpoint.state.training import Role
 
 options = st.builds(

@@ -13,7 +13,8 @@ from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.entropy.lstm.coder import LstmOptions
 from shrinkpoint.errors import ConfigError, FormatError, ShrinkpointWarning
 from shrinkpoint.schemes.published import itmo
-from shrinkpoint.schemes.published.excp import SYMBOLS, ExCP, ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
+from shrinkpoint.schemes.published.excp import ExCP
+from shrinkpoint.schemes.published.excp_codecs import SYMBOLS, ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
 from shrinkpoint.schemes.published.itmo import ITMO, ItmoOptions
 from shrinkpoint.schemes.symbol_coders import decode_plane, encode_plane, uses_previous
 
@@ -112,11 +113,6 @@ def test_it_says_once_how_long_it_will_take(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ITMO(options=SMALL).codecs(states[0])
-
-
-def test_time_in_words():
-    assert itmo._readable(300) == "5 minutes"
-    assert itmo._readable(36_000) == "10 hours"
 
 
 def test_malformed_bytes_are_refused():

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -17,9 +15,8 @@ from support.chains import (
     walks,
 )
 from support.containers import identical
-from support.super_steps import merge_super_step
 
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.schemes.published.lc_checkpoint import (
     LCCheckpoint,
@@ -90,37 +87,6 @@ def test_the_code_table_is_taken_from_the_predecessor():
         reference = ReferenceState(codec.id, one.encoded.params, one.planes)
         lengths.append(one.encoded.params.get("lengths"))
     assert lengths[1] == lengths[2] == lengths[3]
-
-
-def test_a_super_step_restores_the_same_bits():
-    generator = torch.Generator().manual_seed(1)
-    weight, states = torch.randn(30, 40, generator=generator), []
-    for _ in range(5):
-        states.append(state_of(a__w=weight.clone()))
-        weight = weight + 0.01 * torch.randn(30, 40, generator=generator) ** 3
-    chosen = LCCheckpointOptions(bits=2, min_elements=1)
-    _, told = save_chain(states, lambda _: LCCheckpoint(options=chosen))
-    deltas = [one.checkpoint.entries[0].encoded for one in told[1:]]
-    spec = told[0].checkpoint.entries[0].spec
-    first = merge_super_step(deltas[:2], spec)
-    for merged in (merge_super_step(deltas, spec), merge_super_step([first, *deltas[2:]], spec)):
-        reference = told[0].reference["a/w"]
-        planes = LCCheckpointWeightCodec().decode(merged, spec, Context(reference))
-        assert planes["value"].tobytes() == told[-1].reference["a/w"].planes["value"].tobytes()
-        assert merged.nbytes < sum(delta.nbytes for delta in deltas)
-    assert merge_super_step(deltas[:1], spec) == deltas[0]
-
-
-def test_a_super_step_has_no_more_steps_than_memory_is_bounded_for():
-    spec = spec_of(torch.zeros(4, 4))
-    reference = ReferenceState(LCCheckpointWeightCodec.id, {}, {"value": np.zeros(16, np.float32)})
-    still = encode(LCCheckpointWeightCodec(), torch.zeros(4, 4), spec, Context(reference)).encoded
-    assert merge_super_step([still] * 32, spec).params == {"symbols": [1] * 32}
-    many = replace(
-        still, params={"symbols": [1] * 33}, sections={**still.sections, "representatives": bytes(132)}
-    )
-    with pytest.raises(FormatError, match="super-step"):
-        LCCheckpointWeightCodec().decode(many, spec, Context(reference))
 
 
 @pytest.mark.parametrize("bits", [2, 4])
