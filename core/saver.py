@@ -11,26 +11,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from shrinkpoint.coding.selective import Decoded, decode_checkpoint
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.compaction import without_optimizer
-from shrinkpoint.engine.reading import CheckpointReader, Continuation
+from shrinkpoint.engine.continuation import Continuation
 from shrinkpoint.engine.request import Job, SaveRequest, plain_step, plain_timeout
-from shrinkpoint.engine.retention import adopted_of, is_weights_only
+from shrinkpoint.engine.retention import adopted_of, is_finite, is_weights_only, not_finite_text
 from shrinkpoint.engine.takeover import Adoption, Takeover, unsuitable
 from shrinkpoint.engine.under_way import Deadline, SaveUnderWay, WaitingShare
 from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.group.group import Alone, Group
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, ResumedSteps
 from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
+from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.threads import Turns, Worker, in_turn
 from shrinkpoint.state.frozen import FrozenTensors
 from shrinkpoint.state.snapshot import Snapshotter
@@ -70,7 +74,11 @@ class StateSaver(ABC):
         config: how to save.
         storage_options: as of `Saver`.
         end_evaluations: called before the process ends while a save is under way.
+        group: that train together.
     """
+
+    _chain: Chain | None = None
+    _background: Background | None = None
 
     def __init__(
         self,
@@ -78,6 +86,7 @@ class StateSaver(ABC):
         config: SaverConfig | None,
         storage_options: StorageOptions,
         end_evaluations: Callable[[], None],
+        group: Group,
     ) -> None:
         self.url = url_text(url)
         """The run's URL, without credentials; of several, with commas between."""
@@ -93,6 +102,8 @@ class StateSaver(ABC):
         self._worker = Worker("shrinkpoint-save", before_exit=end_evaluations)
         self._warmup = Warmup(self.config.scheme)
         self._frozen: FrozenTensors | None = None
+        self._group, self._turns = group, Turns()
+        self._newest: tuple[Manifest, Any] | None = None
 
     def refer_to(self, model: nn.Module, *, logged: bool = False) -> None:
         """Let checkpoints refer to the frozen tensors of a model, as the option `frozen` says; to be called before training starts.
@@ -118,6 +129,39 @@ class StateSaver(ABC):
 
     def _filled(self, state: TrainingState) -> TrainingState:
         return state if self._frozen is None else self._frozen.filled(state, self.store.display)
+
+    def _named(self, which: Manifest | int) -> Manifest:
+        """Return the manifest of a step.
+
+        Raises:
+            NoCheckpointError: there is no checkpoint of it.
+        """
+        if isinstance(which, Manifest):
+            return which
+        return Address(url=self.url, step=which).find(self.store.manifests())
+
+    def _warn_of(self, manifest: Manifest, *, resumes: bool) -> None:
+        """Warn where a restored checkpoint is not finite, with the way to the last one that is, or has weights alone."""
+        found = not_finite_text(manifest)
+        if found is not None:
+            sound = next(
+                (m for m in self.store.manifests() if m.position < manifest.position and is_finite(m)), None
+            )
+            way_out = (
+                "The run holds no finite checkpoint of before"
+                if sound is None
+                else f"The last finite one is of step {sound.step}. To go on from there: Checkpointer.resume(step={sound.step}),"
+                f" Lightning's fit(ckpt_path='{Address(url=self.url, step=sound.step)}'), Transformers' train(resume_from_checkpoint=...)"
+                " with the same address, or `shrinkpoint export` and whatever loads that"
+            )
+            warn(
+                f"the checkpoint of step {manifest.step} in {self.store.display} is not finite: {found}. {way_out}"
+            )
+        if resumes and is_weights_only(manifest.meta):
+            warn(
+                f"resumed weights of step {manifest.step} from {self.store.display}; optimizer state was not stored: it"
+                " starts anew"
+            )
 
     @property
     def busy(self) -> bool:
@@ -161,6 +205,121 @@ class StateSaver(ABC):
             ConfigError: a field cannot work, or this was called within another call, by an evaluation, say.
         """
 
+    def _hand_over(
+        self, jobs: list[Job], background: Background, take_over: Callable[[Takeover], object], *, wait: bool
+    ) -> Accepted | None:
+        """Give the one job to the background, which alone has its snapshot then, and let the training go on."""
+        step, blocked_s, takeover = jobs[0].step, jobs[0].blocked_s, jobs[0].takeover
+        self.blocked_s += blocked_s
+        self._under_way.begin(step, compiling=self._warmup.running)
+        self._worker.submit(lambda: background.run(jobs))
+        if takeover is not None:
+            take_over(takeover)
+            self.blocked_s += takeover.seconds
+        if wait:
+            self.flush()
+            if self.failed:
+                return None
+        return Accepted(step=step, blocked_s=blocked_s)
+
+    def _compiled(self) -> None:
+        """Wait until the coders are compiled; in the background."""
+        self._warmup.wait()
+        self._under_way.compiling = False
+
+    @abstractmethod
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until the save that is under way is committed or has failed, on every rank; evaluations are made meanwhile.
+
+        Returns:
+            False if it is still under way after `timeout_s` seconds.
+
+        Raises:
+            SaveFailedError, FencedError: as `save`.
+            ConfigError: it was called by an evaluation, for which it would wait.
+        """
+
+    @property
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether the last save that was accepted could not be stored; of several ranks, the last one that all have agreed about."""
+
+    def reports(self) -> list[SaveReport]:
+        """Return every save that this process, or its group, has committed since it began, oldest first."""
+        return [] if self._background is None else list(self._background.reports)
+
+    @property
+    def lineage(self) -> str | None:
+        """The training that the next checkpoint belongs to; None before the first one of a new training, and on other ranks than the first."""
+        return None if self._chain is None else self._chain.lineage
+
+    # ---- restoring
+
+    @in_turn
+    def newest(self) -> Manifest | None:
+        """Return the newest checkpoint whose whole chain is sound, on every rank; None in an empty run.
+
+        Damaged checkpoints are skipped with a warning that says what and why.
+
+        Raises:
+            ChainError: there are checkpoints, and none of them is sound.
+            StoreError: the store cannot be read.
+        """
+        self._newest = self._found()
+        return None if self._newest is None else self._newest[0]
+
+    def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
+        """Read a checkpoint, verify its whole chain, and let the next save continue it.
+
+        Args:
+            which: a manifest, or a step; None is the newest sound checkpoint.
+            adopt: False only reads, for an evaluation, say: saves go on from what they went on from.
+
+        Returns:
+            The state, of several ranks in the tensors of `targets`; None if the run is empty and `which` is None.
+
+        Raises:
+            ConfigError: `which` is neither.
+            NoCheckpointError: there is no checkpoint of that step.
+            StateMismatchError: it is another model's, or refers to frozen tensors that are others here; nothing is changed then.
+            FormatError, ChainError: it is damaged.
+            StoreError: the store cannot be read.
+        """
+        which = which if which is None or isinstance(which, Manifest) else plain_step(which)
+        if adopt:
+            return self._turns.take("restore", lambda: self._restored(which, adopt=True))
+        return self._restored(which, adopt=False)
+
+    def _restored(self, which: Manifest | int | None, *, adopt: bool) -> Restored | None:
+        found = self._newest if adopt else None
+        if which is None:
+            found = found or self._found()
+        elif found is None or which not in (found[0], found[0].step):
+            found = self._read(which)
+        if found is None:
+            return None
+        self._newest = None if adopt else self._newest
+        manifest, decoded = found
+        state = self._loaded(manifest, decoded, adopt=adopt)
+        self._group.on_first(lambda: self._warn_of(manifest, resumes=adopt or self._group.size > 1))
+        return Restored(manifest, state)
+
+    def _found(self) -> tuple[Manifest, Any] | None:
+        with waiting_for(f"reading the newest checkpoint of {self.store.display}"):
+            return self._read_newest()
+
+    @abstractmethod
+    def _read_newest(self) -> tuple[Manifest, Any] | None:
+        """Read and decode the newest sound checkpoint, or what this rank will own of it."""
+
+    @abstractmethod
+    def _read(self, which: Manifest | int) -> tuple[Manifest, Any]:
+        """Read and decode one checkpoint, or what this rank will own of it."""
+
+    @abstractmethod
+    def _loaded(self, manifest: Manifest, decoded: Any, *, adopt: bool) -> TrainingState:
+        """Give the state of what was decoded; with `adopt` the next save continues it."""
+
 
 class Saver(StateSaver):
     """Saves states of one run and restores them.
@@ -192,12 +351,11 @@ class Saver(StateSaver):
         storage_options: StorageOptions = None,
     ) -> None:
         self._desk = EvaluationDesk()
-        super().__init__(url, config, storage_options, self._desk.close)
-        self._reader = CheckpointReader(self.store, self.url, self._decode)
+        super().__init__(url, config, storage_options, self._desk.close, Alone())
         self.adopted: tuple[str, ...] = ()
         """With ``adopt=True``: the tensors that the last call of `save` has given other values, in the training."""
-        self._chain = Chain(self.store, self.config)
-        self._background = Background(
+        self._chain: Chain = Chain(self.store, self.config)
+        self._background: Background = Background(
             self.store,
             self.config,
             lambda: self._desk.seconds,
@@ -207,15 +365,13 @@ class Saver(StateSaver):
         )
         self._continuation = Continuation(self._background, self._chain)
         self._snapshotter = Snapshotter()
-        self._turns = Turns()
         self._evaluate: Evaluate | None = None
         self._resumed: ResumedSteps | None = None
-        self._newest: tuple[Manifest, Decoded] | None = None
         _savers.add(self)
 
     @property
     def failed(self) -> bool:
-        """Whether the last save that was accepted could not be stored."""
+        """See `StateSaver.failed`."""
         return self._background.failed
 
     @property
@@ -296,34 +452,25 @@ class Saver(StateSaver):
             captured, resumed, optimizers = without_optimizer(captured), None, ()
         self._evaluate, self._resumed = evaluate, resumed
         takeover = self._takeover(captured, request.describe, adoption, waited_s)
-        job = Job(
-            snapshot=self._snapshotter.take(captured),
-            step=request.step,
-            metrics=request.metrics or {},
-            measure=self._desk.measure if evaluate is not None else None,
-            resume=self._desk.resume if resumed is not None else None,
-            gradients={
-                name: value.detach().to("cpu", copy=True) for name, value in (request.gradients or {}).items()
-            },
-            optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
-            exact=exact,
-            weights_only=self.config.weights_only or alone,
-            blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
-            takeover=takeover,
-        )
-        accepted = Accepted(step=request.step, blocked_s=job.blocked_s)
-        self.blocked_s += job.blocked_s
-        self._under_way.begin(request.step, compiling=self._warmup.running)
-        handed_over = [job]
-        del job  # the snapshot is the background's alone: as soon as that is done with it, its memory is free
-        self._worker.submit(lambda: self._background.run(handed_over))
-        if takeover is not None:
-            self._take_over(takeover, started)
-        if request.wait:
-            self.flush()
-            if self.failed:
-                return None
-        return accepted
+        jobs = [
+            Job(
+                snapshot=self._snapshotter.take(captured),
+                step=request.step,
+                metrics=request.metrics or {},
+                measure=self._desk.measure if evaluate is not None else None,
+                resume=self._desk.resume if resumed is not None else None,
+                gradients={
+                    name: value.detach().to("cpu", copy=True)
+                    for name, value in (request.gradients or {}).items()
+                },
+                optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
+                exact=exact,
+                weights_only=self.config.weights_only or alone,
+                blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
+                takeover=takeover,
+            )
+        ]
+        return self._hand_over(jobs, self._background, partial(self._take_over, started), wait=request.wait)
 
     def _is_free(self, wait: bool) -> bool:
         """Return whether the next save can begin: the one before has ended, or was waited for."""
@@ -343,12 +490,11 @@ class Saver(StateSaver):
         exactly = unsuitable(captured, TrainingState.capture(adoption.live(), describe).tensors)
         return Takeover(captured.tensors, exactly, adoption.settings, waited_s)
 
-    def _take_over(self, takeover: Takeover, started: float) -> None:
+    def _take_over(self, started: float, takeover: Takeover) -> None:
         """Wait for the quantized values, and let the training go on from them."""
         with self._waiting() if self._under_way.compiling else nullcontext():
             takeover.wait(self.poll, started=time.perf_counter())
         self.adopted = takeover.taken
-        self.blocked_s += takeover.seconds
         self._waits.add(started, time.perf_counter())
 
     def poll(self) -> float:
@@ -360,15 +506,7 @@ class Saver(StateSaver):
         return self._desk.serve(self._evaluate, self._resumed)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save that is under way is committed or has failed; evaluations are made meanwhile.
-
-        Returns:
-            False if it is still under way after `timeout_s` seconds.
-
-        Raises:
-            SaveFailedError, FencedError: as `save`.
-            ConfigError: it was called by an evaluation, for which it would wait.
-        """
+        """See `StateSaver.flush`."""
         self._refuse_in_evaluation("flush")
         timeout_s = plain_timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -445,96 +583,32 @@ class Saver(StateSaver):
         """Let the save that is under way go on without the training thread, which polls no more; `why` is for its report."""
         self._desk.close(why)
 
-    def reports(self) -> list[SaveReport]:
-        """Return every save that this process committed, oldest first."""
-        return list(self._background.reports)
-
     def _raise_if_fatal(self) -> None:
         fatal, self._background.fatal = self._background.fatal, None
         if fatal is not None:
             raise fatal
 
-    def _compiled(self) -> None:
-        """Wait until the coders are compiled; in the background."""
-        self._warmup.wait()
-        self._under_way.compiling = False
-
     # ---- restoring
 
-    @in_turn
-    def newest(self) -> Manifest | None:
-        """Return the newest checkpoint whose whole chain is sound; None in an empty run.
+    def _read_newest(self) -> tuple[Manifest, Decoded] | None:
+        return self.store.newest_readable(self._decode)
 
-        Damaged checkpoints are skipped with a warning that says what and why.
+    def _read(self, which: Manifest | int) -> tuple[Manifest, Decoded]:
+        manifest = self._named(which)
+        with waiting_for(f"reading the checkpoint of step {manifest.step} of {self.store.display}"):
+            return manifest, self._decode(manifest)
 
-        Raises:
-            ChainError: there are checkpoints, and none of them is sound.
-            StoreError: the store cannot be read.
-        """
-        return self._find()
-
-    def _find(self) -> Manifest | None:
-        found = self._reader.newest()
-        if found is None:
-            return None
-        self._newest = found
-        return found[0]
-
-    def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
-        """Read a checkpoint, verify its whole chain, and let the next save continue it.
-
-        Args:
-            which: a manifest, or a step; None is the newest sound checkpoint.
-            adopt: False only reads, for an evaluation, say: saves go on from what they went on from.
-
-        Returns:
-            The state; None if the run is empty and `which` is None.
-
-        Raises:
-            ConfigError: `which` is neither.
-            NoCheckpointError: there is no checkpoint of that step.
-            StateMismatchError: it refers to frozen tensors of a model, and those of this one are others.
-            FormatError, ChainError: it is damaged.
-            StoreError: the store cannot be read.
-        """
-        which = which if which is None or isinstance(which, Manifest) else plain_step(which)
-        if not adopt:
-            return self._read(which)
-        return self._turns.take("restore", lambda: self._adopt(which))
-
-    def _adopt(self, which: Manifest | int | None) -> Restored | None:
-        """`restore`, with whatever the next save goes on from."""
-        if which is None and self._newest is None and self._find() is None:
-            return None
-        if self._newest is not None and which in (None, self._newest[0], self._newest[0].step):
-            manifest, decoded = self._newest
-        else:
-            assert which is not None
-            manifest, decoded = self._reader.chosen(which)
-        self._newest = None
+    def _loaded(self, manifest: Manifest, decoded: Decoded, *, adopt: bool) -> TrainingState:
         state = self._filled(decoded.state)
-        self._continuation.restore(manifest, decoded)
-        if adopted_of(manifest) is not None and not self.config.adopt:
-            warn(
-                f"the training up to step {manifest.step} adopted its checkpoints (adopt=True), and goes on without that: from now on"
-                " a resumed run differs from an undisturbed one"
-            )
-        self._settle_if_idle()
-        self._reader.warn_if_diverged(manifest)
-        if is_weights_only(manifest.meta):
-            warn(
-                f"resumed weights of step {manifest.step} from {self.store.display}; optimizer state was not stored: it"
-                " starts anew"
-            )
-        return Restored(manifest, state)
-
-    def _read(self, which: Manifest | int | None) -> Restored | None:
-        found = self._reader.newest() if which is None else self._reader.chosen(which)
-        if found is None:
-            return None
-        manifest, decoded = found
-        self._reader.warn_if_diverged(manifest)
-        return Restored(manifest, self._filled(decoded.state))
+        if adopt:
+            self._continuation.restore(manifest, decoded)
+            if adopted_of(manifest) is not None and not self.config.adopt:
+                warn(
+                    f"the training up to step {manifest.step} adopted its checkpoints (adopt=True), and goes on without that: from now"
+                    " on a resumed run differs from an undisturbed one"
+                )
+            self._settle_if_idle()
+        return state
 
     @in_turn
     def forget(self, *, follows: Manifest | None = None) -> None:
@@ -547,11 +621,6 @@ class Saver(StateSaver):
         self._newest = None
         self._continuation.forget(follows)
         self._settle_if_idle()
-
-    @property
-    def lineage(self) -> str | None:
-        """The training that the next checkpoint belongs to; None before the first one of a new training."""
-        return self._chain.lineage
 
     def _decode(self, manifest: Manifest) -> Decoded:
         with self._warmup.paused():

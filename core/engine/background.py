@@ -1,14 +1,15 @@
-"""The saves of one process, in its background thread: plan, encode, commit, retain, report."""
+"""The saves of one process, or of one of several ranks, in its background thread: plan, encode, commit, retain, report."""
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from shrinkpoint.coding.encode import EncodedState, StagedState, encode_state
 from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.container.layout import PartOf
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.engine.adopt import (
     UNPLANNED,
@@ -23,14 +24,22 @@ from shrinkpoint.engine.adopt import (
     warn_adopts_from,
     warn_unplanned,
 )
-from shrinkpoint.engine.chain import Chain, Link
+from shrinkpoint.engine.chain import Chain, Link, StoredPart, commit_parts, store_part
+from shrinkpoint.engine.ranks import Ranks
 from shrinkpoint.engine.reporting import not_finite, provenance, report_of, with_untried
 from shrinkpoint.engine.request import Job
 from shrinkpoint.engine.retention import ADOPTION, WEIGHTS_ONLY, Adopted, adopted_of
 from shrinkpoint.engine.takeover import NotAdoptedError, Takeover
 from shrinkpoint.engine.under_way import Failures
-from shrinkpoint.errors import ChainError, ConfigError, FencedError, ScratchError, ShrinkpointError
-from shrinkpoint.group.group import Alone, Group
+from shrinkpoint.errors import (
+    ChainError,
+    ConfigError,
+    FencedError,
+    ScratchError,
+    ShrinkpointError,
+    StoreError,
+)
+from shrinkpoint.group.group import Alone, Group, is_first_of_node
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
@@ -45,11 +54,13 @@ from shrinkpoint.state.scratch import PlanesLostError, Scratch, put_arrays
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.near import Share
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.warn import warn
 
 __all__ = ["Background", "Choice"]
 
+T = TypeVar("T")
 Read: TypeAlias = Callable[[Manifest], tuple[Mapping[str, ReferenceState], TrainingState]]
 
 
@@ -76,6 +87,19 @@ class Choice:
         return replace(self, last=replace(self.last, stand_ins=frozenset(exact)))
 
 
+class _FailedElsewhereError(StoreError):
+    """The first rank has said that the save has failed, and reports it."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """This rank's part of a save."""
+
+    choice: Choice
+    encoded: EncodedState
+    stored: StoredPart
+
+
 class Background:
     """What a background thread does and remembers.
 
@@ -86,7 +110,7 @@ class Background:
         chain: what is committed; None on all ranks but the first.
         ready: waits until the coders are compiled.
         url: of the run, for messages.
-        clock: seconds since any fixed moment, by which the search decides.
+        ranks: of a group, each of which codes what it owns, and whose first one commits; None of a process alone.
     """
 
     def __init__(
@@ -98,19 +122,25 @@ class Background:
         *,
         ready: Callable[[], object] = lambda: None,
         url: str = "",
-        clock: Callable[[], float] = time.perf_counter,
+        ranks: Ranks | None = None,
     ) -> None:
         if config.adoptions is not None:
             config = replace(config, restore_budget=config.adoptions)
         self.adopting = Adopting(config, warns=chain is not None) if config.adopt else None
         self._store, self._config, self._chain = store, config, chain
-        self._spent_s, self._ready = spent_s, ready
+        self._spent_s, self._ready, self._url, self._ranks = spent_s, ready, url, ranks
+        self._clock_s = 0.0  # of the first rank, by which the search of all decides
         self._began = time.perf_counter()
         self._warned_of_loss = False
         self._scratch = None if config.scratch_folder is None else Scratch(config.scratch_folder)
         self._failures = Failures(config, url)
         self.planner = (
-            Planner(config, spent_s, clock=clock, warns=chain is not None)
+            Planner(
+                config,
+                spent_s,
+                clock=time.perf_counter if ranks is None else lambda: self._clock_s,
+                warns=chain is not None,
+            )
             if self.adopting is None
             else self.adopting.planner()
         )
@@ -126,6 +156,23 @@ class Background:
         """Warn where the folder of what is put away is in memory itself; before training starts."""
         if self._scratch is not None:
             self._scratch.look()
+
+    def base_is_due(self, *, planned: bool) -> bool:
+        """Return whether the next checkpoint of several ranks is to be a base, as far as this one decides it.
+
+        Args:
+            planned: whether it is a planned one of a training that adopts, where every rank decides alike.
+        """
+        if self.adopting is None:
+            return self._chain is not None and self._chain.base_is_due
+        last = self.adopting.chain.last
+        return planned and (last is None or last.count % self._config.period == 0)
+
+    def give_up(self, step: int, error: Exception) -> None:
+        """Count a save that has failed on all ranks before this thread had anything to do."""
+        self.link, self.failed = None, True
+        if self._chain is not None:
+            self.fatal = self._failures.note(step, error)
 
     # ---- where a training begins, or continues
 
@@ -317,7 +364,10 @@ class Background:
         self._failures.require_none()
 
     def _note_failure(self, job: Job, error: Exception) -> None:
-        self.fatal = error if isinstance(error, FencedError) else self._failures.note(job.step, error)
+        if self._chain is not None:
+            self.fatal = error if isinstance(error, FencedError) else self._failures.note(job.step, error)
+        elif self._ranks is not None and not isinstance(error, _FailedElsewhereError):
+            warn(f"saving step {job.step} to {self._url} failed on rank {self._ranks.rank}: {error}")
 
     def commit(self, job: Job) -> SaveReport:
         """Store one snapshot; on return it is committed.
@@ -325,27 +375,58 @@ class Background:
         Whatever is raised, nothing that was stored before is harmed, and the caller must `forget` the chain: the
         commit may have happened without our learning of it.
         """
+        ranks = self._ranks
+        if ranks is None:
+            return self._made(job, self._store_whole)
+        ranks.begin(job)
+        self._clock_s, made = job.clock_s, None
+        try:
+            made = self._made(job, partial(self._store_part, ranks))
+            post = made.stored.message()
+        except Exception as error:  # noqa: BLE001 - the first rank gets it, and reports it
+            post = ranks.fail(error)
+        finally:
+            ranks.leave()
+        ranks.post_part(job, post)
+        if self._chain is None:
+            outcome = ranks.outcome(job)
+        else:
+            outcome = ranks.publish(job, partial(self._commit_parts, self._chain, job, made))
+        if made is None or "error" in outcome:
+            raise _FailedElsewhereError(str(outcome.get("error")))
+        if "manifest" in outcome:
+            share = Share(ranks.rank, ranks.size, is_first_of_node(ranks.rank))
+            manifest = Manifest.from_bytes(outcome["manifest"].encode())
+            self._store.copy_near(manifest, made.stored.copied, share)
+        report = SaveReport.of_message(outcome["report"])
+        self._learn(job, made.choice, made.encoded, outcome["digest"], report)
+        return report
+
+    def _made(self, job: Job, store: Callable[[Job, TrainingState, Choice, float, float], T]) -> T:
+        """Choose, encode and store; of one process a base where what a delta needs is lost."""
         try:
             self._ready()
             started, spent = time.perf_counter(), self._spent_s()
             state, movement = self._state(job)
             choice: Choice | None = None
-            report: SaveReport | None = None
+            stored: T | None = None
             try:
                 choice = self._choose(job, state, movement, self._next_link())
-                report = self._store_whole(job, state, choice, started, spent)
+                stored = store(job, state, choice, started, spent)
             except (ChainError, PlanesLostError) as error:  # a base needs neither a parent nor planes
+                if self._ranks is not None:
+                    raise
                 self._warn_lost(error, job.step)
-            if report is None:  # not above, where the error keeps what the first attempt has coded
+            if stored is None:  # not above, where the error keeps what the first attempt has coded
                 if choice is not None and choice.staged is not None:  # training has adopted it
                     choice = replace(choice, link=None)
                 else:
                     choice = self._choose(job, state, movement, None)
-                report = self._store_whole(job, state, choice, started, spent)
+                stored = store(job, state, choice, started, spent)
         finally:
             if job.takeover is not None:
                 job.takeover.withdraw()
-        return report
+        return stored
 
     def _state(self, job: Job) -> tuple[TrainingState, Movement | None]:
         """Return the snapshot with all roles, and how far training has moved since the one before."""
@@ -372,13 +453,16 @@ class Background:
 
     def _arrived(self, job: Job) -> TrainingState:
         """Return the snapshot, as if the model had only the tensors that this process codes."""
-        return job.snapshot.wait()
+        state = job.snapshot.wait()
+        return state if self._ranks is None else self._ranks.coded(state)
 
     def _next_link(self) -> Link | None:
         """The chain to extend, if any. It is forgotten here: coding uses up the reference, so that only one is in memory."""
-        if self.adopting is not None or self.link is None or self._chain is None:
+        if self.adopting is not None or self.link is None:
             return self.link
         link, self.link = self.link, None
+        if self._ranks is not None or self._chain is None:
+            return link
         return self._chain.next(link, self._keeper())
 
     def _warn_lost(self, error: ChainError | PlanesLostError, step: int) -> None:
@@ -432,6 +516,8 @@ class Background:
 
     def _plan(self, job: Job, context: SaveContext, guard: Guard) -> Plan:
         asked = guard if self._config.guards else None
+        if self._ranks is not None:
+            return self._ranks.plan(self.planner, context, job, asked)
         return self.planner.plan(context, job.measure, job.resume, exact=job.exact, guard=asked)
 
     def _branch(self, adopting: Adopting, job: Job, state: TrainingState, link: Link | None) -> Choice:
@@ -559,6 +645,45 @@ class Background:
         )
         self._learn(job, choice, encoded, digest, report)
         return report
+
+    def _store_part(
+        self, ranks: Ranks, job: Job, state: TrainingState, choice: Choice, started: float, spent: float
+    ) -> _Made:
+        """Code and put this rank's part."""
+        started, own, values = time.perf_counter(), ranks.own(job), choice.values
+        tensors, specs = {**values.tensors, **own.tensors}, {**values.specs, **own.specs}
+        encoded = self._encode(job, replace(choice, values=TrainingState(values.tree, tensors, specs)))
+        report = self._report(job, state, choice, encoded, spent)
+        last = choice.coded(encoded).last
+        stored = store_part(
+            self._store,
+            encoded,
+            replace(report, encode_s=time.perf_counter() - started),
+            PartOf(ranks.rank, ranks.size, own.tree or None),
+            session=job.session,
+            tree=job.snapshot.state.tree if ranks.rank == 0 else None,
+            untried=self._untried(job, choice),
+            stand_ins=() if last is None else sorted(last.stand_ins),
+        )
+        return _Made(choice, encoded, stored)
+
+    def _commit_parts(
+        self, chain: Chain, job: Job, made: _Made | None, posts: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Commit the parts of all ranks, and return what the others are to know."""
+        link, meta, advances = None, {}, True
+        if made is not None:
+            link, meta = made.choice.link, self._meta(job, made.choice)
+            advances = self.adopting is None or made.choice.staged is not None
+            if made.choice.last is not None:
+                names = {name for post in posts for name in post.get("stand_ins", ())}
+                meta[ADOPTION] = replace(made.choice.last, stand_ins=frozenset(names)).to_json()
+        report = commit_parts(chain, posts, link, began=job.began, meta=meta, advances=advances)
+        digest = "" if chain.parent is None else chain.parent.state_digest
+        outcome: dict[str, Any] = {"digest": digest, "report": asdict(report)}
+        if self._store.copies_near and chain.committed is not None:
+            outcome["manifest"] = chain.committed.to_bytes().decode()
+        return outcome
 
     def _learn(
         self, job: Job, choice: Choice, encoded: EncodedState, digest: str, report: SaveReport

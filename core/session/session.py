@@ -36,9 +36,8 @@ from shrinkpoint.session.reports import BestCheckpoints, metrics_of
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.trained import Trained, load_trained
 from shrinkpoint.session.triggers import Schedule, Trigger
-from shrinkpoint.sharded.agreement import refuse_options
 from shrinkpoint.sharded.restoring import RANKS_KEY
-from shrinkpoint.sharded.saver import ShardedSaver, Targets
+from shrinkpoint.sharded.saver import ShardedSaver, Targets, refuse_options
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.frozen import meta_filled
 from shrinkpoint.state.specs import whole_specs

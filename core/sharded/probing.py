@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from shrinkpoint.engine.ranks import OwnedWeights
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.group.mailbox import Mailbox
-from shrinkpoint.quality.comparison import evaluated
 from shrinkpoint.quality.evaluation import (
     Evaluate,
     EvaluationDesk,
@@ -29,51 +29,16 @@ from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.sharded.boxes import Pieces, pieces_of
 from shrinkpoint.sharded.layout import block_box
 from shrinkpoint.sharded.spreading import Shards, spread
-from shrinkpoint.state.averages import average_key
-from shrinkpoint.state.training import Role, TensorSpec, TrainingState
+from shrinkpoint.state.training import TrainingState
 from shrinkpoint.warn import warn
 
-__all__ = ["OwnedWeights", "Probe", "ProbedSave", "owned_weights"]
+__all__ = ["Probe", "ProbedSave"]
 
 _LONGEST_S = 1800.0
 """Seconds that a rank waits for the others' losses, as long as none is known to have failed: torch's own limit of collectives."""
 _FIRST_LOOK_S = 0.002
 _LONGEST_PAUSE_S = 0.2
 _IDLE, _PLANNING, _WAITING = 0, 1, 2
-
-
-class OwnedWeights(dict[str, torch.Tensor]):
-    """Of a candidate, the whole tensors that one rank owns, by their names in the stored state.
-
-    Args:
-        tensors: on the host.
-        keys: of each, how an evaluation names the tensor that it is, or of which it is a block.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:
-        super().__init__(tensors)
-        self.evaluated_as = keys
-        """The names that an evaluation gets."""
-
-
-def owned_weights(state: TrainingState, model: Mapping[str, torch.Tensor]) -> OwnedWeights:
-    """Return a rank's part of a candidate, as `Probe.measure` takes it.
-
-    Args:
-        state: what the rank owns.
-        model: its weights and buffers as `shrinkpoint.quality.comparison` names them.
-    """
-    specs = {key: spec for key, spec in evaluated(state) if key in model}
-    return OwnedWeights(
-        {spec.name: model[key] for key, spec in specs.items()},
-        {spec.name: _key(spec) for spec in specs.values()},
-    )
-
-
-def _key(spec: TensorSpec) -> str:
-    if spec.tag.role is Role.AVERAGE:
-        return average_key(spec.name if spec.block is None else spec.block.of)
-    return str(spec.tag.parameter if spec.block is None else spec.block.parameter)
 
 
 @dataclass
@@ -378,15 +343,10 @@ class Probe:
         spoken = zip(*(losses[rank] for rank in save.speakers), strict=True)
         return {"losses": [[loss for own in at_mark for loss in own] for at_mark in spoken]}
 
-    def messages(self, number: int, world: int) -> list[str]:
-        """Return the messages of a save's evaluations, which all ranks have read when the next save begins.
-
-        Args:
-            number: of the save.
-            world: number of ranks.
-        """
+    def messages(self, number: int) -> list[str]:
+        """Return the messages of a save's evaluations, which all ranks have read when the next save begins."""
         keys = [_loss_key(number, count) for count in range(1, self._made.get(number, 0) + 1)]
-        return keys + [f"{key}/{rank}" for key in keys for rank in range(1, world)]
+        return keys + [f"{key}/{rank}" for key in keys for rank in range(1, self._group.size)]
 
 
 def _loss_key(number: int, count: int) -> str:

@@ -2,36 +2,36 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.engine.address import Address
+from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.compaction import without_optimizer
+from shrinkpoint.engine.ranks import Ranks
 from shrinkpoint.engine.request import Job, SaveRequest, plain_step
-from shrinkpoint.engine.retention import is_weights_only, lineage_of, not_finite_text
-from shrinkpoint.engine.takeover import Takeover
+from shrinkpoint.engine.retention import lineage_of
+from shrinkpoint.engine.takeover import Adoption, Takeover, unsuitable
 from shrinkpoint.errors import ConfigError, NoCheckpointError, SaveFailedError, StateMismatchError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed, is_first_of_node
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quantize.movement import is_followed
-from shrinkpoint.reports import Accepted, SaveReport
+from shrinkpoint.reports import Accepted
 from shrinkpoint.runtime.progress import waiting_for
-from shrinkpoint.saver import Restored, StateSaver
+from shrinkpoint.saver import StateSaver
 from shrinkpoint.schemes.base import ReferenceState
-from shrinkpoint.sharded.adopting import take_over, takeover_for
-from shrinkpoint.sharded.agreement import Agreed, Status, agree, refuse_options, require_same
-from shrinkpoint.sharded.background import RankBackground
 from shrinkpoint.sharded.boxes import Pieces
 from shrinkpoint.sharded.gathering import Gathering, NoMemoryError
 from shrinkpoint.sharded.layout import (
     Layout,
     RankTensors,
+    block_box,
     layout_of,
     owned_gradients,
     owners_of,
@@ -39,8 +39,8 @@ from shrinkpoint.sharded.layout import (
 )
 from shrinkpoint.sharded.probing import Probe, ProbedSave
 from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
-from shrinkpoint.sharded.spreading import Shards, moved_to
-from shrinkpoint.sharded.trees import own_of
+from shrinkpoint.sharded.spreading import Shards, moved_to, spread
+from shrinkpoint.sharded.trees import coded_view, own_of
 from shrinkpoint.state.frozen import named_digests, references
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.specs import BLOCK_ELEMENTS
@@ -48,14 +48,30 @@ from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plai
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.urls import RunUrl
-from shrinkpoint.warn import warn
 
-__all__ = ["ShardedSaver"]
+__all__ = ["ShardedSaver", "refuse_options"]
 
 _APPEARS_S = 10.0  # a network's file system may remember for a while that a file was not there
 
+_FIRST_LOOK_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+
 T = TypeVar("T")
 Targets = Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Agreed:
+    """What all ranks do."""
+
+    busy: bool
+    base: bool
+    new_layout: bool
+    exact: bool
+    measures: bool
+    steps: bool
+    clock_s: float
+    """The first rank's time."""
 
 
 class ShardedSaver(StateSaver):
@@ -88,24 +104,21 @@ class ShardedSaver(StateSaver):
         group: Distributed | None = None,
         block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
-        super().__init__(url, config, storage_options, self._end_probe)
+        group = group or Distributed()
+        super().__init__(url, config, storage_options, self._end_probe, group)
         self.moved = 0
         """Bytes that this rank has sent to others for the last save."""
-        self.failed = False
-        """Whether the last save that all ranks have agreed about could not be stored."""
+        self._failed = False
         self._targets, self._own, self._is_of_copies = targets, own, copied is not None
         self._copied = copied or (lambda spec: False)
-        self._group = group or Distributed()
+        self._group: Distributed = group
         self._limit = block_elements
         self._number = 0
         self._rank_tensors: RankTensors | None = None
         self._layout: Layout | None = None
         self._owners: Mapping[str, tuple[TensorSpec, int]] = {}
         self._gathering: Gathering | None = None
-        self._newest: Decoded | None = None
         self._begun: tuple[Mapping[str, tuple[TensorSpec, int]], int] | None = None
-        self._chain: Chain | None = None
-        self._background: RankBackground | None = None
         self._mailbox: Mailbox | None = None
         self._probe: Probe | None = None
         self._session, self._began = "", time.perf_counter()
@@ -123,7 +136,7 @@ class ShardedSaver(StateSaver):
         """
         group = self._group
         group.on_every(lambda: refuse_options(self.config, copied=self._is_of_copies))
-        require_same(group, self.url, self.config)
+        self._require_same_arguments()
         if group.rank == 0 and self._chain is None:
             self._chain = Chain(self.store, self.config)
         group.on_every(self._open)
@@ -138,8 +151,14 @@ class ShardedSaver(StateSaver):
             probe = self._probe = Probe(
                 group, group.on_every(mailbox.another), patience_s=self.config.commit_timeout_s
             )
-            self._background = RankBackground(
-                self.store, self.config, mailbox, probe, self._chain, self._warmup, self.url
+            self._background = Background(
+                self.store,
+                self.config,
+                lambda: probe.seconds,
+                self._chain,
+                ready=self._compiled,
+                url=self.url,
+                ranks=Ranks(mailbox, self.config, probe.leave, probe.messages, coded_view),
             )
             if is_first_of_node(group.rank):
                 self._background.look()
@@ -147,6 +166,16 @@ class ShardedSaver(StateSaver):
             self._probe.reopen()
         if is_first_of_node(group.rank):
             self._warmup.start()
+
+    def _require_same_arguments(self) -> None:
+        given = self._group.gather({"url": self.url} | asdict(self.config))
+        for rank, other in enumerate(given):
+            name = next((name for name, value in other.items() if value != given[0][name]), None)
+            if name is not None:
+                raise ConfigError(
+                    f"rank 0 was given {name}={given[0][name]!r}, and rank {rank} {name}={other[name]!r}: every rank must give"
+                    " the same"
+                )
 
     def _require_same_run(self, run: str) -> None:
         """Refuse a folder that only the first rank sees: no process could read what the ranks store apart."""
@@ -280,51 +309,81 @@ class ShardedSaver(StateSaver):
             self._background.give_up(request.step, error)
             return None
         planned = adoption if not agreed.exact else None
-        takeover = None if planned is None else takeover_for(shards, request.describe, planned, waited_s)
+        takeover = None if planned is None else self._takeover(shards, request.describe, planned, waited_s)
         background, probe = self._background, self._probe
         assert background is not None
         assert probe is not None
         if agreed.base or alone:
             background.forget()
         self._number += 1
-        job = Job(
-            snapshot=snapshot,
-            step=request.step,
-            metrics=request.metrics or {},
-            measure=probe.measure if agreed.measures else None,
-            resume=probe.resume if agreed.steps else None,
-            gradients=owned_gradients(shards.owners, self._group.rank, request.gradients or {}),
-            optimizers=()
-            if weights_only
-            else tuple(OptimizerKind.of(optimizer) for optimizer in request.optimizers),
-            exact=agreed.exact,
-            weights_only=weights_only,
-            blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
-            takeover=takeover,
-            number=self._number,
-            own=own_of(self._own(), self._group.rank),
-            session=self._session,
-            began=self._chain.open().now() if self._chain else 0.0,
-            clock_s=agreed.clock_s,
-        )
-        self.blocked_s += job.blocked_s
-        accepted = Accepted(step=request.step, blocked_s=job.blocked_s)
-        handed_over = [job]
-        del job, snapshot
+        jobs = [
+            Job(
+                snapshot=snapshot,
+                step=request.step,
+                metrics=request.metrics or {},
+                measure=probe.measure if agreed.measures else None,
+                resume=probe.resume if agreed.steps else None,
+                gradients=owned_gradients(shards.owners, self._group.rank, request.gradients or {}),
+                optimizers=()
+                if weights_only
+                else tuple(OptimizerKind.of(optimizer) for optimizer in request.optimizers),
+                exact=agreed.exact,
+                weights_only=weights_only,
+                blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
+                takeover=takeover,
+                number=self._number,
+                own=own_of(self._own(), self._group.rank),
+                session=self._session,
+                began=self._chain.open().now() if self._chain else 0.0,
+                clock_s=agreed.clock_s,
+            )
+        ]
+        del snapshot
         if agreed.measures and evaluate is not None:
             probe.begin(ProbedSave(self._number, shards, found[0], evaluate, resumed))
-        self._under_way.begin(request.step)
-        self._worker.submit(lambda: background.run(handed_over))
-        if takeover is not None:
-            self._take_over(shards, takeover, probe, started)
-        if request.wait:
-            self.flush()
-            return None if self.failed else accepted
-        return accepted
+        return self._hand_over(
+            jobs, background, partial(self._take_over, shards, probe, started), wait=request.wait
+        )
 
-    def _take_over(self, shards: Shards, takeover: Takeover, probe: Probe, started: float) -> None:
-        take_over(shards, takeover, probe, started=time.perf_counter())
-        self.blocked_s += takeover.seconds
+    def _takeover(self, shards: Shards, describe: Describe, adoption: Adoption, waited_s: float) -> Takeover:
+        """Return what this rank's background hands the restored values over by; the number of ranks is one of the settings."""
+        group = self._group
+
+        def own() -> dict[str, str]:
+            again = TrainingState.capture(adoption.live(), describe, shards=True)
+            _, pieces = tensors_of_rank(again.tensors, again.specs)
+            specs = {name: shards.layout.specs[name] for name in shards.pieces if name in shards.layout.specs}
+            before = TrainingState(None, _locals(shards.pieces, specs), specs)
+            return unsuitable(before, _locals(pieces, pieces))
+
+        exactly: dict[str, str] = {}
+        for found in group.gather(group.on_every(own)):
+            exactly |= found
+        blocks = {
+            name: exactly[of]
+            for name, (spec, _) in shards.owners.items()
+            if (of := block_box(spec)[0]) in exactly
+        }
+        return Takeover({}, blocks, {**adoption.settings, "ranks": group.size}, waited_s)
+
+    def _take_over(self, shards: Shards, probe: Probe, started: float, takeover: Takeover) -> None:
+        """Serve evaluations until all ranks have quantized what they own, and write the restored values into all shards.
+
+        If one rank could not, none takes anything over, and the save fails on all of them.
+        """
+        began, pause_s = time.perf_counter(), _FIRST_LOOK_S
+        try:
+            while self._group.most([not takeover.is_settled(pause_s)])[0]:
+                takeover.note_served(probe.serve())
+                pause_s = _FIRST_LOOK_S if probe.is_active else min(2 * pause_s, _LONGEST_PAUSE_S)
+            values = takeover.values()
+            changed = self._group.gather(None if values is None else sorted(values))
+            if values is not None and all(names is not None for names in changed):
+                names = {name for own in changed for name in own or ()}
+                spread(shards, [name for name in shards.owners if name in names], values, proved=True)
+                takeover.accept(tuple(sorted(names)), started=began)
+        finally:
+            takeover.leave()
         self._waits.add(started, time.perf_counter())
 
     def _own_tensors(
@@ -360,33 +419,50 @@ class ShardedSaver(StateSaver):
         exact: bool = False,
         measures: bool = False,
         steps: bool = False,
-    ) -> Agreed:
-        if self._background is None:
-            raise ConfigError("call check() first, on every rank")
+    ) -> _Agreed:
+        """Let all ranks learn the same of each other's saves, by one collective of a few bytes.
+
+        Args:
+            step: of the save.
+            error: why this rank cannot save.
+            new_layout: whether it holds other shards than at the save before.
+            exact: whether it stores bit-exactly.
+            measures: whether it can evaluate candidates.
+            steps: whether it can take training steps from a restored state.
+
+        Raises:
+            ShrinkpointError: one rank has a reason not to go on, or they are at different steps; on every rank.
+        """
         background = self._background
+        if background is None:
+            raise ConfigError("call check() first, on every rank")
         # while a save is under way its thread changes these, and nothing is decided by them
-        busy = self._worker.busy
-        link = background.link if not busy else None
-        fatal = background.fatal if not busy else None
-        status = Status(
-            step=step,
+        idle = not self._worker.busy
+        link = background.link.number if idle and background.link is not None else -1
+        base, failed = idle and background.base_is_due(planned=not exact), idle and background.failed
+        trouble = error
+        if idle and background.fatal is not None:
+            trouble, background.fatal = background.fatal, None
+        flags = trouble is not None, not idle, base, new_layout, exact, not measures, not steps, failed
+        clock_s = time.perf_counter() - self._began if self._group.is_first else 0.0
+        most = self._group.most([*map(int, flags), step, -step, link, -link, round(1e6 * clock_s)])
+        if most[0]:
+            self._group.raise_together(trouble)
+        highest, lowest, newest, oldest = most[8], -most[9], most[10], -most[11]
+        if highest != lowest:
+            raise ConfigError(
+                f"the ranks are at different steps, {lowest} to {highest}: every rank must save in the same batch"
+            )
+        busy, base, new_layout, exact, blind, still, self._failed = map(bool, most[1:8])
+        return _Agreed(
             busy=busy,
-            link=-1 if link is None else link.number,
-            base=not busy and background.base_is_due(planned=not exact),
+            base=base or newest < 0 or newest != oldest,
             new_layout=new_layout,
             exact=exact,
-            measures=measures,
-            steps=steps,
-            failed=not busy and background.failed,
-            fatal=fatal,
-            error=error,
-            clock_s=time.perf_counter() - self._began if self._group.is_first else 0.0,
+            measures=not blind and not exact,
+            steps=not blind and not exact and not still,
+            clock_s=1e-6 * most[12],
         )
-        if fatal is not None:
-            background.fatal = None
-        agreed = agree(self._group, status)
-        self.failed = agreed.failed
-        return agreed
 
     def _gathered(
         self, live: TrainingState, own: RankTensors, pieces: Pieces, *, new: bool
@@ -405,20 +481,18 @@ class ShardedSaver(StateSaver):
         return snapshot, Shards(group, self._layout, pieces, self._owners)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait for the save that is under way, on every rank.
-
-        Returns:
-            False if it is still under way on some rank after `timeout_s` seconds.
-
-        Raises:
-            SaveFailedError, FencedError: as `save`.
-        """
+        """See `StateSaver.flush`."""
         if self._background is None:
             return True
         if self._worker.busy or (self._probe is not None and self._probe.is_active):
             with waiting_for(f"waiting for the last save to {self.store.display}"):
                 self._join(timeout_s)
         return not self._agree(0).busy
+
+    @property
+    def failed(self) -> bool:
+        """See `StateSaver.failed`."""
+        return self._failed
 
     def require_stored(self) -> None:
         """See `Saver.require_stored`; no collective, since all ranks know whether it failed."""
@@ -457,42 +531,21 @@ class ShardedSaver(StateSaver):
         self._warmup.stop()
         return True
 
-    def reports(self) -> list[SaveReport]:
-        """Return every save of this process that was committed, oldest first, the same on every rank."""
-        return [] if self._background is None else list(self._background.reports)
-
     # ---- restoring
 
-    def newest(self) -> Manifest | None:
-        """Return the newest checkpoint that is sound on every rank; None in an empty run.
+    def _read_newest(self) -> tuple[Manifest, Decoded] | None:
+        found = read_newest(self.store, self._group, self.config.encoder_threads, self._limit)
+        return None if found is None else (found.plan.manifest, found)
 
-        Raises:
-            ChainError: there are checkpoints, and none of them is sound. StoreError: the store cannot be read.
-        """
-        with waiting_for(f"reading the newest checkpoint of {self.store.display}"):
-            self._newest = read_newest(self.store, self._group, self.config.encoder_threads, self._limit)
-        return None if self._newest is None else self._newest.plan.manifest
+    def _read(self, which: Manifest | int) -> tuple[Manifest, Decoded]:
+        found = read_one(
+            self.store, self._group, lambda: self._named(which), self.config.encoder_threads, self._limit
+        )
+        return found.plan.manifest, found
 
-    def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
-        """Read a checkpoint into the training's own tensors, and let the next save continue it.
-
-        Args:
-            which: a manifest, or a step; None is the newest sound checkpoint.
-            adopt: False only reads: saves go on from what they went on from.
-
-        Returns:
-            The state, in the tensors of `targets`; None if the run is empty and `which` is None.
-
-        Raises:
-            NoCheckpointError, FormatError, ChainError, StoreError: as `Saver.restore`; on every rank.
-            StateMismatchError: it is another model's, or refers to frozen tensors that are others on a rank, or not whole; nothing is
-                changed then.
-        """
-        decoded = self._chosen(which)
-        if decoded is None:
-            return None
-        manifest, tree = decoded.plan.manifest, decoded.plan.tree
-        frozen = self._group.on_every(lambda: self._filled(TrainingState(tree, {}, {})))
+    def _loaded(self, manifest: Manifest, decoded: Decoded, *, adopt: bool) -> TrainingState:
+        self._newest = None
+        frozen = self._group.on_every(lambda: self._filled(TrainingState(decoded.plan.tree, {}, {})))
         decoded = replace(decoded, plan=replace(decoded.plan, tree=frozen.tree))
 
         def targets(specs: Mapping[str, TensorSpec]) -> Mapping[str, torch.Tensor]:
@@ -501,16 +554,9 @@ class ShardedSaver(StateSaver):
 
         follows = adopt and self.config.scheme != "lossless"  # the weights' movement from here
         state = fill(self._group, decoded, targets, lambda spec: follows and is_followed(spec))
-        found = not_finite_text(manifest)
-        if found is not None and self._group.rank == 0:
-            warn(f"the checkpoint of step {manifest.step} in {self.store.display} is not finite: {found}")
-        if is_weights_only(manifest.meta) and self._group.rank == 0:
-            warn(
-                f"the checkpoint of step {manifest.step} in {self.store.display} has weights alone: the optimizer starts anew"
-            )
         if adopt:
             self._adopt(decoded)
-        return Restored(manifest, replace(state, tensors={**state.tensors, **frozen.tensors}))
+        return replace(state, tensors={**state.tensors, **frozen.tensors})
 
     def _filled(self, state: TrainingState) -> TrainingState:
         referred = references(state.tree)
@@ -521,21 +567,6 @@ class ShardedSaver(StateSaver):
                 " Advanced(frozen='store') makes a checkpoint that shards can continue"
             )
         return super()._filled(state)
-
-    def _chosen(self, which: Manifest | int | None) -> Decoded | None:
-        known, self._newest = self._newest, None
-        if which is None or (known is not None and which in (known.plan.manifest, known.plan.manifest.step)):
-            if known is None:
-                self.newest()
-                known, self._newest = self._newest, None
-            return known
-
-        def choose() -> Manifest:
-            if isinstance(which, Manifest):
-                return which
-            return Address(url=self.url, step=which).find(self.store.manifests())
-
-        return read_one(self.store, self._group, choose, self.config.encoder_threads, self._limit)
 
     def forget(self, *, follows: Manifest | None = None) -> None:
         """Hold nothing of what was read: the next save makes a base.
@@ -550,11 +581,6 @@ class ShardedSaver(StateSaver):
         if self._chain is not None:
             self._chain.parent = None
             self._chain.lineage = None if follows is None else lineage_of(follows.meta)
-
-    @property
-    def lineage(self) -> str | None:
-        """The training that the next checkpoint belongs to; None before the first one of a new training, and but on the first rank."""
-        return None if self._chain is None else self._chain.lineage
 
     def _adopt(self, decoded: Decoded) -> None:
         background, manifest = self._background, decoded.plan.manifest
@@ -576,3 +602,23 @@ class ShardedSaver(StateSaver):
             self.store, self._group, lambda: manifest, self.config.encoder_threads, self._limit
         )
         return decoded.reference, decoded.own_state
+
+
+def _locals(pieces: Pieces, names: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    return {name: next(iter(own.values())) for name, own in pieces.items() if own and name in names}
+
+
+def refuse_options(config: SaverConfig, *, copied: bool = False) -> None:
+    """Refuse the options that are not for sharded models.
+
+    Args:
+        config: how to save.
+        copied: whether every rank has the whole model, to whose frozen tensors checkpoints may refer.
+
+    Raises:
+        ConfigError: one of them is given.
+    """
+    if config.frozen == "reference" and not copied:
+        raise ConfigError(
+            "frozen='reference' is not supported for sharded models yet: give Advanced(frozen='store')"
+        )

@@ -7,7 +7,7 @@ from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.training import OwnState, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["own_of", "renamed_tensors", "with_blocks", "without_tensors"]
+__all__ = ["coded_view", "own_of", "renamed_tensors", "with_blocks", "without_tensors"]
 
 _NAMES = ("name", "indices", "values", "crow", "col")
 LARGEST = 2**20
@@ -31,6 +31,12 @@ def renamed_tensors(node: JSON, names: Mapping[str, str]) -> JSON:
     if "$" in node:
         renamed |= {key: names.get(node[key], node[key]) for key in _NAMES if isinstance(node.get(key), str)}
     return renamed
+
+
+def coded_view(state: TrainingState) -> TrainingState:
+    """Return a rank's state, as if the model had only the tensors that it codes."""
+    tree = without_tensors(with_blocks(state.tree, state.specs), state.tensors)
+    return TrainingState(tree, state.tensors, state.specs)
 
 
 def with_blocks(node: JSON, specs: Mapping[str, TensorSpec]) -> JSON:

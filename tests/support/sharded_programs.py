@@ -22,11 +22,11 @@ from torch.distributed.tensor import distribute_tensor
 
 import shrinkpoint
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.ranks import Ranks
 from shrinkpoint.errors import SaveFailedError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.group.mailbox import Mailbox
-from shrinkpoint.sharded.background import RankBackground
 from shrinkpoint.sharded.gathering import Gathering
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.state.training import Role, Tag
@@ -164,7 +164,7 @@ class Filled:
 POINTS: dict[str, tuple[type, str, bool]] = {
     "before-put": (RunStore, "put_part", False),
     "after-put": (RunStore, "put_part", True),
-    "after-post": (RankBackground, "_store_part", True),
+    "after-post": (Ranks, "post_part", True),
     "before-head": (RunWriter, "commit", False),
     "before-manifest": (RunWriter, "_publish_exclusively", False),
     "after-manifest": (RunWriter, "_publish_exclusively", True),

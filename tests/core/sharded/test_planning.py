@@ -13,6 +13,7 @@ import support.baseline_schemes  # noqa: F401 - for a scheme of theirs
 import torch
 
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.ranks import Together, plan_together
 from shrinkpoint.errors import StoreError
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.optimizers.updates import OptimizerKind, Updates
@@ -24,7 +25,6 @@ from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.inshrinkerator.partition import added_scores
 from shrinkpoint.schemes.inshrinkerator.scheme import weights_of
-from shrinkpoint.sharded.planning import Together, plan_together
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec, TrainingState
 
 CONFIG = SaverConfig(scheme="uniform", options={"bits": 8}, commit_timeout_s=5)
