@@ -1,6 +1,7 @@
 """Evaluating and loading from a run in a fresh process: ``"last"``, ``"best"`` and `load_from_checkpoint`."""
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
@@ -18,6 +19,7 @@ from support.options import grouped
 from shrinkpoint.callbacks.composer import CompressedCheckpoint as ForComposer
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint, load_from_checkpoint
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint as ForTransformers
+from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.coding import decode
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning
@@ -194,7 +196,8 @@ def test_every_option_is_an_ordinary_documented_argument(kind: type) -> None:
     config = SaverConfig()
     for name in {field.name for field in fields(SaverConfig)} & parameters.keys():
         assert parameters[name].default == getattr(config, name), name
-    documented = inspect.getdoc(kind) or ""
+    documented, common = inspect.getdoc(kind) or "", inspect.getdoc(Checkpointer) or ""
+    shared = re.findall(r"\w+", documented.partition("Args:\n")[2].partition(": as of")[0])
     for name, parameter in parameters.items():
-        assert f"\n    {name}: " in documented, name
+        assert f"\n    {name}: " in (common if name in shared else documented), name
         assert parameter.annotation is not inspect.Parameter.empty, name

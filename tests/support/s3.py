@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 __all__ = [
     "S3Server",
@@ -76,16 +78,25 @@ def new_bucket(server: S3Server) -> str:
 @contextmanager
 def moto_server() -> Iterator[S3Server]:
     """moto in a thread: quick, and stricter than it is faithful (it accepts corrupted uploads)."""
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # one line for each request otherwise
+    put, one_at_a_time = S3Response.put_object, threading.Lock()
+
+    def put_object(response: Any) -> Any:
+        """Look for a key and write it as one: moto lets other requests in between, and several of a race would win."""
+        with one_at_a_time:
+            return put(response)
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    try:
-        yield S3Server(host=host, port=port, access_key="test-key", secret_key="test-secret")
-    finally:
-        server.stop()
+    with mock.patch.object(S3Response, "put_object", put_object):
+        server.start()
+        host, port = server.get_host_and_port()
+        try:
+            yield S3Server(host=host, port=port, access_key="test-key", secret_key="test-secret")
+        finally:
+            server.stop()
 
 
 def rclone_program() -> str | None:

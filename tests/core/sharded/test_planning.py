@@ -116,7 +116,7 @@ def planned(
     contexts = [context(rank, broken=rank == broken) for rank in range(world)]
     if config.scheme == "inshrinkerator":
         own = [weights_of(one, config.scheme_options).sketches.to_json() for one in contexts]
-        scores = added_scores(config.scheme_options.alpha, own)
+        scores = added_scores(own)
         contexts = [replace(one, scores=scores) for one in contexts]
     true = {name: tensor for one in contexts for name, tensor in one.state.tensors.items()}
     losses = Losses(world, true, steepness)
