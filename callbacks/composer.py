@@ -60,9 +60,10 @@ class CompressedCheckpoint(Callback):
     It needs neither ``save_folder`` nor ``autoresume``. A ``load_path`` that puts the run at a position wins over
     continuing by itself; one that loads weights alone is where the run began, and does not.
 
+    `url`, `mode`, `save_top_k`, `keep_last`, `resume`, `scheme`, `max_degradation`, `step_log`, `storage_options` and
+    `advanced` are those of `shrinkpoint.Checkpointer`.
+
     Args:
-        url, mode, save_top_k, keep_last, resume, scheme, max_degradation, step_log, storage_options, advanced: as of
-            `shrinkpoint.Checkpointer`.
         save_interval: as Composer's own: ``"1ep"``, ``"1000ba"``, ``"10M tok"``, ``"0.1dur"``; a number of epochs; a
             ``Time``; or a function of (state, event), called at Composer's checkpoint events.
         monitor: the metric for `save_top_k` and ``<url>#best``, under the name that Composer logs (``metrics/eval/LanguagePerplexity``,

@@ -62,9 +62,10 @@ class CompressedCheckpoint(Checkpoint):
     ``ckpt_path="last"`` and, with a `monitor`, ``"best"`` work too, in a fresh trainer as well. An explicit ``ckpt_path``
     always wins over continuing by itself.
 
+    `url`, `mode`, `save_top_k`, `keep_last`, `resume`, `scheme`, `max_degradation`, `step_log`, `storage_options` and
+    `advanced` are those of `shrinkpoint.Checkpointer`.
+
     Args:
-        url, mode, save_top_k, keep_last, resume, scheme, max_degradation, step_log, storage_options, advanced: as of
-            `shrinkpoint.Checkpointer`.
         every_n_train_steps: save whenever the number of optimizer steps crosses a multiple of this.
         every_n_epochs: save at the end of every so many epochs, and as ``ModelCheckpoint`` after validations within them; in
             Lightning 1 when no other schedule is given. With any schedule the last steps are saved when training ends.

@@ -49,9 +49,10 @@ class CompressedCheckpoint(TrainerCallback):
     saved and no folder is written. ``load_best_model_at_end`` loads from here too. An explicit ``resume_from_checkpoint``
     wins, the Trainer's own folder or one of ours (``"s3://bucket/run-7#step=3000"``); ``True`` continues the run.
 
+    `url`, `mode`, `save_top_k`, `keep_last`, `resume`, `scheme`, `max_degradation`, `storage_options` and `advanced`
+    are those of `shrinkpoint.Checkpointer`.
+
     Args:
-        url, mode, save_top_k, keep_last, resume, scheme, max_degradation, storage_options, advanced: as of
-            `shrinkpoint.Checkpointer`.
         every_n_train_steps: save whenever the number of optimizer steps crosses a multiple of this.
         every_n_epochs: save at the end of every so many epochs.
         train_time_interval: save when so much time has passed, a ``timedelta``. With none of the three, the Trainer's ``save_strategy`` and

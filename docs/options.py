@@ -67,7 +67,7 @@ def _arguments(node: ast.ClassDef) -> dict[str, str]:
     found = re.findall(r"^    (\w[\w, ]*): (.*(?:\n(?!    \w[\w, ]*: ).*)*)", part, flags=re.M)
     texts = {name: _line(words) for names, words in found for name in names.split(", ")}
     arguments = [each.arg for each in (*_init(node).args.args[1:], *_init(node).args.kwonlyargs)]
-    return {name: texts[name] for name in arguments if name not in _OBJECTS}
+    return {name: texts.get(name, "as of Checkpointer") for name in arguments if name not in _OBJECTS}
 
 
 def _init(node: ast.ClassDef) -> ast.FunctionDef:

@@ -197,7 +197,7 @@ def test_every_option_is_an_ordinary_documented_argument(kind: type) -> None:
     for name in {field.name for field in fields(SaverConfig)} & parameters.keys():
         assert parameters[name].default == getattr(config, name), name
     documented, common = inspect.getdoc(kind) or "", inspect.getdoc(Checkpointer) or ""
-    shared = re.findall(r"\w+", documented.partition("Args:\n")[2].partition(": as of")[0])
+    shared = re.findall(r"`(\w+)`", documented.partition("are those of")[0].rpartition("\n\n")[2])
     for name, parameter in parameters.items():
         assert f"\n    {name}: " in (common if name in shared else documented), name
         assert parameter.annotation is not inspect.Parameter.empty, name
