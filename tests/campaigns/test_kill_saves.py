@@ -23,7 +23,7 @@ from support.training_worker import Scheme, TrainingConfig, state_digest
 from shrinkpoint.saver import Saver
 
 QUICK = 12
-THOROUGH = 50
+THOROUGH = 100
 
 
 class _Nursery:
