@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
+from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,14 +21,15 @@ from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import await_all, world
 from shrinkpoint.io.loading import weights_of_step
-from shrinkpoint.quality.evaluation import Loss
+from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps
+from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
 from shrinkpoint.runtime.threads import Turns, in_turn
 from shrinkpoint.saver import Saver
-from shrinkpoint.session.measuring import LoopMeasurements
 from shrinkpoint.session.objects import LoopObjects, Stateful
+from shrinkpoint.session.probe import LossProbe, StepProbe, reporting
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.sharded import CopiedObjects, ShardedObjects, has_shards, refuse_deepspeed
 from shrinkpoint.store.connect import StorageOptions
@@ -183,8 +185,14 @@ class Checkpointer:
                 raise ConfigError(
                     "evaluate= was given on some processes and not on others: give it on all, each with batches of its own"
                 )
-        self._objects = kind(model, optimizer, stateful)
-        self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
+        self._objects = kind(model, optimizer, stateful, evaluate, train_loss, clip_grad_norm, settings.url)
+        self._losses = LossProbe(self._objects, together=lambda: copied or sharded, shards=sharded)
+        self._losses.kept.see_training(0)  # the loop's functions know batches by their numbers
+        self._tries = train_loss is not None and config.scheme != "lossless" and config.probe_steps > 0
+        self._steps = StepProbe(self._losses, steps=config.probe_steps if self._tries else 0)
+        for number in range(config.probe_steps):
+            self._steps.recent.see(number)
+        self._warn_once, self._until_failure = cache(warn), UntilFailure(warn)
         self._every = every
         self._settings = {"every": every, "clip_grad_norm": clip_grad_norm}
         self._policy = resume
@@ -206,7 +214,7 @@ class Checkpointer:
                     "step_log= needs one process, or a DistributedDataParallel that every process gives to a Checkpointer as"
                     " the model, and no shards (FSDP2): leave it out elsewhere, or use the callbacks of Lightning and Composer"
                 )
-            self.step_log = self._objects.log(
+            self.step_log = self._objects.step_log(
                 settings.step_log,
                 run_url=settings.stores,
                 storage_options=storage_options,
@@ -271,7 +279,7 @@ class Checkpointer:
             if restored is None:
                 self._begin(0)
             else:
-                self._objects.load(restored.state.to_object(), self.saver.url)
+                self._objects.load(restored.state.to_object())
                 self._last_step = self._saved_step = self._resumed_from = restored.manifest.step
                 self._began = True
             continues = step is None and self._policy != "never"
@@ -361,8 +369,9 @@ class Checkpointer:
 
     def _begin(self, step: int) -> None:
         """Measure the movement of the weights and of their averages from here."""
-        self._began = True
-        self.saver.begin(self._objects.weights(), step=step, describe=self._objects.describe())
+        self._began, self._objects.step = True, step
+        followed = self._objects.followed()
+        self.saver.begin(followed, step=step, describe=self._objects.describe(followed))
 
     def save(
         self,
@@ -391,15 +400,17 @@ class Checkpointer:
             self._require_monitor(step, metrics or {})
         if self.step_log is not None:
             self.step_log.boundary(step)
+        self._objects.step = step
         with self._objects.undone() if adopts else nullcontext():
+            state = self._objects.state()
             request = SaveRequest(
-                state=self._objects.state(step),
+                state=state,
                 step=step,
-                describe=self._objects.describe(),
+                describe=self._objects.describe(state),
                 metrics=metrics,
-                evaluate=self._measurements.evaluation(),
-                resumed=self._measurements.resumed(self.saver.config),
-                optimizers=self._objects.inner,
+                evaluate=self._evaluation(),
+                resumed=self._resumed(),
+                optimizers=self._objects.optimizers,
                 exact=exact,
                 wait=wait,
                 adoption=Adoption(live=self._objects.live, settings=self._settings) if adopts else None,
@@ -408,6 +419,18 @@ class Checkpointer:
         if accepted is not None:
             self._saved_step, self._overdue = step, False
         return accepted
+
+    def _evaluation(self) -> Evaluate | None:
+        if self._objects.evaluate is None:
+            return None
+        return reporting(self._losses.evaluation(), self._warn_once)
+
+    def _resumed(self) -> ResumedSteps | None:
+        resumed = self._steps.resumed()
+        reason = self._steps.obstacle() if self._tries else None
+        if reason is not None:
+            self._until_failure.give_up(reason)
+        return self._until_failure.guard(resumed)
 
     def _require_monitor(self, step: int, metrics: Mapping[str, float]) -> None:
         config = self.saver.config

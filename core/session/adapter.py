@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from shrinkpoint.engine.fitting import fitted
 from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.continuing import load_model, load_optimizers, require_same_training
 from shrinkpoint.session.reports import log_line
@@ -135,8 +137,8 @@ class TrainingAdapter(ABC):
     # ---- measuring; the model is in the mode that is asked for, and all is put back afterwards
 
     @abstractmethod
-    def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
-        """Return the loss of the model with its present weights.
+    def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> Loss:
+        """Return the loss of the model with its present weights, or several where the batch stands for as many.
 
         Args:
             batch: on the host; it may be changed.
@@ -168,6 +170,18 @@ class TrainingAdapter(ABC):
     def around(self) -> Sequence[object]:
         """What a step or an evaluation may change in addition to the model, as of `preserved_state`."""
         return ()
+
+    def averages(self, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        """Return the averages of the weights in a stored `state` that `measuring` takes, by their names in it."""
+        return {}
+
+    def measuring(self, averages: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Return a context for measurements of other weights than the training's.
+
+        Args:
+            averages: of these weights, by their names in a `state`.
+        """
+        return nullcontext()
 
     def obstacle(self, *, shards: bool) -> str | None:
         """Why steps of this training cannot be repeated by `step_losses`, `clip` and the optimizers; None where they can."""

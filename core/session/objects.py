@@ -2,20 +2,23 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.engine.fitting import DryRestore, fitted, quantized_as
 from shrinkpoint.engine.resume import require_same_ties
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.optimizers.objects import with_object_states
-from shrinkpoint.quality.resumed_steps import obstacle
-from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.quality.evaluation import Loss
+from shrinkpoint.quality.swap import swapped_tensors, swapped_weights
 from shrinkpoint.saver import Saver
+from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.continuing import load_optimizers, require_same_training
 from shrinkpoint.session.data import in_use, other_data, require_same_workers, sizes_of
 from shrinkpoint.session.identity import (
@@ -26,10 +29,11 @@ from shrinkpoint.session.identity import (
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.trained import Trained, load_trained
 from shrinkpoint.sharded.saver import ShardedSaver
+from shrinkpoint.state.averages import live_tensors
 from shrinkpoint.state.rng import capture_rng, restore_rng
-from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import load_stateful, scheduler_in, state_of, unwrapped
-from shrinkpoint.state.training import Describe, TrainingState, plain
+from shrinkpoint.state.training import Describe, Role, TrainingState, plain
+from shrinkpoint.state.tree import join_path
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import brief, warn
 
@@ -69,38 +73,59 @@ class Stateful(Protocol):
         ...
 
 
-class LoopObjects:
+class LoopObjects(TrainingAdapter):
     """Model, optimizers and all other objects with a state.
 
     Args:
         model: the trained model.
         optimizer: one, several or, as ``[]``, none.
         stateful: the others, by name.
+        evaluate: the held-out loss of the model as it is; None measures nothing.
+        train_loss: the training loss of a batch by its index, with a graph; None makes no steps from a checkpoint.
+        clip_grad_norm: as the training clips gradients.
+        url: of the run, for messages.
 
     Raises:
         ConfigError: one of them is not what its name says.
     """
 
+    step = 0
+    optimizers: Sequence[Any] = ()
     ordered: ClassVar[bool] = True
     """Whether optimizers take state by the order of their parameters."""
 
-    def __init__(self, model: Any, optimizer: Any, stateful: Mapping[str, Stateful]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        stateful: Mapping[str, Stateful],
+        evaluate: Callable[[], Loss] | None = None,
+        train_loss: Callable[[int], torch.Tensor] | None = None,
+        clip_grad_norm: float | None = None,
+        url: str = "the run",
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, not {brief(model)}")
-        self.model = model
-        self.optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-        for given in self.optimizers:
+        self._model, self.evaluate, self.train_loss = model, evaluate, train_loss
+        self._clip_grad_norm, self.url = clip_grad_norm, url
+        self.given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        """The optimizers, in wrappers such as accelerate's."""
+        for given in self.given:
             if not all(hasattr(given, name) for name in ("state_dict", "load_state_dict", "param_groups")):
                 raise ConfigError(
                     f"optimizer must be a torch.optim.Optimizer, or a list of them, not {brief(given)}; [] for none"
                 )
-        self.inner = [unwrapped(given) for given in self.optimizers]
-        """The optimizers without wrappers such as accelerate's."""
+        self.optimizers = [unwrapped(given) for given in self.given]
         self.stateful = dict(stateful)
         self._undone = self._replaced = 0
         self._trained, self._dry = Trained(warn), DryRestore()
-        self._trained.begin(model, self.inner)
+        self._trained.begin(model, self.optimizers)
         self._begin()
+
+    @property
+    def model(self) -> nn.Module:
+        """See `TrainingAdapter.model`."""
+        return self._model
 
     def _begin(self) -> None:
         """Count changes of the parameters that the model has now."""
@@ -121,11 +146,11 @@ class LoopObjects:
         """Return the saver of these objects, with the options of their run."""
         return Saver(settings.stores, settings.saver, storage_options=settings.storage_options)
 
-    def log(self, options: "StepLog", **run: Any) -> "TrainingLog":
+    def step_log(self, options: "StepLog", **run: Any) -> "TrainingLog":
         """Return the step log of these objects; arguments and errors as of `TrainingLog`."""
         from shrinkpoint.steps.training import TrainingLog  # most trainings have no log
 
-        return TrainingLog(self.model, self.optimizers, options, stateful=self.stateful, **run)
+        return TrainingLog(self.model, self.given, options, stateful=self.stateful, **run)
 
     def way_back(self, saver: Saver | ShardedSaver, manifest: Manifest | None) -> Callable[[], None]:
         """Return a function that restores the present state: that of a checkpoint, or of a fresh start.
@@ -136,19 +161,19 @@ class LoopObjects:
             saver: of the run.
             manifest: of the checkpoint; None for a fresh start.
         """
-        fresh = copy.deepcopy(LoopObjects.state(self, 0)) if manifest is None else None
+        fresh = copy.deepcopy(LoopObjects.state(self)) if manifest is None else None
 
         def reload() -> None:
             if manifest is None:  # a copy, since an optimizer may keep and change it
-                LoopObjects.load(self, copy.deepcopy(fresh), saver.url, warns=False)
+                LoopObjects.load(self, copy.deepcopy(fresh), warns=False)
                 return
             again = decode_checkpoint(saver.store, manifest, threads=saver.config.encoder_threads)
-            LoopObjects.load(self, again.state.to_object(), saver.url, warns=False)
+            LoopObjects.load(self, again.state.to_object(), warns=False)
 
         return reload
 
-    def state(self, step: int) -> dict[str, Any]:
-        """Return the whole state after a step; its tensors are the live ones.
+    def state(self) -> dict[str, Any]:
+        """See `TrainingAdapter.state`.
 
         Raises:
             StateMismatchError: as `Trained.state`.
@@ -156,15 +181,17 @@ class LoopObjects:
         self._follow()
         state = {
             "format": _FORMAT,
-            "step": step,
+            "step": self.step,
             "model": state_of(self.model),
-            "optimizers": [with_object_states(state_of(optimizer)) for optimizer in self.optimizers],
+            "optimizers": [with_object_states(state_of(optimizer)) for optimizer in self.given],
             "schedulers": scheduler_classes(self.stateful),
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
             "data": self._data(),
             "rng": capture_rng(),
         }
-        trained = self._trained.state(self.model, self.inner, state["model"], lambda: state, self._modules())
+        trained = self._trained.state(
+            self.model, self.optimizers, state["model"], lambda: state, self._modules()
+        )
         return {**state, **trained}
 
     def _modules(self) -> dict[str, nn.Module]:
@@ -178,16 +205,16 @@ class LoopObjects:
             others = {name: value for name, value in self.stateful.items() if not hasattr(value, "dataset")}
             state = {
                 "model": state_of(self.model),
-                "optimizers": [with_object_states(state_of(optimizer)) for optimizer in self.optimizers],
+                "optimizers": [with_object_states(state_of(optimizer)) for optimizer in self.given],
                 "stateful": {name: state_of(value) for name, value in others.items()},
             }
-            found = self.captured(state, self.describe())
+            found = self.captured(state, self.describe(state))
             return found, lambda state: (state["model"], state["optimizers"])
 
-        self._dry.check(capture, self.model, self.optimizers)
+        self._dry.check(capture, self.model, self.given)
 
-    def weights(self) -> dict[str, Any]:
-        """Return the part of `state` that holds the weights and may hold averages of them."""
+    def followed(self) -> dict[str, Any]:
+        """See `TrainingAdapter.followed`."""
         others = {name: value for name, value in self.stateful.items() if not _may_load(value)}
         return {
             "model": state_of(self.model),
@@ -195,23 +222,16 @@ class LoopObjects:
         }
 
     def live(self) -> dict[str, Any]:
-        """Return the part of `state` whose tensors training may be given other values in."""
+        """See `TrainingAdapter.live`."""
         # a tensor of a loader's or sampler's state is a copy: reading it may start their workers
-        states = [with_object_states(state_of(optimizer)) for optimizer in self.optimizers]
-        return {**self.weights(), "optimizers": states}
+        states = [with_object_states(state_of(optimizer)) for optimizer in self.given]
+        return {**self.followed(), "optimizers": states}
 
-    def describe(self) -> Describe:
-        """Return the roles of the tensors of `state`."""
-        return describe_training(
-            self.model, self.optimizers, model_path=("model",), optimizers_path=("optimizers",)
-        )
-
-    def load(self, state: Any, url: str, *, warns: bool = True) -> None:
+    def load(self, state: Any, *, warns: bool = True) -> None:
         """Restore what `state` returned.
 
         Args:
             state: from a checkpoint.
-            url: of its run, for messages.
             warns: whether to warn of options that are overridden, of another class or dtype, and of objects without a stored state.
 
         Raises:
@@ -219,13 +239,13 @@ class LoopObjects:
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise StateMismatchError(
-                f"{url} was written by another framework's callback, not by a Checkpointer: resume it"
+                f"{self.url} was written by another framework's callback, not by a Checkpointer: resume it"
                 " there, or take its weights with `shrinkpoint export`"
             )
-        given = fitted(state["model"], self.model, url, warns=warns)
-        untied = require_same_ties(state["model"], self.model, url)
+        given = fitted(state["model"], self.model, self.url, warns=warns)
+        untied = require_same_ties(state["model"], self.model, self.url)
         self.settle()
-        self._trained.check(self.model, self.inner)
+        self._trained.check(self.model, self.optimizers)
         self._follow()
         stored, trained = state["identities"], state["trained"]
         schedulers = [value for value in self.stateful.values() if scheduler_in(value)]
@@ -234,24 +254,24 @@ class LoopObjects:
             stored,
             state["optimizers"],
             self.model,
-            self.inner,
-            url,
+            self.optimizers,
+            self.url,
             schedulers=schedulers,
             classes=classes,
             ordered=self.ordered,
         )
-        disabled = disabled_scalers(state["stateful"], self.stateful, url)
+        disabled = disabled_scalers(state["stateful"], self.stateful, self.url)
         for name, value in self.stateful.items():
             require_same_workers(value, state["stateful"].get(name), name)
         given = quantized_as(state["model"], given, self.model)
         rounded = rounded_weights(given, state_of(self.model))
-        unfrozen = load_trained(trained, self.model, self.inner, url, self._modules())
+        unfrozen = load_trained(trained, self.model, self.optimizers, self.url, self._modules())
         said = (untied, *others, disabled, rounded, unfrozen)
         for message in said if warns else ():
             if message is not None:
                 warn(message)
         load_stateful(self.model, given)
-        load_optimizers(self.optimizers, state["optimizers"], same_dtypes=rounded is None)
+        load_optimizers(self.given, state["optimizers"], same_dtypes=rounded is None)
         for name in sorted(state["stateful"].keys() ^ self.stateful.keys()) if warns else ():
             where = "the checkpoint" if name in self.stateful else "this run"
             warn(f"{name!r} is not in {where}: its state is not restored")
@@ -298,17 +318,62 @@ class LoopObjects:
             self._undone += self._counted() - before
             self._look()
 
-    def swapped(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Inside the block the model has other weights; arguments as of `swapped_weights`."""
-        return swapped_weights(self.model, weights, [*self.stateful.values()])
+    def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> Loss:
+        """See `TrainingAdapter.loss`; there is one batch, of the loop's own `evaluate`."""
+        assert self.evaluate is not None
+        return self.evaluate()
+
+    def step_losses(self, parts: Sequence[Any], index: int) -> Sequence[torch.Tensor]:
+        """See `TrainingAdapter.step_losses`."""
+        assert self.train_loss is not None
+        return [self.train_loss(index)]
+
+    def clip(self) -> None:
+        """See `TrainingAdapter.clip`."""
+        if self._clip_grad_norm is not None:
+            groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+            nn.utils.clip_grad_norm_(chain.from_iterable(groups), self._clip_grad_norm)
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """See `TrainingAdapter.scaler`."""
+        scalers = (value for value in self.stateful.values() if isinstance(value, GradScaler))
+        return next((scaler for scaler in scalers if scaler.is_enabled()), None)
+
+    def around(self) -> Sequence[object]:
+        """See `TrainingAdapter.around`."""
+        return [[*self.stateful.values()]]
+
+    def averages(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """See `TrainingAdapter.averages`."""
+        found = self.captured({"stateful": state["stateful"]}, self.describe(state))
+        specs = found.specs.items()
+        return {name: found.tensors[name] for name, spec in specs if spec.tag.role is Role.AVERAGE}
+
+    @contextmanager
+    def measuring(self, averages: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """See `TrainingAdapter.measuring`; averages whose state shares memory with an object are given to it."""
+        owners = {
+            name: value
+            for name, value in self.stateful.items()
+            if any(key.startswith(join_path(("stateful", name)) + "/") for key in averages)
+        }
+
+        def state() -> dict[str, Any]:
+            return {"stateful": {name: state_of(value) for name, value in owners.items()}}
+
+        with self.undone(), ExitStack() as stack:
+            for value in owners.values():
+                if isinstance(value, nn.Module):  # in eval mode, which is undone afterwards
+                    stack.enter_context(swapped_weights(value, {}))
+            if owners:
+                live = live_tensors(state, averages, self.captured)
+                stack.enter_context(swapped_tensors(live, averages))
+            yield
 
     def captured(self, state: object, describe: Describe = plain) -> TrainingState:
         """Return a part of `state` as tensors by name."""
         return TrainingState.capture(state, describe)
-
-    def obstacle(self) -> str | None:
-        """Return why steps from another state could not be taken and undone; None where they can."""
-        return obstacle(self.model, self.inner)
 
     def settle(self) -> None:
         """Let all parameters be in memory of their own."""

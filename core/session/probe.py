@@ -6,6 +6,7 @@ framework's own loss is computed on them, and the rest of a step is implemented 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -14,16 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.quality.evaluation import Loss, ResumedSteps
+from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps, losses_of
+from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.runtime.dispatch import Refusing
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import MORE_BATCHES, PROBE_BATCHES, KeptBatches, RecentBatches, to_host
 from shrinkpoint.sharded.targets import reshard, swapped_shards, unreduced
-from shrinkpoint.state.averages import without_averages
+from shrinkpoint.state.averages import averages_in, without_averages
 
-__all__ = ["LossProbe", "Measured", "StepProbe", "loss_of", "named_as", "number_of", "scale_of"]
+__all__ = ["LossProbe", "Measured", "StepProbe", "loss_of", "named_as", "number_of", "reporting", "scale_of"]
 
 Measured: TypeAlias = Callable[[], tuple[float, ...]]
 
@@ -66,6 +68,7 @@ class LossProbe:
             named = named_as(own, without_averages(weights))
             with (
                 nullcontext() if self.together else _alone(),
+                self.adapter.measuring(averages_in(weights)),
                 swapped(self.adapter.model, named, *self.adapter.around()),
             ):
                 return measure()
@@ -87,10 +90,11 @@ class LossProbe:
         def measure() -> tuple[float, ...]:
             if not batches:
                 raise ConfigError("there is nothing to measure the loss with: no batch has been seen")
-            return tuple(
+            losses = (
                 self.adapter.loss(to_host(batch), index, held_out=held_out, together=together)
                 for index, batch in enumerate(batches)
             )
+            return tuple(chain.from_iterable(map(losses_of, losses)))
 
         return measure
 
@@ -115,7 +119,7 @@ class StepProbe:
 
     def starts(self) -> None:
         """Keep no batches in a training that does not allow probes."""
-        if self._obstacle() is not None:
+        if self.obstacle() is not None:
             self.recent.stop()
 
     def resumed(self) -> ResumedSteps | None:
@@ -127,7 +131,7 @@ class StepProbe:
         if self._losses.together:  # as many on every rank
             batches = batches[: min(world().gather(len(batches)))]
         agreed = self._losses.agreed()
-        if not batches or self._obstacle() is not None:
+        if not batches or self.obstacle() is not None:
             return None
         adapter, module = self._adapter, self._adapter.model
         own = {stored: name for name, stored in adapter.names().items()}
@@ -143,16 +147,20 @@ class StepProbe:
         )
 
         def resumed(stored: Any, marks: Sequence[int]) -> Sequence[Loss]:
-            reason = self._obstacle()
+            reason = self.obstacle()
             if reason is not None:
                 raise ConfigError(reason)
             weights, states = adapter.parts(stored)
-            with nullcontext() if self._shards else _alone():
+            with (
+                nullcontext() if self._shards else _alone(),
+                adapter.measuring(adapter.averages(stored)),
+            ):
                 return steps.steps(named_as(own, weights), states, marks)
 
         return resumed
 
-    def _obstacle(self) -> str | None:
+    def obstacle(self) -> str | None:
+        """Return why no steps can be made; None where they can."""
         adapter = self._adapter
         reason = adapter.obstacle(shards=self._shards)
         if reason is not None:
@@ -160,6 +168,28 @@ class StepProbe:
         if self._shards:
             return obstacle(adapter.model, adapter.optimizers, shards=True) or unreduced(adapter.model)
         return _wrapper_obstacle(adapter.wrapped) or obstacle(adapter.model, adapter.optimizers, alone=True)
+
+
+def reporting(evaluate: Evaluate, say: Callable[[str], None]) -> Evaluate:
+    """Return the same evaluation, whose failures are reported.
+
+    Args:
+        evaluate: gives the loss with other weights.
+        say: gets one line at every failure.
+    """
+
+    def evaluated(weights: Mapping[str, torch.Tensor]) -> Loss:
+        try:
+            return evaluate(weights)
+        except Exception as error:
+            if not isinstance(error, TraceError):
+                say(
+                    "the quality of checkpoints cannot be measured, so they are stored exactly:"
+                    f" {type(error).__name__}: {error}"
+                )
+            raise
+
+    return evaluated
 
 
 def _alone() -> AbstractContextManager[Any]:

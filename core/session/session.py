@@ -20,8 +20,6 @@ from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.io.loading import weights_of_step
-from shrinkpoint.quality.evaluation import Evaluate, Loss
-from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.progress import say
@@ -31,7 +29,7 @@ from shrinkpoint.session.adapter import SESSION, TrainingAdapter
 from shrinkpoint.session.batches import PROBE_BATCHES, KeptBatches, PathBatches
 from shrinkpoint.session.ddp import HookStates, bucket_order, restore_buckets, restore_hook_states
 from shrinkpoint.session.gradients import GradientCollector
-from shrinkpoint.session.probe import LossProbe, StepProbe
+from shrinkpoint.session.probe import LossProbe, StepProbe, reporting
 from shrinkpoint.session.reports import BestCheckpoints, metrics_of
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.trained import Trained, load_trained
@@ -687,7 +685,7 @@ class TrainingSession:
             self._require_monitor(request.step, request.metrics or {})
         guarded = replace(
             request,
-            evaluate=None if request.evaluate is None else self._warning(request.evaluate),
+            evaluate=None if request.evaluate is None else reporting(request.evaluate, self.warn_once),
             resumed=self._until_failure.guard(request.resumed),
         )
         return self.saver.accept(guarded) is not None
@@ -807,19 +805,6 @@ class TrainingSession:
                 f" {', '.join(sorted(metrics)) or 'nothing'}",
                 topic="monitor",
             )
-
-    def _warning(self, evaluate: Evaluate) -> Evaluate:
-        def evaluated(weights: Mapping[str, torch.Tensor]) -> Loss:
-            try:
-                return evaluate(weights)
-            except Exception as error:
-                if not isinstance(error, TraceError):
-                    self.warn_once(
-                        f"the quality of checkpoints cannot be measured, so they are stored exactly: {error}"
-                    )
-                raise
-
-        return evaluated
 
     def _take_reports(self) -> None:
         new = self.saver.reports()[self._taken :]

@@ -1,7 +1,6 @@
 """The objects of a hand-written loop that several processes run: what of their state each rank holds, and how it is filled again."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,14 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.session.ddp import bucket_order, restore_buckets, stateful_hook
-from shrinkpoint.session.objects import LoopObjects, Stateful
+from shrinkpoint.session.objects import LoopObjects
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
-from shrinkpoint.sharded.targets import Targets, reshard, swapped_shards, unreduced
+from shrinkpoint.sharded.targets import Targets, reshard
 from shrinkpoint.sharded.trees import own_of
 from shrinkpoint.state.rng import capture_rng, diverge_rng
 from shrinkpoint.state.stateful import parameters_of, state_of
@@ -87,10 +85,14 @@ class ShardedObjects(LoopObjects):
     ordered = False  # `Targets` finds it by name
     _copied: Callable[[TensorSpec], bool] | None = None
 
-    def __init__(self, model: Any, optimizer: Any, stateful: Mapping[str, Stateful]) -> None:
-        super().__init__(model, optimizer, stateful)
+    def __init__(self, model: Any, *options: Any) -> None:
+        super().__init__(model, *options)
         self._found = Targets(
-            self.model, self.inner, model_key="model", optimizers_key="optimizers", writer="a Checkpointer"
+            self.model,
+            self.optimizers,
+            model_key="model",
+            optimizers_key="optimizers",
+            writer="a Checkpointer",
         )
 
     def saver(self, settings: RunSettings) -> ShardedSaver:
@@ -104,30 +106,22 @@ class ShardedObjects(LoopObjects):
             storage_options=settings.storage_options,
         )
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """See `LoopObjects.state`; its DTensors are this rank's."""
         reshard(self.model)
-        return super().state(step)
+        return super().state()
 
-    def weights(self) -> dict[str, Any]:
-        """See `LoopObjects.weights`; its DTensors are this rank's."""
+    def followed(self) -> dict[str, Any]:
+        """See `LoopObjects.followed`; its DTensors are this rank's."""
         reshard(self.model)
-        return super().weights()
+        return super().followed()
 
     def rehearse(self) -> None:
         """Nothing: shards are compared with the checkpoint's tensors at a resume."""
 
-    def swapped(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """See `LoopObjects.swapped`; the weights are this rank's shards, and what is inside the block is a collective."""
-        return swapped_shards(self.model, weights, [*self.stateful.values()])
-
     def captured(self, state: object, describe: Describe = plain) -> TrainingState:
         """See `LoopObjects.captured`."""
         return TrainingState.capture(state, describe, shards=True)
-
-    def obstacle(self) -> str | None:
-        """See `LoopObjects.obstacle`; of steps that all ranks take together."""
-        return obstacle(self.model, self.inner, shards=True) or unreduced(self.model)
 
     def settle(self) -> None:
         """See `LoopObjects.settle`."""
@@ -145,12 +139,12 @@ class ShardedObjects(LoopObjects):
         others = {name: state_of(value) for name, value in self.stateful.items()}
         return self._found.find(specs, {"stateful": others})
 
-    def load(self, state: Any, url: str, *, warns: bool = True) -> None:
+    def load(self, state: Any, *, warns: bool = True) -> None:
         """See `LoopObjects.load`; the model's shards are filled already."""
         ranks = state.pop(RANKS_KEY, None) if isinstance(state, dict) else None
         if isinstance(state, dict) and isinstance(state.get("optimizers"), list):
             state["optimizers"] = self._found.reordered(state["optimizers"])
-        super().load(state, url, warns=warns)
+        super().load(state, warns=warns)
         if ranks is None or ranks["stored"] == ranks["here"]:
             return
         if ranks["rank"] >= ranks["stored"]:
@@ -169,13 +163,12 @@ class CopiedObjects(ShardedObjects):
 
     Args:
         model: as it is trained: the ``DistributedDataParallel``, whose order of sums is stored then, or another one.
-        optimizer: see `LoopObjects`.
-        stateful: see `LoopObjects`.
+        options: the others of `LoopObjects`.
     """
 
-    def __init__(self, model: Any, optimizer: Any, stateful: Mapping[str, Stateful]) -> None:
+    def __init__(self, model: Any, *options: Any) -> None:
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
-        super().__init__(model if self._wrapper is None else model.module, optimizer, stateful)
+        super().__init__(model if self._wrapper is None else model.module, *options)
         if world().is_first:
             self._warn_of_differences()
 
@@ -196,16 +189,16 @@ class CopiedObjects(ShardedObjects):
         if not self._wrapper.broadcast_buffers and any(True for _ in self.model.buffers()):
             warn("DDP(broadcast_buffers=False): a resume gives every process the buffers of the first one")
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """See `LoopObjects.state`; a collective, since one process alone may fail to give its own."""
-        state = world().on_every(lambda: ShardedObjects.state(self, step))
+        state = world().on_every(lambda: ShardedObjects.state(self))
         return {**state, _BUCKETS: self._buckets()}
 
     def _buckets(self) -> list[list[int]]:  # a collective
         return bucket_order(self._wrapper)
 
-    def log(self, options: "StepLog", **run: Any) -> "TrainingLog":
-        """See `LoopObjects.log`; the first rank writes and replays it."""
+    def step_log(self, options: "StepLog", **run: Any) -> "TrainingLog":
+        """See `LoopObjects.step_log`; the first rank writes and replays it."""
         from shrinkpoint.steps.capture import CannotLogError
         from shrinkpoint.steps.exact import ExactLog
         from shrinkpoint.steps.training import on_host
@@ -229,15 +222,16 @@ class CopiedObjects(ShardedObjects):
             state: dict[str, Any] = {}
             gradients = None
             if world().is_first:
-                state = on_host(LoopObjects.state(self, step))
+                self.step = step
+                state = on_host(LoopObjects.state(self))
                 gradients = [on_host(parameter.grad) for parameter in parameters]
-            self.load(_with_own({**world().broadcast(state), **captured}), "", warns=False)
+            self.load(_with_own({**world().broadcast(state), **captured}), warns=False)
             found = world().broadcast(gradients)
             if not world().is_first:
                 for parameter, gradient in zip(parameters, found or (), strict=True):
                     parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
-        log = super().log(options, capture=capture, share=share, **run)
+        log = super().step_log(options, capture=capture, share=share, **run)
         return log
 
     def _of_ranks(self) -> dict[str, Any]:
@@ -254,13 +248,13 @@ class CopiedObjects(ShardedObjects):
         """Parameters and their optimizers' state; of buffers the first rank's counts, whose DDP gives them to all."""
         return spec.tag.role is Role.WEIGHT or spec.name.startswith("optimizers/")
 
-    def obstacle(self) -> str | None:
-        """See `LoopObjects.obstacle`."""
+    def obstacle(self, *, shards: bool) -> str | None:
+        """See `TrainingAdapter.obstacle`."""
         return "several processes train copies of the model"
 
-    def load(self, state: Any, url: str, *, warns: bool = True) -> None:
+    def load(self, state: Any, *, warns: bool = True) -> None:
         """See `LoopObjects.load`."""
-        super().load(state, url, warns=warns)
+        super().load(state, warns=warns)
         restore_buckets(self._wrapper, state.get(_BUCKETS) or [])
 
 

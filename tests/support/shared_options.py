@@ -150,7 +150,7 @@ def begun(rank: int, world: int, url: str, kind: str, optimizer: str = "adamw") 
     gradients = {name: torch.ones(p.shape) for name, p in ranks.model.named_parameters()}
     ranks.checkpointer.saver.accept(
         SaveRequest(
-            state=objects.state(3), step=3, describe=objects.describe(), gradients=gradients, wait=True
+            state=objects.state(), step=3, describe=objects.describe({}), gradients=gradients, wait=True
         )
     )
     ranks.checkpointer.saver.close()

@@ -114,7 +114,7 @@ def test_the_files_are_those_of_snapshots_that_are_kept(
 def test_what_is_held_does_not_follow_the_training(all_are_large, tmp_path: Path) -> None:
     """Planes may share a snapshot's memory, which the training never writes to: deltas of it restore what was saved."""
     checkpointer = saved(tmp_path, "lossless")
-    live = {name: value.clone() for name, value in checkpointer._objects.state(3)["model"].items()}
+    live = {name: value.clone() for name, value in checkpointer._objects.state()["model"].items()}
     checkpointer.close()
     restored = Saver(str(tmp_path), SaverConfig(scheme="lossless")).restore()
     assert restored is not None
