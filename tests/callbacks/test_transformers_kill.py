@@ -166,7 +166,7 @@ def test_two_processes_that_do_not_adopt_continue_as_another_run(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["sharded", "sharded adopting"])
+@pytest.mark.parametrize("how", ["sharded", pytest.param("sharded adopting", marks=pytest.mark.long)])
 def test_a_sharded_model_is_killed_and_continued_bit_by_bit(how: str, tmp_path: Path) -> None:
     """By FSDP2, on two processes; and then on three, from the same weights, but not with another optimizer."""
     whole = finish(tmp_path, f"{how} whole", processes=2)

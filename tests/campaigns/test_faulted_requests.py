@@ -183,11 +183,11 @@ def test_fault_at_sampled_requests(bench: _Bench, fault: Fault) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 def test_fault_at_every_request(bench: _Bench, fault: Fault, pytestconfig: pytest.Config) -> None:
-    """With ``--exhaustive``, which takes an hour; else every third, and of several stores every 48th, each fault at others."""
+    """With ``--exhaustive``, which takes an hour; else every sixth, and of several stores every 96th, each fault at others."""
     total = bench.requests - 1
     positions = range(1, total + 1)
     if not pytestconfig.getoption("exhaustive"):
-        every = 3 if len(bench.direct) == 1 else 8 * len(FAULTS)
+        every = len(FAULTS) * (1 if len(bench.direct) == 1 else 16)
         positions = positions[FAULTS.index(fault) % every :: every]
     for position in positions:
         _run(bench, position, fault)

@@ -10,6 +10,7 @@ from support.wheels import ROOT, built, environment, installed
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="no level of processors is known for others"),
 ]

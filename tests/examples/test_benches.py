@@ -64,6 +64,7 @@ def test_launches_have_a_line_for_each_save() -> None:
 
 
 @slow
+@long
 def test_every_experiment_of_step_logs_has_its_table(tmp_path: Path) -> None:
     quick = ("--small", "--blocks", 1, "--seeds", 1, "--before", 30)
     found = printed("steps.py", *quick, "--log", tmp_path)
@@ -79,6 +80,7 @@ def test_every_experiment_of_step_logs_has_its_table(tmp_path: Path) -> None:
 
 
 @slow
+@long
 def test_adoption_has_a_row_from_three_runs_that_are_measured_once(tmp_path: Path) -> None:
     cache, asked = tmp_path / "cells.csv", ("--quick", "--only", "matrix-factorization", "--saves", 3)
     shown = printed("adopt.py", *asked, "--cache", cache)
@@ -116,6 +118,7 @@ def scale(monkeypatch: pytest.MonkeyPatch):
 
 
 @slow
+@long
 def test_parts_take_hardly_more_bytes_than_one_container(scale) -> None:
     states = scale.snapshots(192, 2)
     alone, four = (sum(size for size, _ in scale.coded(states, world)) for world in (1, 4))
@@ -129,6 +132,7 @@ def test_records_of_many_ranks_are_small(scale) -> None:
 
 
 @slow
+@long
 def test_ranks_save_and_restore() -> None:
     size = ("--width", 64, "--layers", 2, "--saves", 2, "--ranks", 2, "--copies", 2)
     rows = rows_of(printed("sharded_ranks.py", *size))

@@ -377,6 +377,7 @@ def memory_of(folder: Path, scratch_folder: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_save_takes_little_more_than_its_snapshot(tmp_path: Path, disk: Path) -> None:
     with_folder, without = memory_of(tmp_path / "with", str(disk)), memory_of(tmp_path / "without", "")
     assert all(most <= PEAK and later <= 1 for most, later in with_folder), with_folder
