@@ -127,6 +127,7 @@ def test_command_compiles_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # every kernel is compiled, which takes minutes where other work is done
 def test_nothing_is_left_to_compile_for_a_save(tmp_path: Path) -> None:
     """In a process of its own with an empty cache, and then in another, which saves and restores what real models have."""
     environment = {
