@@ -132,7 +132,8 @@ def check_target(path: str | os.PathLike[str], *, force: bool = False) -> Path:
 def to_loadable(state: Any) -> tuple[Any, tuple[str, ...]]:
     """A nested state in the types that ``torch.load(weights_only=True)`` accepts, and the changes made.
 
-    numpy scalars become Python numbers, numpy arrays tensors, namespaces dicts, frozensets sets, timedeltas seconds.
+    numpy scalars become Python numbers, numpy arrays tensors, namespaces dicts, frozensets sets. Durations (timedeltas)
+    are left out of dicts, so that whoever reads the file takes its own default, and are seconds elsewhere.
 
     Raises:
         CannotRepresentError: an object without a plain equivalent (numpy dates); the message names its place.
@@ -171,9 +172,14 @@ def _convert(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any
         return _convert(sys.modules["omegaconf"].OmegaConf.to_container(value), path, note)
     if isinstance(value, Mapping):
         kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        kept = {key: item for key, item in value.items() if not isinstance(item, timedelta)}
+        for key in value.keys() - kept.keys():
+            note(
+                (*path, str(key)), "timedeltas are left out of dicts, for a number could not take their place"
+            )
         return kind(
             (_convert_key(key, path, note), _convert(item, (*path, str(key)), note))
-            for key, item in value.items()
+            for key, item in kept.items()
         )
     if isinstance(value, torch.Size):
         return value

@@ -13,6 +13,7 @@ from support.composer_models import Crash, Setup, assert_same, build, fit
 from support.reports import saver_of
 
 from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.io.export import export
 from shrinkpoint.saver import Saver
 
 pytestmark = pytest.mark.filterwarnings(
@@ -53,6 +54,18 @@ def test_a_load_path_wins(saving: Make, tmp_path: Path) -> None:
         again = fit(saving(save_interval="7ba"), Crash(8), load_path=older)
     assert first(again) == 6
     assert first(fit(saving(), Crash(9))) == 7  # what was saved last, although it is an earlier batch
+
+
+def test_composer_trains_on_from_an_export(saving: Make, tmp_path: Path) -> None:
+    """From the same batch as from its own checkpoint; durations begin again, for a file that loads safely has none."""
+    callback = saving(save_interval="3ba")
+    native = {"save_folder": str(tmp_path), "save_interval": "3ba", "save_filename": "ba{batch}.pt"}
+    with pytest.warns(ShrinkpointWarning, match="save_folder makes Composer write"):
+        fit(callback, **native)
+    export(Saver(url_of(callback)).restore(9).state, tmp_path / "export.pt")
+    own, ours = (fit(load_path=str(tmp_path / name)) for name in ("ba9.pt", "export.pt"))
+    assert first(ours) == first(own) == 9
+    assert len(ours.trace) == len(own.trace) == WHOLE - 9
 
 
 def test_a_load_path_of_weights_is_where_the_run_began(saving: Make, tmp_path: Path) -> None:
