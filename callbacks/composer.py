@@ -127,67 +127,16 @@ class CompressedCheckpoint(Callback):
         """
         self._session.load_state(state)
 
-    def init(self, state: State, logger: Logger) -> None:
-        """Checks the store."""
-        # a callback may serve one trainer after another
-        self._session = Session(self._settings, shards=shards_model(state))
-        self._session.init(state, logger)
-
-    def after_load(self, state: State, logger: Logger) -> None:
-        """Continues the run."""
-        self._session.after_load(state, logger)
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Arranges that the data continues too."""
-        self._session.fit_starts(state)
-
-    def epoch_start(self, state: State, logger: Logger) -> None:
-        """Right before an epoch's iterator is built."""
-        self._session.epoch_starts(state)
-
-    def before_dataloader(self, state: State, logger: Logger) -> None:
-        """Right before a batch is fetched."""
-        self._session.fetches(state)
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        """Note that a batch that is trained on has been fetched."""
-        self._session.batch_starts(state)
-
-    def before_forward(self, state: State, logger: Logger) -> None:
-        """Note that a batch goes into the model."""
-        self._session.trains(state)
-
-    def eval_before_forward(self, state: State, logger: Logger) -> None:
-        """Note that a held-out batch goes into the model."""
-        self._session.evaluates(state)
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        """Note that an evaluation is over."""
-        self._session.evaluation_ends(state)
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Note that a step has been made."""
-        self._session.batch_ends(state)
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        """Note that the data of an epoch is over."""
-        self._session.epoch_ends(state)
-
-    def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Saves if a checkpoint is due."""
-        self._session.checkpoint(state, Event.BATCH_CHECKPOINT)
-
-    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Saves if a checkpoint is due."""
-        self._session.checkpoint(state, Event.EPOCH_CHECKPOINT)
-
-    def iteration_checkpoint(self, state: State, logger: Logger) -> None:
-        """Saves if a checkpoint is due."""
-        self._session.checkpoint(state, Event.ITERATION_CHECKPOINT)
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Saves the last batches, and waits for the save that is under way."""
-        self._session.fit_ends(state)
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Let the session handle an event, and then the method that a subclass has for it."""
+        if event is Event.INIT:  # a callback may serve one trainer after another
+            self._session = Session(self._settings, shards=shards_model(state))
+            self._session.init(state, logger)
+        elif event in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT):
+            self._session.checkpoint(state, event)
+        elif handle := getattr(self._session, event.value, None):
+            handle(state)
+        super().run_event(event, state, logger)
 
     def close(self, state: State, logger: Logger) -> None:
         """Finishes the save that is under way, after an error too, and lets go of the store."""

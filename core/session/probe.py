@@ -22,10 +22,11 @@ from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.runtime.dispatch import Refusing
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import MORE_BATCHES, PROBE_BATCHES, KeptBatches, RecentBatches, to_host
+from shrinkpoint.session.reports import number_of
 from shrinkpoint.sharded.targets import reshard, swapped_shards, unreduced
 from shrinkpoint.state.averages import averages_in, without_averages
 
-__all__ = ["LossProbe", "Measured", "StepProbe", "loss_of", "named_as", "number_of", "reporting", "scale_of"]
+__all__ = ["LossProbe", "Measured", "StepProbe", "loss_of", "named_as", "reporting", "scale_of"]
 
 Measured: TypeAlias = Callable[[], tuple[float, ...]]
 
@@ -229,13 +230,6 @@ def named_as(names: Mapping[str, str], weights: Mapping[str, Any]) -> dict[str, 
 def scale_of(scaler: Any) -> float:
     """Return the present scale of the losses, where half-precision training has a scaler; not changed."""
     return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
-
-
-def number_of(value: Any) -> float | None:
-    """Return a number or a tensor of one element as a float; None of anything else."""
-    if isinstance(value, (int, float)):
-        return float(value)
-    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else None
 
 
 def loss_of(value: Any) -> float:

@@ -4,14 +4,16 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.retention import Record, keep_best
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.store.manifest import Manifest
 
-__all__ = ["BestCheckpoints", "configuration", "finite", "log_line", "metrics_of", "numbers"]
+__all__ = ["BestCheckpoints", "configuration", "finite", "log_line", "metrics_of", "number_of", "numbers"]
 
 _log = logging.getLogger(__name__)
 
@@ -68,9 +70,17 @@ class BestCheckpoints:
         return [path for at, path in enumerate(self.scores) if at in kept]
 
 
-def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that a manifest can store: JSON has neither NaN nor infinity."""
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+def number_of(value: Any) -> float | None:
+    """Return a number or a tensor of one element as a float; None of anything else."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else None
+
+
+def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that a manifest can store: numbers, of which JSON has neither NaN nor infinity."""
+    found = {name: number_of(value) for name, value in metrics.items()}
+    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:

@@ -2,9 +2,11 @@
 
 import logging
 import pickle
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch.utils.data import DataLoader
@@ -12,10 +14,13 @@ from torch.utils.data import DataLoader
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
-__all__ = ["generators", "reads_alike", "samplers", "set_generators"]
+__all__ = ["generators", "generators_in", "reads_alike", "samplers", "set_generators"]
 
 _log = logging.getLogger(__name__)
 
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DEPTH = 3
+_FIRST = 100  # of a list, as one of transforms, and not of samples
 _SAMPLES = 4  # read twice to see whether reading is random
 
 
@@ -112,3 +117,19 @@ def set_generators(loaders: Iterable[Any], states: Sequence[torch.Tensor]) -> No
     """Set the states of `generators`, one ``get_state()`` for each."""
     for generator, state in zip(generators(loaders), states, strict=False):
         generator.set_state(state)
+
+
+def generators_in(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """Yield the random generators of any kind that an object, such as a dataset, and its parts have."""
+    if isinstance(value, _KINDS):
+        yield value
+        return
+    if depth == 0 or isinstance(value, (str, bytes, torch.Tensor, np.ndarray)):
+        return
+    parts: Iterable[Any] = list(vars(value).values()) if hasattr(value, "__dict__") else ()
+    if isinstance(value, (list, tuple)):
+        parts = value[:_FIRST]
+    elif isinstance(value, dict):
+        parts = list(value.values())[:_FIRST]
+    for part in parts:
+        yield from generators_in(part, depth - 1)

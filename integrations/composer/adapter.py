@@ -32,7 +32,7 @@ from shrinkpoint.integrations.composer.state import (
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
-from shrinkpoint.session.probe import loss_of, number_of
+from shrinkpoint.session.probe import loss_of
 from shrinkpoint.session.reports import finite, log_line, numbers
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
 from shrinkpoint.state.averages import AverageFinder
@@ -241,8 +241,7 @@ class ComposerAdapter(TrainingAdapter):
             known = {name: _computed(state, name, metric) for name, metric in metrics.items()}
             values |= {f"metrics/{label}/{name}": value for name, value in known.items()}
             values |= known
-        found = {name: number_of(value) for name, value in values.items()}
-        return finite({name: value for name, value in found.items() if value is not None})
+        return finite(values)
 
     def path_settings(self) -> dict[str, Any]:
         """See the base class."""

@@ -9,12 +9,9 @@ gets its class back when the epoch's first batch starts.
 """
 
 import itertools
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-import torch
 from composer.core import State
 from torch.utils.data import (
     BatchSampler,
@@ -29,7 +26,7 @@ from torch.utils.data import (
 
 from shrinkpoint.group.group import world
 from shrinkpoint.session.data import other_data, sizes_of
-from shrinkpoint.session.worker_reads import generators, reads_alike, set_generators
+from shrinkpoint.session.worker_reads import generators, generators_in, reads_alike, set_generators
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 
@@ -248,7 +245,6 @@ _KNOWN = {
     SubsetRandomSampler,
     WeightedRandomSampler,
 }
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 # ---- Skips the batches before a position without reading them, where that gives the same result.
@@ -311,7 +307,7 @@ def can_skip(loader: Any, *, count: int, length: int | None) -> bool:
         sampler.replacement or sampler.num_samples > len(sampler.data_source)
     ):
         return False  # draws piece by piece
-    if _holds_generator(loader.dataset):
+    if any(generators_in(loader.dataset)):  # whose position is not stored
         return False
     if not loader.num_workers:
         return True
@@ -320,15 +316,3 @@ def can_skip(loader: Any, *, count: int, length: int | None) -> bool:
     if generators([loader]) or loader.persistent_workers or length != len(loader):
         return False
     return count > 2 and reads_alike(loader)
-
-
-def _holds_generator(dataset: Any, depth: int = 3) -> bool:
-    """Return whether an object, or one of its parts, has its own generator, whose position is not stored."""
-    if isinstance(dataset, _GENERATORS):
-        return True
-    if depth == 0 or isinstance(dataset, (str, bytes, torch.Tensor, np.ndarray)):
-        return False
-    parts: Iterable[Any] = vars(dataset).values() if hasattr(dataset, "__dict__") else ()
-    if isinstance(dataset, (list, tuple)):
-        parts = dataset[:100]  # transforms, not samples
-    return any(_holds_generator(part, depth - 1) for part in parts)

@@ -28,7 +28,7 @@ _LINEAGE = "lineage"
 
 
 class Session:
-    """Drives a `TrainingSession` from a trainer's events; every method is called on every rank.
+    """Drives a `TrainingSession` from a trainer's events, by whose names its methods are; every one is called on every rank.
 
     Args:
         settings: the callback's options.
@@ -93,7 +93,7 @@ class Session:
         """Whether the number of planned saves follows from the trainer's limits."""
         return self.run.path is not None and self.settings.run.saver.adoptions is None
 
-    def after_load(self, state: State, logger: Logger) -> None:
+    def after_load(self, state: State) -> None:
         """Continue the run, unless it was loaded from a load_path already.
 
         Raises:
@@ -110,10 +110,10 @@ class Session:
             )
         elif any(isinstance(each, (torch.optim.LBFGS, SAMOptimizer)) for each in state.optimizers):
             raise ConfigError("Composer cannot load the state of LBFGS and SAM with FSDP: train without FSDP")
-        data, lineage = self.adapter.data, self._loaded_lineage
-        continue_run(self.run, data, state, logger, lineage=lineage)
+        data, logger = self.adapter.data, self.adapter.logger
+        continue_run(self.run, data, state, logger, lineage=self._loaded_lineage)
 
-    def fit_starts(self, state: State) -> None:
+    def fit_start(self, state: State) -> None:
         """Training starts or continues.
 
         Raises:
@@ -135,32 +135,32 @@ class Session:
 
     # ---- during training
 
-    def epoch_starts(self, state: State) -> None:
+    def epoch_start(self, state: State) -> None:
         """Note that an epoch's iterator is about to be built."""
         self.adapter.data.epoch_starts(state)
 
-    def fetches(self, state: State) -> None:
+    def before_dataloader(self, state: State) -> None:
         """Note that a training batch is about to be fetched."""
         self.adapter.data.fetches(state)
 
-    def batch_starts(self, state: State) -> None:
+    def batch_start(self, state: State) -> None:
         """Note that a batch is about to be trained on."""
         self.adapter.data.batch_starts(state)
         self._first_part = True
 
-    def trains(self, state: State) -> None:
+    def before_forward(self, state: State) -> None:
         """The model is about to get a batch of training, or the part of one that fits into memory."""
         self.run.probe.kept.see_training(state.batch)
         self.run.steps.recent.see(state.batch, first=self._first_part)
         self._first_part = False
 
-    def evaluates(self, state: State) -> None:
+    def eval_before_forward(self, state: State) -> None:
         """The model is about to get a batch of evaluation, or the part of one that fits into memory."""
         first = next((evaluator.label for evaluator in state.evaluators), None)
         if state.dataloader_label == first:
             self.run.probe.kept.see_validation(state.batch, int(state.eval_timestamp.batch))
 
-    def evaluation_ends(self, state: State) -> None:
+    def eval_end(self, state: State) -> None:
         """Note that one evaluator has been run."""
         self.adapter.evaluated[str(state.dataloader_label)] = int(state.timestamp.batch)
 
@@ -168,13 +168,13 @@ class Session:
         measured = int(state.timestamp.batch) in self.adapter.evaluated.values()
         return measured and world().is_first and self.run.owes(self.adapter.metrics())
 
-    def batch_ends(self, state: State) -> None:
+    def batch_end(self, state: State) -> None:
         """A step has been made; its gradients are still available; called once even if the optimizer needed several
         passes."""
         every = self.settings.every_batches
         self.run.gradients_complete(None if every is None else -int(state.timestamp.batch) % every)
 
-    def epoch_ends(self, state: State) -> None:
+    def epoch_end(self, state: State) -> None:
         """Note that all of an epoch's batches have been fetched."""
         self.adapter.data.epoch_ends(state)
 
@@ -217,7 +217,7 @@ class Session:
 
     # ---- after training
 
-    def fit_ends(self, state: State) -> None:
+    def fit_end(self, state: State) -> None:
         """Save the last batches, and wait until everything is committed.
 
         Raises:

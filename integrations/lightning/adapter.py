@@ -32,8 +32,7 @@ from shrinkpoint.integrations.lightning.position import OWN_KEYS, POSITION_KEY
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
-from shrinkpoint.session.probe import number_of
-from shrinkpoint.session.reports import configuration, finite, log_line, numbers
+from shrinkpoint.session.reports import configuration, finite, log_line, number_of, numbers
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.triggers import Schedule
 from shrinkpoint.sharded.targets import Targets
@@ -255,9 +254,8 @@ class LightningAdapter(TrainingAdapter):
     def metrics(self) -> dict[str, float]:
         """See the base class."""
         self.note_metrics()
-        found = {name: value for name, (value, _, at) in self._measured.items() if at == self.step}
-        values = {name: float(value) for name, value in found.items() if value.numel() == 1}
-        return finite({"epoch": float(self.trainer.current_epoch), **values})
+        values = {name: value for name, (value, _, at) in self._measured.items() if at == self.step}
+        return finite({"epoch": self.trainer.current_epoch, **values})
 
     def note_metrics(self, *, at: int | None = None) -> None:
         """Look for new values, which may be summed over all ranks here; called wherever metrics may have been logged.

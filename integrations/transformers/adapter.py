@@ -13,13 +13,12 @@ from transformers import Trainer
 
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.transformers.data import DataPlace
-from shrinkpoint.integrations.transformers.generated import generated_state
-from shrinkpoint.integrations.transformers.reports import current_metrics, log_reports
 from shrinkpoint.integrations.transformers.settings import Settings
 from shrinkpoint.integrations.transformers.state import (
     OUTLINE,
     Progress,
     followed_state,
+    generated_state,
     inside_epoch,
     optimizers_of,
     require_own_run,
@@ -29,6 +28,7 @@ from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
 from shrinkpoint.session.probe import loss_of
+from shrinkpoint.session.reports import finite, log_line, numbers
 from shrinkpoint.sharded.targets import Targets, reshard
 from shrinkpoint.state.training import TensorSpec
 
@@ -169,8 +169,16 @@ class TransformersAdapter(TrainingAdapter):
     # ---- numbers
 
     def metrics(self) -> dict[str, float]:
-        """See the base class."""
-        return current_metrics(self.trainer.state)
+        """See the base class; those of an earlier step are not of the present weights."""
+        state = self.trainer.state
+        values: dict[str, Any] = {"epoch": state.epoch}
+        for entry in reversed(state.log_history):
+            if entry.get("step") != state.global_step:
+                break
+            values = {**entry, **values}
+        return finite(
+            {name: value for name, value in values.items() if name != "step" and not isinstance(value, bool)}
+        )
 
     def path_settings(self) -> dict[str, Any]:
         """See the base class."""
@@ -183,8 +191,15 @@ class TransformersAdapter(TrainingAdapter):
         }
 
     def log(self, reports: Sequence[SaveReport]) -> None:
-        """See the base class."""
-        log_reports(self.trainer, reports)
+        """See the base class; not to the log history, which is part of the state and would depend on how long a save has taken."""
+        trainer = self.trainer
+        for report in reports:
+            log_line(report)
+            logs = {**numbers(report), "checkpoint/step": float(report.step)}
+            for callback in trainer.callback_handler.callbacks:
+                if type(callback).__module__.startswith("transformers.integrations"):
+                    state = trainer.args, trainer.state, trainer.control
+                    callback.on_log(*state, model=trainer.model, logs=dict(logs))
 
 
 def _items(trainer: Any, parts: Sequence[Any]) -> Any:

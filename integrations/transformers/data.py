@@ -7,7 +7,6 @@ again. So a checkpoint contains the generators' states at these moments too, and
 wrapped, sets them at the same moments.
 """
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shrinkpoint.group.group import world
 from shrinkpoint.session.data import other_data, sizes_of
-from shrinkpoint.session.worker_reads import reads_alike
+from shrinkpoint.session.worker_reads import generators_in, reads_alike
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 
@@ -320,11 +319,6 @@ def can_skip(loader: DataLoader[Any], *, count: int, exact: bool) -> bool:
     return not loader.persistent_workers and count > 2 and reads_alike(loader)
 
 
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_DEPTH = 3
-_FIRST = 100  # of a list, as one of transforms, and not of samples
-
-
 class Generators:
     """The global generators, and those of a loader, its samplers, its data set and its collator.
 
@@ -338,7 +332,7 @@ class Generators:
 
     def find(self) -> None:
         """Look for generators; some parts make theirs on first use."""
-        found = [generator for part in _parts(self._loader) for generator in _inside(part, _DEPTH)]
+        found = [generator for part in _parts(self._loader) for generator in generators_in(part)]
         self._own = list({id(generator): generator for generator in found}.values())
 
     def states(self) -> dict[str, Any]:
@@ -393,23 +387,6 @@ def _parts(loader: Any) -> Iterator[Any]:
         )
         found = [getattr(part, name, None) for name in names]
         waiting += [item for item in found if item is not None]
-
-
-def _inside(value: Any, depth: int) -> Iterator[Any]:
-    if isinstance(value, _KINDS):
-        yield value
-        return
-    if depth == 0 or isinstance(value, (str, bytes, torch.Tensor, np.ndarray, torch.nn.Module)):
-        return
-    parts: Sequence[Any] = ()
-    if isinstance(value, (list, tuple)):
-        parts = value[:_FIRST]
-    elif isinstance(value, dict):
-        parts = list(value.values())[:_FIRST]
-    elif hasattr(value, "__dict__"):
-        parts = list(vars(value).values())
-    for part in parts:
-        yield from _inside(part, depth - 1)
 
 
 def _state(generator: Any) -> Any:

@@ -15,7 +15,6 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.transformers.adapter import TransformersAdapter
 from shrinkpoint.integrations.transformers.data import DataPlace
-from shrinkpoint.integrations.transformers.generated import load_generated, load_reference
 from shrinkpoint.integrations.transformers.hooks import Override, overridden
 from shrinkpoint.integrations.transformers.resume import (
     choose,
@@ -29,6 +28,8 @@ from shrinkpoint.integrations.transformers.settings import Settings
 from shrinkpoint.integrations.transformers.state import (
     inside_epoch,
     load_callbacks,
+    load_generated,
+    load_reference,
     load_training,
 )
 from shrinkpoint.session.continuing import load_model

@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.session.batches import KeptBatches, RecentBatches, to_host
-from shrinkpoint.session.probe import loss_of, number_of
+from shrinkpoint.session.probe import loss_of
+from shrinkpoint.session.reports import number_of
 
 
 class Pair(NamedTuple):

@@ -48,6 +48,12 @@ class Owner(Numbers):
         self.transforms = [{"crop": 1}, generator]
 
 
+class Transform(torch.nn.Module):
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(range(24))
@@ -107,6 +113,7 @@ def test_skips_where_only_the_sampler_counts(loader: Any) -> None:
         DataLoader(Owner(np.random.default_rng(1)), batch_size=4),
         DataLoader(Owner(random.Random(1)), batch_size=4),
         DataLoader(Owner(torch.Generator()), batch_size=4),
+        DataLoader(Owner(Transform(np.random.default_rng(1))), batch_size=4),
         DataLoader(Numbers(), batch_sampler=BatchSampler(Lazy(), 4, True)),
         DataLoader(Numbers(), batch_size=4, num_workers=1, persistent_workers=True),
         DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=1, generator=torch.Generator()),
