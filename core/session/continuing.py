@@ -7,6 +7,7 @@ from torch import nn
 
 from shrinkpoint.engine.fitting import fitted, quantized_as
 from shrinkpoint.engine.resume import overridden_options, require_optimizers, require_same_ties
+from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.optimizers.objects import put_back_objects
 from shrinkpoint.session.identity import (
     add_late_parameters,
@@ -17,7 +18,36 @@ from shrinkpoint.session.identity import (
 from shrinkpoint.state.stateful import load_optimizer, load_stateful
 from shrinkpoint.warn import warn
 
-__all__ = ["load_model", "load_optimizers", "require_same_training"]
+__all__ = ["load_model", "load_optimizers", "require_format", "require_same_training"]
+
+_LIGHTNING = "pytorch-lightning_version"  # in every checkpoint of Lightning
+
+
+def require_format(stored: Any, name: str, version: int, url: str, *, callback: str) -> None:
+    """Refuse a state of another framework, or of a newer shrinkpoint.
+
+    Args:
+        stored: the state, or its entries ``format`` and ``version``, and what tells of Lightning.
+        name: of the format.
+        version: the newest that can be read.
+        url: of the run, for messages.
+        callback: that writes this format, for messages.
+
+    Raises:
+        StateMismatchError: the message says which.
+    """
+    if not isinstance(stored, dict) or stored.get("format") != name:
+        lightning = isinstance(stored, dict) and _LIGHTNING in stored
+        writer = "Lightning's callback" if lightning else "another program"
+        raise StateMismatchError(
+            f"{url} was written by {writer}, not by the callback for {callback}: its weights and"
+            " optimizer can be exported with `shrinkpoint export`, but its run cannot be continued here. Give this run a URL of its own"
+        )
+    if stored["version"] > version:
+        raise StateMismatchError(
+            f"{url} was written by a newer shrinkpoint (its state is of version {stored['version']}, and this one reads {version}): upgrade"
+            " shrinkpoint"
+        )
 
 
 def load_model(stored: Mapping[str, Any], model: nn.Module, url: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.group.group import world
 
-__all__ = ["in_use", "other_data", "require_same_workers", "sizes_of"]
+__all__ = ["in_use", "other_data", "other_processes", "require_same_workers", "sizes_of"]
 
 _WORKERS = "num_workers"
 _OWN_REFERENCES = 3  # of a loader to its iterator, and those of the count itself
@@ -47,6 +48,22 @@ def other_data(there: Mapping[str, int], here: Mapping[str, int]) -> str | None:
     ]
     said = f"resume: the training data is not the run's: {', '.join(differ)}. The batches that follow are others, too"
     return said if there and differ else None
+
+
+def other_processes(stored: int, *, own: bool = True) -> str | None:
+    """One line where the processes that saved a position are not these; else None.
+
+    Args:
+        stored: how many have saved it.
+        own: whether this process's position is known, and not the first one's alone.
+    """
+    here = world().size
+    if stored == here and own:
+        return None
+    by, now = f"{stored} processes", f"is continued by {here}"
+    if stored == here:
+        by, now = f"{by} with shards of the model", "is continued without, or was compacted"
+    return f"the checkpoint was saved by {by} and {now}: random numbers and the order of samples will differ"
 
 
 def require_same_workers(loader: Any, state: Any, name: str) -> None:

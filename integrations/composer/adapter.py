@@ -76,12 +76,10 @@ class ComposerAdapter(TrainingAdapter):
 
     @property
     def step(self) -> int:
-        """See the base class."""
         return int(self.run.timestamp.batch)
 
     @property
     def model(self) -> nn.Module:
-        """See the base class."""
         return trained_module(self.run)
 
     @property
@@ -91,17 +89,14 @@ class ComposerAdapter(TrainingAdapter):
 
     @property
     def wrapped(self) -> Any:
-        """See the base class."""
         return self.run.model
 
     def names(self) -> Mapping[str, str]:
-        """See the base class."""
         return parameter_names(self.model)
 
     # ---- state
 
     def state(self) -> dict[str, Any]:
-        """See the base class."""
         state, place = self.run, self.data.state(self.run)
         if shards_model(state):
             reshard(self.model)
@@ -115,15 +110,12 @@ class ComposerAdapter(TrainingAdapter):
         )  # a callback's own state may fail on one rank alone
 
     def weight_names(self) -> Collection[str]:
-        """See the base class."""
         return dict(named_parameters(self.model, remove_duplicate=False)).keys()
 
     def bare_state(self) -> dict[str, Any]:
-        """See the base class."""
         return stored_state(self.run, [])
 
     def describe(self, state: Mapping[str, Any]) -> Describe:
-        """See the base class."""
         return describe_state(self.run)
 
     def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
@@ -133,7 +125,6 @@ class ComposerAdapter(TrainingAdapter):
         return state["state"]["model"], [*optimizers.values()] if shards else numbered_states(state, self.run)
 
     def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """See the base class."""
         return rest_of(state)
 
     def followed(self) -> dict[str, Any]:
@@ -141,7 +132,6 @@ class ComposerAdapter(TrainingAdapter):
         return followed_state(self.run)
 
     def live(self) -> dict[str, Any]:
-        """See the base class."""
         stored = stored_state(self.run, [])["state"]
         if shards_model(self.run):
             return {"state": stored}
@@ -174,7 +164,6 @@ class ComposerAdapter(TrainingAdapter):
     # ---- measuring
 
     def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
-        """See the base class."""
         state, model = self.run, self._silenced()
         moved = state.device.batch_to_device(batch)
         with get_precision_context(state.precision, state.precision_config, fp8_autocast_enabled=False):
@@ -186,7 +175,6 @@ class ComposerAdapter(TrainingAdapter):
         return model
 
     def step_losses(self, parts: Sequence[Any], index: int) -> Iterator[torch.Tensor]:
-        """See the base class."""
         state, model = self.run, self._silenced()
         for part in parts:
             batch = state.device.batch_to_device(to_host(part))  # a copy: some models change their batch
@@ -195,7 +183,6 @@ class ComposerAdapter(TrainingAdapter):
             yield loss / len(parts)
 
     def clip(self) -> None:
-        """See the base class."""
         sharded = self.run.fsdp_enabled
         for algorithm in self.run.algorithms:
             if isinstance(algorithm, GradientClipping):
@@ -204,15 +191,12 @@ class ComposerAdapter(TrainingAdapter):
 
     @property
     def scaler(self) -> Any:
-        """See the base class."""
         return self.run.scaler
 
     def around(self) -> Sequence[object]:
-        """See the base class."""
         return [self.run]
 
     def obstacle(self, *, shards: bool) -> str | None:
-        """See the base class."""
         state = self.run
         if state.fsdp_enabled is not shards or state.precision not in _PRECISIONS:
             return "the model is sharded, or its precision is a library's"
@@ -244,7 +228,6 @@ class ComposerAdapter(TrainingAdapter):
         return finite(values)
 
     def path_settings(self) -> dict[str, Any]:
-        """See the base class."""
         return {"save_interval": str(self._settings.interval)}
 
     def log(self, reports: Sequence[SaveReport]) -> None:

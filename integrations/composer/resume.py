@@ -24,6 +24,7 @@ from shrinkpoint.integrations.composer.state import (
     stored_state,
     trained_module,
 )
+from shrinkpoint.session.data import other_processes
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.warn import warn
@@ -109,7 +110,7 @@ def continue_run(
         _warn_overridden(stored["state"]["optimizers"], state)
     load_state(stored, state, logger, url, optimizers=stores_optimizers)
     stored = replayed(run, stored, state, logger)
-    _take_place(stored, data)
+    _take_place(run, stored, data)
     run.take(stored)
     run.saved_step = manifest.step
     run.remember()
@@ -137,20 +138,15 @@ def _require_own_run(run: TrainingSession, state: State) -> None:
         world().on_first(lambda: require_own_run(found[0], live, state, run.settings.url))
 
 
-def _take_place(stored: Mapping[str, Any], data: DataPlace) -> None:
+def _take_place(run: TrainingSession, stored: Mapping[str, Any], data: DataPlace) -> None:
     """Restore this process's position in the data, where it is known."""
     ranks = stored.get(RANKS_KEY)
     own = ranks["stored"] == ranks["here"] if ranks is not None else world().size == 1
     written, place = place_in(stored, own=own)
     if place is not None:
         data.load(place)
-    elif world().is_first:
-        by, here = f"{written} processes", f"is continued by {world().size}"
-        if written == world().size:
-            by, here = f"{by} with shards of the model", "is continued without, or was compacted"
-        warn(
-            f"the checkpoint was saved by {by} and {here}: random numbers and the order of samples will differ"
-        )
+    else:
+        run.warn_once(other_processes(written, own=False))
 
 
 def _warn_resumed(run: TrainingSession, state: State) -> None:

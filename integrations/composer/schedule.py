@@ -24,12 +24,17 @@ _THOUSANDS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 1
 _WITH_MULTIPLIER = re.compile(r"([0-9][0-9_.]*)\s*([kKMBGT])\s*([a-z]+)")
 
 
-def batches_between(interval: SaveInterval) -> int | None:
-    """Number of batches between two saves; None where the interval does not count batches."""
+def _time(interval: SaveInterval) -> Time | None:
+    """None where a function decides."""
     if callable(interval) and not isinstance(interval, Time):
         return None
-    time = Time.from_input(_without_multiplier(interval) if isinstance(interval, str) else interval, "ep")
-    return int(time) if time.unit == TimeUnit.BATCH else None
+    return Time.from_input(_without_multiplier(interval) if isinstance(interval, str) else interval, "ep")
+
+
+def batches_between(interval: SaveInterval) -> int | None:
+    """Number of batches between two saves; None where the interval does not count batches."""
+    time = _time(interval)
+    return int(time) if time is not None and time.unit == TimeUnit.BATCH else None
 
 
 def saves_until(interval: SaveInterval, end: Time | None) -> int | None:
@@ -38,9 +43,9 @@ def saves_until(interval: SaveInterval, end: Time | None) -> int | None:
     Raises:
         ConfigError: a clock decides.
     """
-    if callable(interval) and not isinstance(interval, Time):
+    every = _time(interval)
+    if every is None:
         return None
-    every = Time.from_input(_without_multiplier(interval) if isinstance(interval, str) else interval, "ep")
     if every.unit == TimeUnit.SECOND:
         raise ConfigError(
             f"adopt=True with save_interval={interval!r}: a clock would decide which states are adopted; give batches, samples,"

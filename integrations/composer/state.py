@@ -18,7 +18,7 @@ from shrinkpoint.engine.resume import require_optimizers, require_same_model
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import world
 from shrinkpoint.optimizers.objects import with_object_states
-from shrinkpoint.session.continuing import load_model, load_optimizers
+from shrinkpoint.session.continuing import load_model, load_optimizers, require_format
 from shrinkpoint.session.identity import add_late_parameters, rounded_weights
 from shrinkpoint.session.identity import require_same_optimizers as require_same_parameters
 from shrinkpoint.state.averages import AverageFinder
@@ -49,9 +49,8 @@ __all__ = [
 FORMAT = "composer"
 _VERSION = 1
 _SHARDED_VERSION = 2
-_LIGHTNING = "pytorch-lightning_version"  # in every checkpoint of Lightning
 
-OUTLINE = ("format", "version", "state", _LIGHTNING)
+OUTLINE = ("format", "version", "state", "pytorch-lightning_version")
 """The entries of a stored state that `require_own_run` needs."""
 
 # Parts of parameters' names that wrappers add, and that torch's own state dicts leave out.
@@ -256,18 +255,7 @@ def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str
     Raises:
         StateMismatchError: it is another framework's or another model's; the message says which.
     """
-    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
-        lightning = isinstance(stored, dict) and _LIGHTNING in stored
-        writer = "Lightning's callback" if lightning else "another program"
-        raise StateMismatchError(
-            f"{url} was written by {writer}, not by Composer's callback: its weights and optimizer can be exported with"
-            " `shrinkpoint export`, but its run cannot be continued here. Give this run a URL of its own"
-        )
-    if stored["version"] > _SHARDED_VERSION:
-        raise StateMismatchError(
-            f"{url} was written by a newer shrinkpoint (its Composer state is of version {stored['version']}, and this"
-            f" one reads {_SHARDED_VERSION}): upgrade shrinkpoint"
-        )
+    require_format(stored, FORMAT, _SHARDED_VERSION, url, callback="Composer")
     there = stored["state"]
     if not _missing_algorithms(there, state):
         if state.fsdp_enabled:

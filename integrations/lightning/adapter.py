@@ -93,23 +93,19 @@ class LightningAdapter(TrainingAdapter):
 
     @property
     def step(self) -> int:
-        """See the base class."""
         return int(self.trainer.global_step)
 
     @property
     def model(self) -> LightningModule:
-        """See the base class."""
         return self.module
 
     @property
     def optimizers(self) -> Sequence[Any]:
-        """See the base class."""
         optimizers: list[Any] = self.trainer.optimizers
         return optimizers
 
     @property
     def wrapped(self) -> Any:
-        """See the base class."""
         return self.trainer.strategy.model
 
     # ---- state
@@ -139,22 +135,18 @@ class LightningAdapter(TrainingAdapter):
             return storable(self.trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
 
     def describe(self, state: Mapping[str, Any]) -> Describe:
-        """See the base class."""
         path = (trained_key(state),)
         return describe_training(
             self.module, self.optimizers, model_path=path, optimizers_path=("optimizer_states",)
         )
 
     def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
-        """See the base class."""
         return state[trained_key(state)], state["optimizer_states"]
 
     def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """See the base class."""
         return {key: value for key, value in state.items() if key not in _NOT_IN_THE_REST}
 
     def followed(self) -> dict[str, Any]:
-        """See the base class."""
         trainer, module = self.trainer, self.module
         with plainly_named(trainer, module):
             checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
@@ -164,7 +156,6 @@ class LightningAdapter(TrainingAdapter):
         return checkpoint
 
     def live(self) -> dict[str, Any]:
-        """See the base class."""
         return {**self.followed(), "optimizer_states": [each.state_dict() for each in self.optimizers]}
 
     def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
@@ -202,7 +193,6 @@ class LightningAdapter(TrainingAdapter):
         return _loss(logged, returned, self._metric)
 
     def step_losses(self, parts: Sequence[Any], index: int) -> Iterator[torch.Tensor]:
-        """See the base class."""
         trainer, module = self.trainer, self.module
         for part in parts:
             batch = move_data_to_device(
@@ -216,7 +206,6 @@ class LightningAdapter(TrainingAdapter):
             yield loss / trainer.accumulate_grad_batches
 
     def clip(self) -> None:
-        """See the base class."""
         trainer, module = self.trainer, self.module
         with captured_logs(trainer, module):
             module.configure_gradient_clipping(
@@ -227,15 +216,12 @@ class LightningAdapter(TrainingAdapter):
 
     @property
     def scaler(self) -> Any:
-        """See the base class."""
         return getattr(self.trainer.precision_plugin, "scaler", None)
 
     def around(self) -> Sequence[object]:
-        """See the base class."""
         return around(self.trainer)
 
     def obstacle(self, *, shards: bool) -> str | None:
-        """See the base class."""
         trainer, module = self.trainer, self.module
         known = (ModelParallelStrategy,) if shards else (SingleDeviceStrategy, DDPStrategy)
         if type(trainer.strategy) not in known:
@@ -252,7 +238,6 @@ class LightningAdapter(TrainingAdapter):
     # ---- numbers
 
     def metrics(self) -> dict[str, float]:
-        """See the base class."""
         self.note_metrics()
         values = {name: value for name, (value, _, at) in self._measured.items() if at == self.step}
         return finite({"epoch": self.trainer.current_epoch, **values})
@@ -270,7 +255,6 @@ class LightningAdapter(TrainingAdapter):
                 self._measured[name] = (value, value._version, step)
 
     def path_settings(self) -> dict[str, Any]:
-        """See the base class."""
         schedule = self._settings.schedule
         return {
             "every_n_train_steps": schedule.every_n_train_steps,

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.group.group import world
-from shrinkpoint.session.data import other_data, require_same_workers, sizes_of
+from shrinkpoint.session.data import other_data, other_processes, require_same_workers, sizes_of
 from shrinkpoint.session.worker_reads import generators, samplers, set_generators
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
@@ -126,8 +126,11 @@ class Position:
         loaded = checkpoint.get(POSITION_KEY)
         if loaded is None:
             return
-        if (obstacle := _obstacle(loaded, trainer.world_size)) is not None:
-            rank_zero_warn(f"{obstacle}: random numbers and the order of samples will differ")
+        together = "ranks" in loaded
+        stored = len(loaded["ranks"]) if together else loaded["world"]
+        other = other_processes(stored, own=together or stored == 1 or bool(loaded.get(OWN_MARK)))
+        if other is not None:
+            rank_zero_warn(other)
             return
         self._loaded = loaded
         if not missing_internals(trainer):  # `apply` loads them, from the right generators' states
@@ -181,16 +184,6 @@ class Position:
             return self._loaded
         ranks: list[Mapping[str, Any]] = self._loaded["ranks"]
         return ranks[trainer.global_rank]
-
-
-def _obstacle(loaded: Mapping[str, Any], world: int) -> str | None:
-    """Return why a checkpoint's position is not this training's; None where it is."""
-    stored = len(loaded["ranks"]) if "ranks" in loaded else loaded["world"]
-    if stored != world:
-        return f"the checkpoint was saved by {stored} processes and is continued by {world}"
-    if "ranks" not in loaded and world > 1 and not loaded.get(OWN_MARK):
-        return f"the checkpoint was saved by {stored} processes with shards of the model, and is continued without"
-    return None
 
 
 def _fit_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,29 +56,24 @@ class TransformersAdapter(TrainingAdapter):
 
     @property
     def step(self) -> int:
-        """See the base class."""
         return int(self.trainer.state.global_step)
 
     @property
     def model(self) -> nn.Module:
-        """See the base class."""
         model: nn.Module = self.trainer.model
         return model
 
     @property
     def optimizers(self) -> Sequence[Any]:
-        """See the base class."""
         return optimizers_of(self.trainer)
 
     @property
     def wrapped(self) -> Any:
-        """See the base class."""
         return self.trainer.model_wrapped
 
     # ---- state
 
     def state(self) -> dict[str, Any]:
-        """See the base class."""
         trainer = self.trainer
         reshard(trainer.model)
         trainer.store_flos()
@@ -90,17 +85,14 @@ class TransformersAdapter(TrainingAdapter):
         return world().on_every(lambda: stored_state(trainer, ranks))
 
     def bare_state(self) -> dict[str, Any]:
-        """See the base class."""
         return stored_state(self.trainer, [])
 
     def followed(self) -> dict[str, Any]:
-        """See the base class."""
         return followed_state(self.trainer)
 
     outline = OUTLINE
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """See the base class."""
         require_own_run(state, self.model, self._settings.run.url)
 
     def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
@@ -117,7 +109,6 @@ class TransformersAdapter(TrainingAdapter):
     # ---- measuring
 
     def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
-        """See the base class."""
         return loss_of(self._loss(batch))
 
     def _loss(self, batch: Any, items: Any = None) -> torch.Tensor:
@@ -130,7 +121,6 @@ class TransformersAdapter(TrainingAdapter):
         return loss
 
     def step_losses(self, parts: Sequence[Any], index: int) -> Iterator[torch.Tensor]:
-        """See the base class."""
         trainer = self.trainer
         items = _items(trainer, parts)
         scaled = items is not None and getattr(trainer, "model_accepts_loss_kwargs", False)
@@ -140,23 +130,19 @@ class TransformersAdapter(TrainingAdapter):
             yield loss / len(parts) if means else loss
 
     def clip(self) -> None:
-        """See the base class."""
         limit = self.trainer.args.max_grad_norm
         if limit is not None and limit > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), limit)
 
     @property
     def scaler(self) -> Any:
-        """See the base class."""
         return getattr(self.trainer.accelerator, "scaler", None)
 
     def around(self) -> Sequence[object]:
-        """See the base class."""
         trainer = self.trainer
         return trainer, trainer.args, trainer.state, trainer.control, trainer.callback_handler.callbacks
 
     def obstacle(self, *, shards: bool) -> str | None:
-        """See the base class."""
         trainer = self.trainer
         if trainer.args.n_gpu > 1:
             return "one process trains on several GPUs"
@@ -181,7 +167,6 @@ class TransformersAdapter(TrainingAdapter):
         )
 
     def path_settings(self) -> dict[str, Any]:
-        """See the base class."""
         trainer = self.trainer
         schedule = self._settings.schedule_for(trainer.args, trainer.state.save_steps)
         return {

@@ -22,6 +22,7 @@ __all__ = ["TESTED", "install", "overridden"]
 TESTED = "4.57 and 5.23"
 _MARK = "_shrinkpoint"
 _SKIP = "skip_first_batches"
+_NEWER = {"_load_scaler"}  # which some supported versions lack
 _ABSENT = object()
 
 Override = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -89,26 +90,22 @@ def _skipping(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def overridden(
-    trainer: Any, required: Mapping[str, Override], optional: Mapping[str, Override]
-) -> Iterator[None]:
+def overridden(trainer: Any, overrides: Mapping[str, Override]) -> Iterator[None]:
     """Replace methods of one trainer for a while.
 
     Args:
         trainer: methods of this object are replaced, not of its class.
-        required: by name.
-        optional: methods that some versions lack.
+        overrides: by name.
 
     Raises:
-        ConfigError: the trainer lacks one of the `required`.
+        ConfigError: the trainer lacks one of them.
     """
-    missing = [name for name in required if not callable(getattr(trainer, name, None))]
-    if missing:
+    wanted = {name: make for name, make in overrides.items() if callable(getattr(trainer, name, None))}
+    if missing := overrides.keys() - wanted.keys() - _NEWER:
         raise ConfigError(
-            f"the {type(trainer).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}, which"
+            f"the {type(trainer).__name__} of transformers {transformers.__version__} has no {', '.join(sorted(missing))}, which"
             f" CompressedCheckpoint needs; it was tested with {TESTED}"
         )
-    wanted = {**required, **{name: make for name, make in optional.items() if hasattr(trainer, name)}}
     before = {name: vars(trainer).get(name, _ABSENT) for name in wanted}
     try:
         for name, make in wanted.items():

@@ -17,6 +17,7 @@ from shrinkpoint.integrations.transformers.state import (
     require_own_run,
     trainer_state,
 )
+from shrinkpoint.session.data import other_processes
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
@@ -209,11 +210,7 @@ def _warn_resumed(run: TrainingSession, stored: Mapping[str, Any], args: Any) ->
             f"the run in {run.settings.url} is complete: it ended at step {step}. Raise max_steps or num_train_epochs to"
             " continue; there is nothing to do now"
         )
-    if len(stored["processes"]) != world().size:
-        warn(
-            f"the checkpoint was saved by {len(stored['processes'])} processes and is continued by {world().size}: random numbers"
-            " and the order of samples will differ"
-        )
+    run.warn_once(other_processes(len(stored["processes"])))
 
 
 def _warn_newer(run: TrainingSession, given: Any) -> None:

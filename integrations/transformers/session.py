@@ -109,7 +109,7 @@ class Session:
                 if self._stored is not None:
                     folder = stack.enter_context(TemporaryDirectory(prefix="shrinkpoint-"))
                     given = self._prepare(self._stored, Path(folder))
-                stack.enter_context(overridden(trainer, self._required(), self._optional()))
+                stack.enter_context(overridden(trainer, self._overrides()))
                 yield given
         finally:
             self._close()
@@ -124,7 +124,7 @@ class Session:
             self.adapter.data.load(stored["processes"][world().rank]["place"])
         self.run.take(stored)
 
-    def _required(self) -> dict[str, Override]:
+    def _overrides(self) -> dict[str, Override]:
         return {
             "get_train_dataloader": lambda original: lambda: self.adapter.data.follow(original()),
             "_load_from_checkpoint": self._instead(lambda stored, *args: self._load_model(stored)),
@@ -135,10 +135,6 @@ class Session:
             "_maybe_log_save_evaluate": self._around_moments,
             "_save_checkpoint": self._instead_of_saving,
             "prediction_step": self._before_evaluating,
-        }
-
-    def _optional(self) -> dict[str, Override]:
-        return {
             "_load_scaler": self._instead(lambda stored, *args: None),  # loaded with the optimizer
             "_load_callback_state": self._instead(
                 lambda stored, *args: load_callbacks(stored, self._trainer)

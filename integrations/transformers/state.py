@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_map_only
 from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
 
 from shrinkpoint.engine.fitting import fitted
-from shrinkpoint.errors import CannotRepresentError, StateMismatchError
+from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.group.group import world
 from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.session.adapter import SESSION
-from shrinkpoint.session.continuing import load_optimizers, require_same_training
+from shrinkpoint.session.continuing import load_optimizers, require_format, require_same_training
 from shrinkpoint.session.identity import (
     rounded_weights,
     scheduler_classes,
@@ -45,7 +45,7 @@ __all__ = [
 FORMAT = "transformers"
 _VERSION = 1
 
-OUTLINE = ("format", "version", "model")
+OUTLINE = ("format", "version", "model", "pytorch-lightning_version")
 """The entries of a stored state that `require_own_run` needs."""
 
 
@@ -162,16 +162,7 @@ def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
     Raises:
         StateMismatchError: the message says which.
     """
-    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
-        raise StateMismatchError(
-            f"{url} was not written by the callback for Hugging Face's Trainer: its weights and optimizer can be exported"
-            " with `shrinkpoint export`, but its run cannot be continued here. Give this run a URL of its own"
-        )
-    if stored["version"] > _VERSION:
-        raise StateMismatchError(
-            f"{url} was written by a newer shrinkpoint (its state is of version {stored['version']}, and this one reads"
-            f" {_VERSION}): upgrade shrinkpoint"
-        )
+    require_format(stored, FORMAT, _VERSION, url, callback="Hugging Face's Trainer")
     fitted(stored["model"], model, url)
 
 
