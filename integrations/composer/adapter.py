@@ -56,11 +56,7 @@ _EVENTS_OF_A_STEP = (
 
 
 class ComposerAdapter(TrainingAdapter):
-    """One run's ``State``; see the base class.
-
-    Args:
-        settings: the callback's options.
-    """
+    """One run's ``State``; see the base class."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -48,11 +48,7 @@ class DataPlace:
         self._skipped = False
 
     def state(self, state: State) -> dict[str, Any]:
-        """Return this rank's position, in plain data and tensors.
-
-        Args:
-            state: at one of Composer's checkpoint events.
-        """
+        """Return this rank's position, in plain data and tensors."""
         inside = _inside_epoch(state)
         return {"now": _generators(state), "epoch": self._epoch if inside else None, "sizes": _sizes(state)}
 

@@ -33,14 +33,7 @@ __all__ = ["continue_run", "require_supported"]
 
 
 def require_supported(state: State) -> None:
-    """Refuse a run whose state cannot be taken.
-
-    Args:
-        state: while the trainer is being built.
-
-    Raises:
-        ConfigError: the message says what to change.
-    """
+    """Refuse a run whose state cannot be taken."""
     config = state.fsdp_config
     if config is None or shards_model(state):
         return
@@ -172,12 +165,7 @@ def _warn_newer(run: TrainingSession, state: State, loaded: str) -> None:
 
 
 def start_log(run: TrainingSession, state: State) -> None:
-    """Make the log, if one is wanted.
-
-    Raises:
-        ConfigError: there can be no such log of this training.
-        StoreError: it cannot be written.
-    """
+    """Make the log, if one is wanted."""
     if run.settings.step_log is not None and state.fsdp_enabled:
         raise ConfigError(
             "step_log= is not available with FSDP, where no process has all gradients: leave it out"
@@ -187,12 +175,6 @@ def start_log(run: TrainingSession, state: State) -> None:
 
 def replayed(run: TrainingSession, stored: dict[str, Any], state: State, logger: Logger) -> dict[str, Any]:
     """Replay the logged steps after a checkpoint that has just been loaded.
-
-    Args:
-        run: whose log that is.
-        stored: the checkpoint.
-        state: of the run.
-        logger: for Composer.
 
     Returns:
         The stored state that the run continues from: the checkpoint's, or that after the last replayed step.

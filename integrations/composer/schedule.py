@@ -110,11 +110,7 @@ class Settings:
 
     @classmethod
     def build(cls, *, save_interval: SaveInterval, **more: Any) -> "Settings":
-        """Check and divide the callback's arguments.
-
-        Raises:
-            ConfigError: one of them has a value that cannot work.
-        """
+        """Check and divide the callback's arguments."""
         return cls(
             run=RunSettings.build(**more),
             due=save_scheduler(save_interval, at_end=True),

@@ -244,13 +244,7 @@ def place_in(stored: Mapping[str, Any], *, own: bool) -> tuple[int, Any]:
 
 
 def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str) -> None:
-    """Refuse another run's checkpoint; Composer would load the matching part and ignore the rest.
-
-    Args:
-        stored: the checkpoint, or its outline.
-        live: ``state.get_model_state_dict()`` of the first rank.
-        state: of the run that is to be saved there.
-        url: the run, for the message.
+    """Refuse another run's checkpoint, or outline; Composer would load what matches the `live` model and ignore the rest.
 
     Raises:
         StateMismatchError: it is another framework's or another model's; the message says which.
@@ -273,11 +267,7 @@ def add_late(stored: Mapping[str, Any], state: State) -> str | None:
 
 
 def require_same_optimizers(stored: Mapping[str, Any], state: State, url: str) -> None:
-    """Refuse a checkpoint of another optimizer, whose state Composer would drop.
-
-    Raises:
-        StateMismatchError: the message says which.
-    """
+    """Refuse a checkpoint of another optimizer, whose state Composer would drop."""
     there = stored["state"]["optimizers"]
     comparable = not state.fsdp_enabled and not _missing_algorithms(stored["state"], state)
     here = _optimizer_states(state) if comparable else {}
@@ -300,14 +290,7 @@ def _groups(state: Mapping[str, Any]) -> list[list[str]]:
 def load_state(
     stored: Mapping[str, Any], state: State, logger: Logger, url: str, *, optimizers: bool = True
 ) -> None:
-    """Put a checkpoint into a run; called on every rank.
-
-    Args:
-        stored: the checkpoint.
-        state: of the run.
-        logger: for Composer.
-        url: the run's, for the message.
-        optimizers: False where their state was not stored.
+    """Put a checkpoint into a run, with the optimizers' state unless it was not stored; called on every rank.
 
     Raises:
         StateMismatchError: even after Composer has applied the checkpoint's algorithms, the model differs.

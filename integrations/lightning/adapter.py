@@ -59,11 +59,7 @@ class Settings:
 
     @classmethod
     def build(cls, **more: Any) -> "Settings":
-        """Check and divide the callback's arguments.
-
-        Raises:
-            ConfigError: one of them has a value that cannot work.
-        """
+        """Check and divide the callback's arguments."""
         schedule = Schedule.taken_from(more)
         return cls(run=RunSettings.build(**more), schedule=schedule)
 

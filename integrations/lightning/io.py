@@ -274,11 +274,7 @@ def shards_model(strategy: Strategy) -> bool:
 
 
 def require_supported(strategy: Strategy) -> None:
-    """Refuse strategies that keep the state in flat buffers of their own.
-
-    Raises:
-        ConfigError: `strategy` is one of these.
-    """
+    """Refuse strategies that keep the state in flat buffers of their own."""
     if _SHARDED & {base.__name__ for base in type(strategy).__mro__}:
         raise ConfigError(
             f"strategy={type(strategy).__name__} shards the model in flat buffers, which CompressedCheckpoint does not support:"

@@ -323,11 +323,7 @@ class DataPlace:
         return sizes | ({"batches of an epoch": batches} if isinstance(batches, int) else {})
 
     def note_epoch(self, trainer: Trainer | None) -> None:
-        """Note that an iterator is about to be built; its order depends on the generators' present states.
-
-        Args:
-            trainer: None before the first epoch, whose loaders do not exist yet.
-        """
+        """Note that an iterator is about to be built, whose order depends on the generators' present states; without loaders for the first."""
         states = [] if trainer is None else [g.get_state() for g in generators(_loaders(trainer))]
         self._epoch = {"rng": capture_rng(), "generators": states}
         self._now = self._behind = None

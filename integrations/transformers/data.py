@@ -212,12 +212,7 @@ class _Epoch:
 
 
 class FollowedLoader:
-    """A loader that tracks the position of training; everything else is the inner one's.
-
-    Args:
-        inner: any iterable.
-        iterate: yields the inner one's batches from a position on.
-    """
+    """A loader that tracks the position of training; everything else is the inner one's."""
 
     def __init__(self, inner: Any, iterate: Callable[[Any, int], Iterator[Any]]) -> None:
         self._inner = inner
@@ -248,11 +243,7 @@ class FollowedLoader:
 
 
 class _IndexHook:
-    """Replaces a torch loader's index sampler, and reports the requests to an epoch.
-
-    Args:
-        inner: the loader's own.
-    """
+    """Replaces a torch loader's index sampler, and reports the requests to an epoch."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -91,11 +91,7 @@ def _skipping(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def overridden(trainer: Any, overrides: Mapping[str, Override]) -> Iterator[None]:
-    """Replace methods of one trainer for a while.
-
-    Args:
-        trainer: methods of this object are replaced, not of its class.
-        overrides: by name.
+    """Replace methods of one trainer, by name, and not of its class, for a while.
 
     Raises:
         ConfigError: the trainer lacks one of them.

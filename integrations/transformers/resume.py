@@ -48,14 +48,7 @@ _COPIES = (
 
 
 def require_supported_args(args: Any) -> None:
-    """Refuse a training whose whole state no process will ever have, before a model is moved anywhere.
-
-    Args:
-        args: the ``TrainingArguments``.
-
-    Raises:
-        ConfigError: the message says what to change.
-    """
+    """Refuse a training whose whole state no process will ever have, before a model is moved anywhere."""
     if getattr(args, "deepspeed", None):
         raise ConfigError(
             f"deepspeed={args.deepspeed!r}: DeepSpeed keeps the state in buffers of its own, which CompressedCheckpoint does not support."
@@ -64,11 +57,7 @@ def require_supported_args(args: Any) -> None:
 
 
 def require_supported(trainer: Any) -> None:
-    """As `require_supported_args`, with checks that need the trainer.
-
-    Raises:
-        ConfigError: the message says what to change.
-    """
+    """As `require_supported_args`, with checks that need the trainer."""
     require_supported_args(trainer.args)
     kind = getattr(trainer.accelerator, "distributed_type", "NO")
     name = str(getattr(kind, "value", kind))
@@ -170,10 +159,6 @@ def _outline(run: TrainingSession, manifest: Manifest, trainer: Any) -> dict[str
 def is_complete(stored: Mapping[str, Any], args: Any) -> bool:
     """Whether the training is complete: the trainer itself would make one step more where ``max_steps`` ended an epoch
     early.
-
-    Args:
-        stored: the checkpoint.
-        args: the present ``TrainingArguments``.
     """
     state, now = stored["trainer"], arguments(args)
     done = state["global_step"]

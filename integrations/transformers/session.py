@@ -43,11 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class Session:
-    """Drives a `TrainingSession` from a trainer's events; every method is called on every rank.
-
-    Args:
-        settings: the callback's options.
-    """
+    """Drives a `TrainingSession` from a trainer's events; every method is called on every rank."""
 
     def __init__(self, settings: Settings) -> None:
         self._given = self.settings = settings
@@ -71,11 +67,7 @@ class Session:
     # ---- before training
 
     def init_ends(self, args: Any) -> None:
-        """Refuse a training that could not be saved; the trainer has been built.
-
-        Raises:
-            ConfigError: the message says what to change.
-        """
+        """Refuse a training that could not be saved; the trainer has been built."""
         require_supported_args(args)
         self.settings.for_trainer(args)
 

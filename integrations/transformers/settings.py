@@ -24,11 +24,7 @@ class Settings:
 
     @classmethod
     def build(cls, *, keep_trainer_saves: bool, monitor: str | None, **more: Any) -> "Settings":
-        """Check and divide the callback's arguments.
-
-        Raises:
-            ConfigError: one of them has a value that cannot work.
-        """
+        """Check and divide the callback's arguments."""
         explicit = any(more[item.name] is not None for item in fields(Schedule))
         schedule = Schedule.taken_from(more)
         metric = evaluation_metric(monitor) if isinstance(monitor, str) else monitor
@@ -39,9 +35,6 @@ class Settings:
 
     def for_trainer(self, args: Any) -> "Settings":
         """The same, completed by what the trainer's arguments say of checkpoints; the callback's own options take precedence.
-
-        Args:
-            args: the trainer's ``TrainingArguments``.
 
         Raises:
             ConfigError: ``load_best_model_at_end`` could not work with these options.
@@ -72,22 +65,13 @@ class Settings:
 
     @staticmethod
     def ranking(args: Any) -> tuple[str, Literal["min", "max"]] | None:
-        """The metric by which the trainer ranks, and whether the least or the greatest is the best; None where it does not.
-
-        Args:
-            args: the trainer's ``TrainingArguments``.
-        """
+        """The metric by which the trainer ranks, and whether the least or the greatest is the best; None where it does not."""
         if args.metric_for_best_model is None:
             return None
         return evaluation_metric(args.metric_for_best_model), "max" if args.greater_is_better else "min"
 
     def schedule_for(self, args: Any, save_steps: int) -> Schedule:
-        """Return the save schedule.
-
-        Args:
-            args: the trainer's ``TrainingArguments``.
-            save_steps: their ``save_steps`` as a number of steps.
-        """
+        """Return the save schedule."""
         if self.schedule is not None:
             return self.schedule
         strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
@@ -99,9 +83,6 @@ class Settings:
 
     def planned_for(self, args: Any) -> int | None:
         """The number of saves that are planned; None where it does not follow from the trainer's arguments.
-
-        Args:
-            args: the trainer's ``TrainingArguments``.
 
         Raises:
             ConfigError: a clock decides.

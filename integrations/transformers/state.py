@@ -152,16 +152,7 @@ def _scaler(trainer: Any) -> Any:
 
 
 def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
-    """Refuse another framework's or another model's checkpoint.
-
-    Args:
-        stored: the checkpoint, or its outline.
-        model: that is to be trained.
-        url: the run, for the message.
-
-    Raises:
-        StateMismatchError: the message says which.
-    """
+    """Refuse another framework's or another model's checkpoint."""
     require_format(stored, FORMAT, _VERSION, url, callback="Hugging Face's Trainer")
     fitted(stored["model"], model, url)
 
@@ -253,12 +244,7 @@ class Progress:
         }
 
     def restore(self, trainer: Any, stored: Mapping[str, Any]) -> None:
-        """Put a checkpoint's sums and counts back; the trainer has just set them as if it had logged at this step.
-
-        Args:
-            trainer: about to train.
-            stored: the checkpoint.
-        """
+        """Put a checkpoint's sums and counts back; the trainer has just set them as if it had logged at this step."""
         step, ranks = stored["trainer"]["global_step"], stored["processes"]
         trainer.state.global_step = step  # it was given a different one where nothing is left to train
         setattr(trainer, _LAST_LOGGED, step)
