@@ -51,29 +51,33 @@ class Position:
         return cls._of.setdefault(trainer, cls())
 
     def __init__(self) -> None:
-        self._data = DataPlace()
         self._loaded: Mapping[str, Any] | None = None
         self._before_validation: dict[str, Any] = {}
+        self._epoch: dict[str, Any] = {}
+        self._now: list[Any] | None = None
+        self._behind: list[Any] | None = None
+        self._builds: dict[str, Any] = {}
 
     def fit_starts(self, trainer: Trainer) -> None:
         """Training is about to build the first epoch's loaders and iterator."""
-        self._data.follow_builds(trainer, {} if self._loaded is None else self._mine(trainer)["data"])
+        self._follow_builds(trainer, {} if self._loaded is None else self._mine(trainer)["data"])
         if self._loaded is None:
-            self._data.note_epoch(None)
+            self._note_epoch(None)
 
     def epoch_starts(self, trainer: Trainer) -> None:
         """An epoch begins; Lightning builds a new iterator right after this, except in a run's first epoch."""
         if trainer.current_epoch > 0 and not trainer.fit_loop.is_resuming:
-            self._data.note_epoch(trainer)
+            self._note_epoch(trainer)
 
     def batch_ends(self, trainer: Trainer, *, validation_follows: bool) -> None:
         """Note that a training batch is done."""
-        self._data.note_batch(trainer)
+        if _draws_ahead(trainer):  # the loaders' states of one batch ago are kept
+            self._behind, self._now = self._now, [loader.state_dict() for loader in _stateful(trainer)]
         self._before_validation = capture_rng() if validation_follows else {}
 
     def is_known(self, trainer: Trainer) -> bool:
-        """Return whether the position in the data is known after this batch."""
-        return self._data.is_known(trainer)
+        """False after an epoch's first batch where Lightning draws ahead of a stateful loader."""
+        return not _draws_ahead(trainer) or self._behind is not None
 
     def state(
         self,
@@ -101,7 +105,7 @@ class Position:
         rng = self._before_validation if validation_pending and self._before_validation else capture_rng()
         mine = {
             "rng": rng,
-            "data": self._data.state(trainer, _fit_state(checkpoint).get("combined_loader", [])),
+            "data": self._data(trainer, _fit_state(checkpoint).get("combined_loader", [])),
         }
         metrics = {name: value.detach().cpu().clone() for name, value in trainer.callback_metrics.items()}
         return {
@@ -143,14 +147,14 @@ class Position:
     def apply(self, trainer: Trainer, module: LightningModule) -> None:
         """Apply the loaded position, once the iterators exist and before the first batch is fetched."""
         if self._loaded is None:
-            self._data.note_first_loaders(trainer)
+            self._note_first_loaders(trainer)
             return
         loaded, mine = self._loaded, self._mine(trainer)
         self._loaded = None
         trainer.callback_metrics.update(
             loaded["callback_metrics"]
         )  # early stopping and plateau schedulers read these
-        other = other_data(mine["data"]["sizes"], self._data.sizes(trainer))
+        other = other_data(mine["data"]["sizes"], self._sizes(trainer))
         if other is not None and trainer.is_global_zero:
             warn(other)
         if missing := missing_internals(trainer):
@@ -160,10 +164,10 @@ class Position:
             )
         elif loaded["between_epochs"]:
             _leave_epoch(trainer)
-            self._data.start_next_epoch(trainer, mine["data"])
-        elif not self._data.continue_epoch(trainer, mine["data"]):
+            self._start_next_epoch(trainer, mine["data"])
+        elif not self._continue_epoch(trainer, mine["data"]):
             _skip_rest(trainer)
-            self._data.start_next_epoch(trainer, {**mine["data"], "loaders": []})
+            self._start_next_epoch(trainer, {**mine["data"], "loaders": []})
         else:
             # Lightning warns that a stateless loader restarts, which `apply` has just prevented.
             warnings.filterwarnings(
@@ -184,6 +188,117 @@ class Position:
             return self._loaded
         ranks: list[Mapping[str, Any]] = self._loaded["ranks"]
         return ranks[trainer.global_rank]
+
+    # ---- the training data
+    #
+    # A stateful loader (torchdata's, or the user's own) reports its own position. For any other one, the position is the
+    # state of the generators when the epoch's iterator was built, and the number of batches drawn since.
+
+    def _follow_builds(self, trainer: Trainer, stored: Mapping[str, Any]) -> None:
+        """With ``reload_dataloaders_every_n_epochs``, build the first loaders as the epoch did that built those in use at the save.
+
+        Args:
+            trainer: about to build them.
+            stored: of a checkpoint that is continued, its `state`; else empty.
+        """
+        self._builds = {}
+        if trainer.reload_dataloaders_every_n_epochs:
+            for name, loop in (("train", trainer.fit_loop), ("val", trainer.fit_loop.epoch_loop.val_loop)):
+                vars(loop).pop(_BUILD, None)
+                setattr(loop, _BUILD, self._building(trainer, loop, name, stored.get("builds", {}).get(name)))
+
+    def _building(self, trainer: Trainer, loop: Any, name: str, stored: Any) -> Callable[[], None]:
+        original = getattr(loop, _BUILD)
+
+        def setup_data() -> None:
+            known = None if name in self._builds else stored
+            epochs = trainer.fit_loop.epoch_progress.current
+            before, rng, epoch = loop._combined_loader, capture_rng(), epochs.completed
+            if known is not None:
+                restore_rng(known["rng"])
+                epochs.completed = known["epoch"]  # is trainer.current_epoch
+            try:
+                original()
+            finally:
+                if known is not None:
+                    restore_rng(rng)
+                    epochs.completed = epoch
+            built_in = getattr(loop, f"_last_{name}_dl_reload_epoch")
+            if loop._combined_loader is not before and built_in >= 0:  # else for a sanity check alone
+                self._builds[name] = known or {"epoch": built_in, "rng": rng}
+
+        return setup_data
+
+    def _sizes(self, trainer: Trainer) -> dict[str, int]:
+        """Of the loaders, and of an epoch, which the trainer may limit."""
+        loaders, batches = _loaders(trainer), trainer.num_training_batches
+        several = len(loaders) > 1
+        found = {f"loader {n}: " if several else "": loader for n, loader in enumerate(loaders, 1)}
+        sizes = {key: size for name, one in found.items() for key, size in sizes_of(one, name).items()}
+        return sizes | ({"batches of an epoch": batches} if isinstance(batches, int) else {})
+
+    def _note_epoch(self, trainer: Trainer | None) -> None:
+        """Note that an iterator is about to be built by the generators' present states; for the first there are no loaders yet."""
+        states = [] if trainer is None else [g.get_state() for g in generators(_loaders(trainer))]
+        self._epoch = {"rng": capture_rng(), "generators": states}
+        self._now = self._behind = None
+
+    def _note_first_loaders(self, trainer: Trainer) -> None:
+        """The first epoch's iterator has been built: its loaders' own generators started from their seeds."""
+        fresh = [
+            torch.Generator(g.device).manual_seed(g.initial_seed()) for g in generators(_loaders(trainer))
+        ]
+        self._epoch["generators"] = [g.get_state() for g in fresh]
+
+    def _data(self, trainer: Trainer, loader_states: list[Any]) -> dict[str, Any]:
+        """Return the position, in plain data and tensors.
+
+        Args:
+            trainer: at the end of a batch, a validation or an epoch.
+            loader_states: those that Lightning has taken.
+        """
+        behind = self._behind if _draws_ahead(trainer) else None
+        return {
+            "epoch": self._epoch,
+            "generators": [g.get_state() for g in generators(_loaders(trainer))],
+            "loaders": loader_states if behind is None else behind,
+            "sizes": self._sizes(trainer),
+            "builds": dict(self._builds),
+        }
+
+    def _continue_epoch(self, trainer: Trainer, state: Mapping[str, Any]) -> bool:
+        """Restore a position inside an epoch; an iterator exists, and no batch has been fetched from it.
+
+        Returns:
+            Whether there is such a position; it is past the end where the data has become shorter.
+        """
+        loop = trainer.fit_loop
+        self._epoch = dict(state["epoch"])
+        _set_epoch(trainer)  # Lightning does so only after it has built the iterator
+        batches, stateful = loop.epoch_loop.batch_progress, _stateful(trainer)
+        inside = batches.is_last_batch or batches.current.processed < trainer.num_training_batches
+        if self._epoch and (stateful or not batches.is_last_batch):
+            set_generators(_loaders(trainer), self._epoch["generators"])
+            restore_rng(self._epoch["rng"])
+            try:
+                _begin(trainer, state["loaders"])
+                if inside and len(stateful) < len(_loaders(trainer)) and not batches.is_last_batch:
+                    _draw(loop._data_fetcher, batches.current.processed)
+            except StopIteration:
+                inside = False
+        set_generators(_loaders(trainer), state["generators"])
+        loop._restarting = False  # or plateau schedulers would be skipped at the end of this epoch
+        return inside
+
+    def _start_next_epoch(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        """Let the next iterator, which Lightning is about to build, be that of the epoch after the finished one."""
+        if _stateful(trainer) and state["loaders"]:  # run the finished epoch out
+            with suppress(StopIteration):
+                _begin(trainer, state["loaders"])
+                next(trainer.fit_loop._data_fetcher)
+        for loader in _stateful(trainer):
+            forget_position(loader)
+        set_generators(_loaders(trainer), state["generators"])
 
 
 def _fit_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,140 +374,9 @@ _BUILD = "setup_data"
 _PRIVATE = ("_data_fetcher", "_combined_loader", "_restarting", "_resuming_from_checkpoint")
 
 
-# ---- Saves and restores a Lightning run's position in its training data, for stateful and for ordinary loaders.
-#
-# A stateful loader (torchdata's, or the user's own) reports its own position. For any other one, the position is the
-# state of the generators when the epoch's iterator was built, and the number of batches drawn since.
-
-
 def missing_internals(trainer: Trainer) -> list[str]:
     """Private names of Lightning that this module needs and this version lacks."""
     return [name for name in _PRIVATE if not hasattr(trainer.fit_loop, name)]
-
-
-class DataPlace:
-    """Follows the training data of one `Trainer.fit` on this rank, and restores a stored position."""
-
-    def __init__(self) -> None:
-        self._epoch: dict[str, Any] = {}
-        self._now: list[Any] | None = None
-        self._behind: list[Any] | None = None
-        self._builds: dict[str, Any] = {}
-
-    def follow_builds(self, trainer: Trainer, stored: Mapping[str, Any]) -> None:
-        """With ``reload_dataloaders_every_n_epochs``, build the first loaders as the epoch did that built those in use at the save.
-
-        Args:
-            trainer: about to build them.
-            stored: of a checkpoint that is continued, its `state`; else empty.
-        """
-        self._builds = {}
-        if trainer.reload_dataloaders_every_n_epochs:
-            for name, loop in (("train", trainer.fit_loop), ("val", trainer.fit_loop.epoch_loop.val_loop)):
-                vars(loop).pop(_BUILD, None)
-                setattr(loop, _BUILD, self._building(trainer, loop, name, stored.get("builds", {}).get(name)))
-
-    def _building(self, trainer: Trainer, loop: Any, name: str, stored: Any) -> Callable[[], None]:
-        original = getattr(loop, _BUILD)
-
-        def setup_data() -> None:
-            known = None if name in self._builds else stored
-            epochs = trainer.fit_loop.epoch_progress.current
-            before, rng, epoch = loop._combined_loader, capture_rng(), epochs.completed
-            if known is not None:
-                restore_rng(known["rng"])
-                epochs.completed = known["epoch"]  # is trainer.current_epoch
-            try:
-                original()
-            finally:
-                if known is not None:
-                    restore_rng(rng)
-                    epochs.completed = epoch
-            built_in = getattr(loop, f"_last_{name}_dl_reload_epoch")
-            if loop._combined_loader is not before and built_in >= 0:  # else for a sanity check alone
-                self._builds[name] = known or {"epoch": built_in, "rng": rng}
-
-        return setup_data
-
-    def sizes(self, trainer: Trainer) -> dict[str, int]:
-        """Of the loaders, and of an epoch, which the trainer may limit."""
-        loaders, batches = _loaders(trainer), trainer.num_training_batches
-        several = len(loaders) > 1
-        found = {f"loader {n}: " if several else "": loader for n, loader in enumerate(loaders, 1)}
-        sizes = {key: size for name, one in found.items() for key, size in sizes_of(one, name).items()}
-        return sizes | ({"batches of an epoch": batches} if isinstance(batches, int) else {})
-
-    def note_epoch(self, trainer: Trainer | None) -> None:
-        """Note that an iterator is about to be built, whose order depends on the generators' present states; without loaders for the first."""
-        states = [] if trainer is None else [g.get_state() for g in generators(_loaders(trainer))]
-        self._epoch = {"rng": capture_rng(), "generators": states}
-        self._now = self._behind = None
-
-    def note_first_loaders(self, trainer: Trainer) -> None:
-        """The first epoch's iterator has been built: its loaders' own generators started from their seeds."""
-        fresh = [
-            torch.Generator(g.device).manual_seed(g.initial_seed()) for g in generators(_loaders(trainer))
-        ]
-        self._epoch["generators"] = [g.get_state() for g in fresh]
-
-    def note_batch(self, trainer: Trainer) -> None:
-        """A batch is done. Where Lightning draws one batch ahead, the loaders' states of one batch ago are kept."""
-        if _draws_ahead(trainer):
-            self._behind, self._now = self._now, [loader.state_dict() for loader in _stateful(trainer)]
-
-    def is_known(self, trainer: Trainer) -> bool:
-        """False after an epoch's first batch where Lightning draws ahead of a stateful loader."""
-        return not _draws_ahead(trainer) or self._behind is not None
-
-    def state(self, trainer: Trainer, loader_states: list[Any]) -> dict[str, Any]:
-        """Return the position, in plain data and tensors.
-
-        Args:
-            trainer: at the end of a batch, a validation or an epoch.
-            loader_states: those that Lightning has taken.
-        """
-        behind = self._behind if _draws_ahead(trainer) else None
-        return {
-            "epoch": self._epoch,
-            "generators": [g.get_state() for g in generators(_loaders(trainer))],
-            "loaders": loader_states if behind is None else behind,
-            "sizes": self.sizes(trainer),
-            "builds": dict(self._builds),
-        }
-
-    def continue_epoch(self, trainer: Trainer, state: Mapping[str, Any]) -> bool:
-        """Restore a position inside an epoch; an iterator exists, and no batch has been fetched from it.
-
-        Returns:
-            Whether there is such a position; it is past the end where the data has become shorter.
-        """
-        loop = trainer.fit_loop
-        self._epoch = dict(state["epoch"])
-        _set_epoch(trainer)  # Lightning does so only after it has built the iterator
-        batches, stateful = loop.epoch_loop.batch_progress, _stateful(trainer)
-        inside = batches.is_last_batch or batches.current.processed < trainer.num_training_batches
-        if self._epoch and (stateful or not batches.is_last_batch):
-            set_generators(_loaders(trainer), self._epoch["generators"])
-            restore_rng(self._epoch["rng"])
-            try:
-                _begin(trainer, state["loaders"])
-                if inside and len(stateful) < len(_loaders(trainer)) and not batches.is_last_batch:
-                    _draw(loop._data_fetcher, batches.current.processed)
-            except StopIteration:
-                inside = False
-        set_generators(_loaders(trainer), state["generators"])
-        loop._restarting = False  # or plateau schedulers would be skipped at the end of this epoch
-        return inside
-
-    def start_next_epoch(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
-        """Let the next iterator, which Lightning is about to build, be that of the epoch after the finished one."""
-        if _stateful(trainer) and state["loaders"]:  # run the finished epoch out
-            with suppress(StopIteration):
-                _begin(trainer, state["loaders"])
-                next(trainer.fit_loop._data_fetcher)
-        for loader in _stateful(trainer):
-            forget_position(loader)
-        set_generators(_loaders(trainer), state["generators"])
 
 
 def _begin(trainer: Trainer, states: Sequence[Any]) -> None:
