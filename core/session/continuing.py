@@ -27,7 +27,7 @@ def require_format(stored: Any, name: str, version: int, url: str, *, callback: 
     """Refuse a state of another framework, or of a newer shrinkpoint.
 
     Args:
-        stored: the state, or its entries ``format`` and ``version``, and what tells of Lightning.
+        stored: the state, or its entries ``format``, ``version`` and Lightning's mark.
         name: of the format.
         version: the newest that can be read.
         url: of the run, for messages.
