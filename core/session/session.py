@@ -312,6 +312,27 @@ class TrainingSession:
         if world().is_first:
             say(f"continuing {self.settings.url} from step {step}")
 
+    def warn_complete(self, step: int, way_on: str) -> None:
+        """Warn, on the first rank, that a training that is continued has ended before.
+
+        Args:
+            step: at which it ended.
+            way_on: what a user does to continue it.
+        """
+        if world().is_first:
+            warn(
+                f"the run in {self.settings.url} is complete: it ended at step {step}. {way_on}; there is nothing to do now"
+            )
+
+    def warn_newer(self, given: str, step: int = -1) -> None:
+        """Warn if the run has a checkpoint after `step`, and is not continued, since the user has given another one."""
+        newest = world().on_first(lambda: next(iter(self.saver.store.manifests()), None))
+        if newest is not None and newest.step > step and world().is_first:
+            warn(
+                f"{given} takes precedence: {self.settings.url}, which has step {newest.step}, is not continued. Leave it out to"
+                " continue from there"
+            )
+
     def restore(self, manifest: Manifest) -> Any:
         """Return the state of a checkpoint, which saves go on from.
 

@@ -81,7 +81,7 @@ def continue_run(
         if loaded is not None:
             run.saved_step = int(state.timestamp.batch)
             run.go_on_with(lineage)
-            _warn_newer(run, state, str(loaded))
+            run.warn_newer(f"load_path={str(loaded)!r} (or autoresume)", int(state.timestamp.batch))
         return
     url = run.settings.url
     start_log(run, state)
@@ -107,7 +107,11 @@ def continue_run(
     run.take(stored)
     run.saved_step = manifest.step
     run.remember()
-    _warn_resumed(run, state)
+    step = int(state.timestamp.batch)
+    run.announce(step)
+    done = state.get_elapsed_duration() if state.max_duration is not None else None
+    if done is not None and done >= 1.0:
+        run.warn_complete(step, f"Raise max_duration={state.max_duration} to continue")
 
 
 def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:
@@ -140,28 +144,6 @@ def _take_place(run: TrainingSession, stored: Mapping[str, Any], data: DataPlace
         data.load(place)
     else:
         run.warn_once(other_processes(written, own=False))
-
-
-def _warn_resumed(run: TrainingSession, state: State) -> None:
-    run.announce(int(state.timestamp.batch))
-    if not world().is_first:
-        return
-    done = state.get_elapsed_duration() if state.max_duration is not None else None
-    if done is not None and done >= 1.0:
-        warn(
-            f"the run in {run.settings.url} is complete: max_duration={state.max_duration} was reached at batch"
-            f" {int(state.timestamp.batch)}. Raise max_duration to continue; Trainer.fit will report that there is nothing to train"
-        )
-
-
-def _warn_newer(run: TrainingSession, state: State, loaded: str) -> None:
-    newest = world().on_first(lambda: next(iter(run.saver.store.manifests()), None))
-    batch = int(state.timestamp.batch)
-    if newest is not None and newest.step > batch and world().is_first:
-        warn(
-            f"load_path={loaded!r} takes precedence: the run continues from its batch {batch}, although {run.settings.url} has"
-            f" batch {newest.step}. Leave load_path (and autoresume) out to continue from there"
-        )
 
 
 def start_log(run: TrainingSession, state: State) -> None:

@@ -230,16 +230,8 @@ class Session:
             and world().broadcast(self.run.continued is not None)
         ):
             trainer.should_stop = True
-            self._say_complete(
-                trainer, f"EarlyStopping has ended it: fit(ckpt_path={str(trainer.ckpt_path)!r}) goes on"
-            )
-
-    def _say_complete(self, trainer: Trainer, way_on: str) -> None:
-        if trainer.is_global_zero:
-            warn(
-                f"the run in {self.settings.run.url} is complete: it ended at step {trainer.global_step}. {way_on}; there is"
-                " nothing to do now"
-            )
+            way_on = f"EarlyStopping has ended it: fit(ckpt_path={str(trainer.ckpt_path)!r}) goes on"
+            self.run.warn_complete(trainer.global_step, way_on)
 
     def _load_trained(self, trainer: Trainer) -> None:
         """Freeze as the checkpoint does, and once more when the module's own ``on_train_start`` has frozen parts as at the first start."""
@@ -458,7 +450,7 @@ class Session:
         """Say so where the run that was to be continued had ended before."""
         if self._continues and not self._began:
             self.run.best = world().broadcast(self.run.best)
-            self._say_complete(trainer, "Raise max_epochs or max_steps to continue")
+            self.run.warn_complete(trainer.global_step, "Raise max_epochs or max_steps to continue")
 
     def fails(self, trainer: Trainer, *, terminated: bool) -> None:
         """Finish a running save; if the process is asked to end between two batches, save there first."""

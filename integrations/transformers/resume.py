@@ -20,7 +20,6 @@ from shrinkpoint.integrations.transformers.state import (
 from shrinkpoint.session.data import other_processes
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.warn import warn
 
 __all__ = [
     "AFTER_THE_END",
@@ -121,7 +120,7 @@ def choose(run: TrainingSession, trainer: Any, given: Any) -> Mapping[str, Any] 
         given = None  # "continue from the last checkpoint": there is none in the trainer's folder, only in the run
     if given is not None and address is None:
         run.require_own_run()
-        _warn_newer(run, given)
+        run.warn_newer(f"resume_from_checkpoint={given!r}")
         return None
     manifest = run.choose() if address is None else run.decide(lambda: _at(run, address))
     if manifest is None:
@@ -134,7 +133,11 @@ def choose(run: TrainingSession, trainer: Any, given: Any) -> Mapping[str, Any] 
         world().on_first(lambda: require_own_run(stored, trainer.model, url))
     run.saved_step = manifest.step
     run.remember()
-    _warn_resumed(run, stored, trainer.args)
+    step = stored["trainer"]["global_step"]
+    run.announce(step)
+    if is_complete(stored, trainer.args):
+        run.warn_complete(step, "Raise max_steps or num_train_epochs to continue")
+    run.warn_once(other_processes(len(stored["processes"])))
     found: Mapping[str, Any] = stored
     return found
 
@@ -183,25 +186,3 @@ def write_thin(stored: Mapping[str, Any], folder: Path, *, complete: bool) -> st
         state = {**state, "global_step": AFTER_THE_END}
     (folder / TRAINER_STATE_NAME).write_text(json.dumps(state, default=float))
     return str(folder)
-
-
-def _warn_resumed(run: TrainingSession, stored: Mapping[str, Any], args: Any) -> None:
-    step = stored["trainer"]["global_step"]
-    run.announce(step)
-    if not world().is_first:
-        return
-    if is_complete(stored, args):
-        warn(
-            f"the run in {run.settings.url} is complete: it ended at step {step}. Raise max_steps or num_train_epochs to"
-            " continue; there is nothing to do now"
-        )
-    run.warn_once(other_processes(len(stored["processes"])))
-
-
-def _warn_newer(run: TrainingSession, given: Any) -> None:
-    newest = world().on_first(lambda: next(iter(run.saver.store.manifests()), None))
-    if newest is not None and world().is_first:
-        warn(
-            f"resume_from_checkpoint={given!r} takes precedence: {run.settings.url}, which has step {newest.step}, is not continued."
-            " Leave resume_from_checkpoint out to continue from there"
-        )

@@ -28,7 +28,7 @@ def test_a_finished_run_has_nothing_left_to_train(
     fit(saving(save_interval=interval), setup=Setup(duration=duration))
     before = steps(saving())
     with (
-        pytest.warns(ShrinkpointWarning, match="is complete: max_duration"),
+        pytest.warns(ShrinkpointWarning, match=r"is complete: it ended at step \d+\. Raise max_duration"),
         pytest.raises(ValueError, match="No training would occur"),
     ):
         fit(saving(save_interval=interval), setup=Setup(duration=duration))
@@ -49,7 +49,8 @@ def test_a_load_path_wins(saving: Make, tmp_path: Path) -> None:
         fit(saving(), Crash(12), **native)
     older = str(tmp_path / "ba6.pt")
     with pytest.warns(
-        ShrinkpointWarning, match=r"ba6.pt' takes precedence.*batch 6, although memory://.* has batch 10"
+        ShrinkpointWarning,
+        match=r"ba6.pt' \(or autoresume\) takes precedence: memory://.*, which has step 10",
     ):
         again = fit(saving(save_interval="7ba"), Crash(8), load_path=older)
     assert first(again) == 6
