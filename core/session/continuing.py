@@ -40,7 +40,7 @@ def require_format(stored: Any, name: str, version: int, url: str, *, callback: 
         lightning = isinstance(stored, dict) and _LIGHTNING in stored
         writer = "Lightning's callback" if lightning else "another program"
         raise StateMismatchError(
-            f"{url} was written by {writer}, not by the callback for {callback}: its weights and"
+            f"{url} was written by {writer}, not by {callback}: its weights and"
             " optimizer can be exported with `shrinkpoint export`, but its run cannot be continued here. Give this run a URL of its own"
         )
     if stored["version"] > version:

@@ -249,7 +249,7 @@ def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str
     Raises:
         StateMismatchError: it is another framework's or another model's; the message says which.
     """
-    require_format(stored, FORMAT, _SHARDED_VERSION, url, callback="Composer")
+    require_format(stored, FORMAT, _SHARDED_VERSION, url, callback="Composer's callback")
     there = stored["state"]
     if not _missing_algorithms(there, state):
         if state.fsdp_enabled:

@@ -153,7 +153,7 @@ def _scaler(trainer: Any) -> Any:
 
 def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
     """Refuse another framework's or another model's checkpoint."""
-    require_format(stored, FORMAT, _VERSION, url, callback="Hugging Face's Trainer")
+    require_format(stored, FORMAT, _VERSION, url, callback="the callback for Hugging Face's Trainer")
     fitted(stored["model"], model, url)
 
 
