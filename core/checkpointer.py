@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from shrinkpoint.config import Advanced, whereabouts
+from shrinkpoint.engine.handover import Adoption
 from shrinkpoint.engine.request import SaveRequest, check_metrics, plain_step
 from shrinkpoint.engine.resume import ResumePolicy, resume_from
-from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import await_all, world
@@ -27,7 +27,6 @@ from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
 from shrinkpoint.runtime.threads import Turns, in_turn
-from shrinkpoint.saver import Saver
 from shrinkpoint.session.objects import LoopObjects, Stateful
 from shrinkpoint.session.probe import LossProbe, StepProbe, reporting
 from shrinkpoint.session.settings import RunSettings
@@ -228,7 +227,7 @@ class Checkpointer:
         if not sharded:
             self.saver.refer_to(self._objects.model, logged=step_log is not None)
         self.saver.check()
-        if isinstance(self.saver, Saver):
+        if not self.saver.together:
             # One that is dropped before `close`: its save would wait for evaluations, and hold the model, until the process ends.
             weakref.finalize(self, self.saver.end_evaluations, "its Checkpointer was dropped").atexit = False
             if several and not world().is_first:
@@ -237,9 +236,8 @@ class Checkpointer:
                     " stop each other. Give the Checkpointer of every process the DistributedDataParallel wrapper; or use a framework's"
                     " callback; or give each process a run of its own"
                 )
-        self._ending: Ending | None = None
-        if not isinstance(self.saver, Saver):
-            self._ending = self.saver.ending()
+        self._ending = self.saver.ending()
+        if self._ending is not None:
             weakref.finalize(self, self._ending.close)
         if self.step_log is not None:
             self.step_log.open(self.saver.store.run_id())
@@ -348,7 +346,7 @@ class Checkpointer:
 
     def _checked(self, step: int, metrics: Mapping[str, float] | None) -> int:
         """The step as a plain int, before anything is changed; what the ranks save together refuses metrics on all of them."""
-        if isinstance(self.saver, Saver):
+        if not self.saver.together:
             check_metrics(metrics)
         return plain_step(step)
 
@@ -474,7 +472,7 @@ class Checkpointer:
 
     def _close(self) -> None:
         with self._pace.visit(first=True):
-            if not isinstance(self.saver, Saver) and sys.exc_info()[0] is not None:
+            if self.saver.together and sys.exc_info()[0] is not None:
                 warn(
                     "nothing more is saved: an error is being handled on this rank, and the others cannot be waited for"
                 )
@@ -507,7 +505,7 @@ class Checkpointer:
         if self._every is None or step is None:
             return
         changed = self._versions != self._objects.changes
-        if not isinstance(self.saver, Saver):  # all ranks save, or none does
+        if self.saver.together:  # all ranks save, or none does
             (changed,) = world().any_of(changed)
         self.saver.flush()
         if step == self._saved_step and not self.saver.failed:

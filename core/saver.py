@@ -2,42 +2,38 @@
 
 One save is a snapshot on the training thread, then a job in the background: choose a configuration, encode, commit,
 collect. The job asks the training thread for evaluations and trial steps alone, which `Saver.poll` makes. With ``adopt``
-training also waits for the restored values.
+training also waits for the restored values. Several processes make the same calls, and each saves a part: its `Placement`.
 """
 
 import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from shrinkpoint.coding.selective import Decoded, decode_checkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.compaction import without_optimizer
-from shrinkpoint.engine.continuation import Continuation
+from shrinkpoint.engine.handover import Handover
+from shrinkpoint.engine.placement import Found, NoMemoryError, Placed, Placement
 from shrinkpoint.engine.request import Job, SaveRequest, plain_step, plain_timeout
 from shrinkpoint.engine.retention import adopted_of, is_finite, is_weights_only, not_finite_text
-from shrinkpoint.engine.takeover import Adoption, Takeover, unsuitable
 from shrinkpoint.engine.under_way import Deadline, SaveUnderWay, WaitingShare
 from shrinkpoint.engine.warmup import Warmup
-from shrinkpoint.errors import ConfigError
-from shrinkpoint.group.group import Alone, Group
+from shrinkpoint.errors import ConfigError, SaveFailedError
+from shrinkpoint.group.ending import Ending
 from shrinkpoint.optimizers.updates import OptimizerKind
-from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, ResumedSteps
 from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.threads import Turns, Worker, in_turn
-from shrinkpoint.state.frozen import FrozenTensors
-from shrinkpoint.state.snapshot import Snapshotter
+from shrinkpoint.schemes.base import ReferenceState
+from shrinkpoint.state.frozen import FrozenTensors, named_digests
 from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
@@ -45,7 +41,12 @@ from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl, url_text
 from shrinkpoint.warn import warn
 
-__all__ = ["Restored", "Saver", "SaverConfig", "StateSaver", "decode_checkpoint"]
+__all__ = ["Restored", "Saver", "SaverConfig"]
+
+T = TypeVar("T")
+
+_FIRST_LOOK_S = 0.002
+_LONGEST_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -66,262 +67,16 @@ class Restored:
     """What was saved, on the host."""
 
 
-class StateSaver(ABC):
-    """Saves what it is asked to, in the background.
+class _Agreed(NamedTuple):
+    """What all ranks do."""
 
-    Args:
-        url: the run's prefix.
-        config: how to save.
-        storage_options: as of `Saver`.
-        end_evaluations: called before the process ends while a save is under way.
-        group: that train together.
-    """
-
-    _chain: Chain | None = None
-    _background: Background | None = None
-
-    def __init__(
-        self,
-        url: RunUrl,
-        config: SaverConfig | None,
-        storage_options: StorageOptions,
-        end_evaluations: Callable[[], None],
-        group: Group,
-    ) -> None:
-        self.url = url_text(url)
-        """The run's URL, without credentials; of several, with commas between."""
-        self.config = config or SaverConfig()
-        """How to save."""
-        self.store = RunStore(url, storage_options=storage_options)
-        """The run's checkpoints."""
-        self.blocked_s = 0.0
-        """Seconds that training has waited for snapshots and unfinished saves so far."""
-        self._under_way = SaveUnderWay()
-        self._waits = WaitingShare()
-        self._deadline = Deadline(self.config.deadline_s)
-        self._worker = Worker("shrinkpoint-save", before_exit=end_evaluations)
-        self._warmup = Warmup(self.config.scheme)
-        self._frozen: FrozenTensors | None = None
-        self._group, self._turns = group, Turns()
-        self._newest: tuple[Manifest, Any] | None = None
-
-    def refer_to(self, model: nn.Module, *, logged: bool = False) -> None:
-        """Let checkpoints refer to the frozen tensors of a model, as the option `frozen` says; to be called before training starts.
-
-        Args:
-            model: the module whose state dict the states contain, none with shards; a restore checks its frozen tensors, and takes them.
-            logged: whether there is a step log, which needs all weights in the checkpoints.
-
-        Raises:
-            ConfigError: ``frozen="reference"`` with a step log.
-        """
-        if logged and self.config.frozen == "reference":
-            raise ConfigError(
-                "frozen='reference' with step_log=: steps are replayed from whole weights; leave one of them out"
-            )
-        self._frozen = FrozenTensors(model, "store" if logged else self.config.frozen)
-
-    def _captured(self, state: object, describe: Describe, *, shards: bool = False) -> TrainingState:
-        if self._frozen is None:
-            return TrainingState.capture(state, describe, shards=shards)
-        whole = TrainingState.capture(self._frozen.with_adapters(state), describe, shards=shards)
-        return self._frozen.referred(whole)
-
-    def _filled(self, state: TrainingState) -> TrainingState:
-        return state if self._frozen is None else self._frozen.filled(state, self.store.display)
-
-    def _named(self, which: Manifest | int) -> Manifest:
-        """Return the manifest of a step.
-
-        Raises:
-            NoCheckpointError: there is no checkpoint of it.
-        """
-        if isinstance(which, Manifest):
-            return which
-        return Address(url=self.url, step=which).find(self.store.manifests())
-
-    def _warn_of(self, manifest: Manifest, *, resumes: bool) -> None:
-        """Warn where a restored checkpoint is not finite, with the way to the last one that is, or has weights alone."""
-        found = not_finite_text(manifest)
-        if found is not None:
-            sound = next(
-                (m for m in self.store.manifests() if m.position < manifest.position and is_finite(m)), None
-            )
-            way_out = (
-                "The run holds no finite checkpoint of before"
-                if sound is None
-                else f"The last finite one is of step {sound.step}. To go on from there: Checkpointer.resume(step={sound.step}),"
-                f" Lightning's fit(ckpt_path='{Address(url=self.url, step=sound.step)}'), Transformers' train(resume_from_checkpoint=...)"
-                " with the same address, or `shrinkpoint export` and whatever loads that"
-            )
-            warn(
-                f"the checkpoint of step {manifest.step} in {self.store.display} is not finite: {found}. {way_out}"
-            )
-        if resumes and is_weights_only(manifest.meta):
-            warn(
-                f"resumed weights of step {manifest.step} from {self.store.display}; optimizer state was not stored: it"
-                " starts anew"
-            )
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is being encoded or written; of several ranks on this one."""
-        return self._worker.busy
-
-    @property
-    def skipped(self) -> int:
-        """Saves that were skipped because one was still being written."""
-        return self._under_way.skipped
-
-    def skip(self, *, warns: bool = True) -> None:
-        """Count a save that is not made because one is under way; the first, the tenth, the hundredth ... gives a warning with the reason.
-
-        Args:
-            warns: False where another rank says it.
-        """
-        self._under_way.skip(warns=warns)
-
-    def save(self, state: object, **fields: Any) -> Accepted | None:
-        """Save a state; as `accept`.
-
-        Args:
-            state: what a framework would give to ``torch.save``.
-            fields: further ones of `SaveRequest`, by name; `step` is needed.
-        """
-        return self.accept(SaveRequest(state=state, **fields))
-
-    @abstractmethod
-    def accept(self, request: SaveRequest) -> Accepted | None:
-        """Save a state; returns as soon as it is copied.
-
-        Returns:
-            What was accepted; None when a save was still being written and `busy` is ``skip``, when shards have too little memory,
-            or when it was to be waited for and has failed.
-
-        Raises:
-            SaveFailedError: three saves in a row have failed.
-            FencedError: another writer has taken over the run.
-            CannotRepresentError: the state holds an object that cannot be stored without pickle.
-            ConfigError: a field cannot work, or this was called within another call, by an evaluation, say.
-        """
-
-    def _hand_over(
-        self, jobs: list[Job], background: Background, take_over: Callable[[Takeover], object], *, wait: bool
-    ) -> Accepted | None:
-        """Give the one job to the background, which alone has its snapshot then, and let the training go on."""
-        step, blocked_s, takeover = jobs[0].step, jobs[0].blocked_s, jobs[0].takeover
-        self.blocked_s += blocked_s
-        self._under_way.begin(step, compiling=self._warmup.running)
-        self._worker.submit(lambda: background.run(jobs))
-        if takeover is not None:
-            take_over(takeover)
-            self.blocked_s += takeover.seconds
-        if wait:
-            self.flush()
-            if self.failed:
-                return None
-        return Accepted(step=step, blocked_s=blocked_s)
-
-    def _compiled(self) -> None:
-        """Wait until the coders are compiled; in the background."""
-        self._warmup.wait()
-        self._under_way.compiling = False
-
-    @abstractmethod
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save that is under way is committed or has failed, on every rank; evaluations are made meanwhile.
-
-        Returns:
-            False if it is still under way after `timeout_s` seconds.
-
-        Raises:
-            SaveFailedError, FencedError: as `save`.
-            ConfigError: it was called by an evaluation, for which it would wait.
-        """
-
-    @property
-    @abstractmethod
-    def failed(self) -> bool:
-        """Whether the last save that was accepted could not be stored; of several ranks, the last one that all have agreed about."""
-
-    def reports(self) -> list[SaveReport]:
-        """Return every save that this process, or its group, has committed since it began, oldest first."""
-        return [] if self._background is None else list(self._background.reports)
-
-    @property
-    def lineage(self) -> str | None:
-        """The training that the next checkpoint belongs to; None before the first one of a new training, and on other ranks than the first."""
-        return None if self._chain is None else self._chain.lineage
-
-    # ---- restoring
-
-    @in_turn
-    def newest(self) -> Manifest | None:
-        """Return the newest checkpoint whose whole chain is sound, on every rank; None in an empty run.
-
-        Damaged checkpoints are skipped with a warning that says what and why.
-
-        Raises:
-            ChainError: there are checkpoints, and none of them is sound.
-            StoreError: the store cannot be read.
-        """
-        self._newest = self._found()
-        return None if self._newest is None else self._newest[0]
-
-    def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
-        """Read a checkpoint, verify its whole chain, and let the next save continue it.
-
-        Args:
-            which: a manifest, or a step; None is the newest sound checkpoint.
-            adopt: False only reads, for an evaluation, say: saves go on from what they went on from.
-
-        Returns:
-            The state, of several ranks in the tensors of `targets`; None if the run is empty and `which` is None.
-
-        Raises:
-            ConfigError: `which` is neither.
-            NoCheckpointError: there is no checkpoint of that step.
-            StateMismatchError: it is another model's, or refers to frozen tensors that are others here; nothing is changed then.
-            FormatError, ChainError: it is damaged.
-            StoreError: the store cannot be read.
-        """
-        which = which if which is None or isinstance(which, Manifest) else plain_step(which)
-        if adopt:
-            return self._turns.take("restore", lambda: self._restored(which, adopt=True))
-        return self._restored(which, adopt=False)
-
-    def _restored(self, which: Manifest | int | None, *, adopt: bool) -> Restored | None:
-        found = self._newest if adopt else None
-        if which is None:
-            found = found or self._found()
-        elif found is None or which not in (found[0], found[0].step):
-            found = self._read(which)
-        if found is None:
-            return None
-        self._newest = None if adopt else self._newest
-        manifest, decoded = found
-        state = self._loaded(manifest, decoded, adopt=adopt)
-        self._group.on_first(lambda: self._warn_of(manifest, resumes=adopt or self._group.size > 1))
-        return Restored(manifest, state)
-
-    def _found(self) -> tuple[Manifest, Any] | None:
-        with waiting_for(f"reading the newest checkpoint of {self.store.display}"):
-            return self._read_newest()
-
-    @abstractmethod
-    def _read_newest(self) -> tuple[Manifest, Any] | None:
-        """Read and decode the newest sound checkpoint, or what this rank will own of it."""
-
-    @abstractmethod
-    def _read(self, which: Manifest | int) -> tuple[Manifest, Any]:
-        """Read and decode one checkpoint, or what this rank will own of it."""
-
-    @abstractmethod
-    def _loaded(self, manifest: Manifest, decoded: Any, *, adopt: bool) -> TrainingState:
-        """Give the state of what was decoded; with `adopt` the next save continues it."""
+    busy: bool
+    base: bool
+    clock_s: float
+    """The first rank's time."""
 
 
-class Saver(StateSaver):
+class Saver:
     """Saves states of one run and restores them.
 
     Args:
@@ -329,6 +84,7 @@ class Saver(StateSaver):
             it together (docs/stores.md); or `Stores` with options.
         config: how to save.
         storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all but folders, or a list of as many.
+        placement: says where the tensors are: all in this process, or those of `shrinkpoint.sharded.placement`.
 
     The constructor does no I/O; `check` does, before training starts. All methods are for the training's thread: calls of several
     threads are made one after another, but a state that changes while `save` copies it, or while it is evaluated, is stored so.
@@ -349,30 +105,114 @@ class Saver(StateSaver):
         config: SaverConfig | None = None,
         *,
         storage_options: StorageOptions = None,
+        placement: Callable[[RunStore, SaverConfig], Placement] = Placement,
     ) -> None:
-        self._desk = EvaluationDesk()
-        super().__init__(url, config, storage_options, self._desk.close, Alone())
+        self.url = url_text(url)
+        """The run's URL, without credentials; of several, with commas between."""
+        self.config = config or SaverConfig()
+        """How to save."""
+        self.store = RunStore(url, storage_options=storage_options)
+        """The run's checkpoints."""
+        self.blocked_s = 0.0
+        """Seconds that training has waited for snapshots and unfinished saves so far."""
         self.adopted: tuple[str, ...] = ()
         """With ``adopt=True``: the tensors that the last call of `save` has given other values, in the training."""
-        self._chain: Chain = Chain(self.store, self.config)
-        self._background: Background = Background(
+        self._placement = placement(self.store, self.config)
+        self._group, self._desk = self._placement.group, self._placement.desk
+        self._chain = Chain(self.store, self.config) if self._group.is_first else None
+        self._background = Background(
             self.store,
             self.config,
             lambda: self._desk.seconds,
             self._chain,
             ready=self._compiled,
             url=self.url,
+            ranks=self._placement.ranks,
         )
-        self._continuation = Continuation(self._background, self._chain)
-        self._snapshotter = Snapshotter()
-        self._evaluate: Evaluate | None = None
-        self._resumed: ResumedSteps | None = None
+        self._under_way = SaveUnderWay()
+        self._waits = WaitingShare()
+        self._deadline = Deadline(self.config.deadline_s)
+        self._worker = Worker("shrinkpoint-save", before_exit=self._desk.close)
+        self._warmup = Warmup(self.config.scheme)
+        self._frozen: FrozenTensors | None = None
+        self._turns = Turns()
+        self._newest: Found | None = None
+        self._number = 0
+        self._failed = False
+        self._began = time.perf_counter()
         _savers.add(self)
+
+    def refer_to(self, model: nn.Module, *, logged: bool = False) -> None:
+        """Let checkpoints refer to the frozen tensors of a model, as the option `frozen` says; to be called before training starts.
+
+        Args:
+            model: the module whose state dict the states contain, none with shards; a restore checks its frozen tensors, and takes them.
+            logged: whether there is a step log, which needs all weights in the checkpoints.
+
+        Raises:
+            ConfigError: ``frozen="reference"`` with a step log.
+        """
+        if logged and self.config.frozen == "reference":
+            raise ConfigError(
+                "frozen='reference' with step_log=: steps are replayed from whole weights; leave one of them out"
+            )
+        self._frozen = FrozenTensors(model, "store" if logged else self.config.frozen)
+
+    def check(self) -> None:
+        """Make sure, before training starts, that the store can be written and holds nothing foreign.
+
+        The coders are compiled from then on, in the background. A save of this run that an earlier saver of this process has under way
+        is waited for: committed later, it would end this training as one of a second process. After `close` it opens the run again.
+
+        Raises:
+            ConfigError: several processes were not given the same, or an option is not for them.
+            StoreError: the store cannot be reached or written, with the way out.
+            RunMismatchError: the prefix holds something that is not a shrinkpoint run.
+        """
+        for other in list(_savers):
+            if other is not self and other.store.is_same_place(self.store):
+                other.finish()
+        self._placement.check(self.url, self._chain)
+        if self._placement.leads_node:
+            self._background.look()
+            self._warmup.start()
+
+    def ending(self) -> Ending | None:
+        """By which several processes agree where to end when one of them is asked to; a collective, once, after `check`. None of one process.
+
+        Raises:
+            StoreError: a rank cannot reach the first one; on every rank.
+        """
+        self._require_checked()
+        return self._placement.ending()
+
+    @property
+    def together(self) -> bool:
+        """Whether several processes save through savers of this run, each its part, and make all calls at the same moments."""
+        return self._placement.together
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being encoded or written; of several ranks on this one."""
+        return self._worker.busy
+
+    @property
+    def skipped(self) -> int:
+        """Saves that were skipped because one was still being written."""
+        return self._under_way.skipped
+
+    def skip(self, *, warns: bool = True) -> None:
+        """Count a save that is not made because one is under way; the first, the tenth, the hundredth ... gives a warning with the reason.
+
+        Args:
+            warns: False where another rank says it.
+        """
+        self._under_way.skip(warns=warns)
 
     @property
     def failed(self) -> bool:
-        """See `StateSaver.failed`."""
-        return self._background.failed
+        """Whether the last save that was accepted could not be stored; of several ranks, the last one that all have agreed about."""
+        return self._failed if self.together else self._background.failed
 
     @property
     def search_s(self) -> float:
@@ -384,22 +224,14 @@ class Saver(StateSaver):
         """Whether the next `poll` will evaluate: where all processes must take part in it, they ask this first."""
         return self._desk.waiting
 
-    def check(self) -> None:
-        """Make sure, before training starts, that the store can be written and holds nothing foreign.
+    def reports(self) -> list[SaveReport]:
+        """Return every save that this process, or its group, has committed since it began, oldest first."""
+        return list(self._background.reports)
 
-        The coders are compiled from then on, in the background. A save of this run that an earlier saver of this process has under way
-        is waited for: committed later, it would end this training as one of a second process.
-
-        Raises:
-            StoreError: the store cannot be reached or written, with the way out.
-            RunMismatchError: the prefix holds something that is not a shrinkpoint run.
-        """
-        for other in list(_savers):
-            if other is not self and other.store.is_same_place(self.store):
-                other.finish()
-        self._chain.open()
-        self._background.look()
-        self._warmup.start()
+    @property
+    def lineage(self) -> str | None:
+        """The training that the next checkpoint belongs to; None before the first one of a new training, and on other ranks than the first."""
+        return None if self._chain is None else self._chain.lineage
 
     # ---- saving
 
@@ -417,107 +249,269 @@ class Saver(StateSaver):
             describe: as of `save`.
         """
         step = plain_step(step)
-        if self._continuation.is_known:
-            return
         if self._frozen is not None:
             self._frozen.note()
-        live = self._captured(state, describe)
-        specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
-        tensors = {name: live.tensors[name].detach().to("cpu", copy=True) for name in specs}
-        self._continuation.begin(TrainingState(None, tensors, specs), step)
-        self._settle_if_idle()
+        self._require_checked()
+        if self.busy and not self.together:
+            return  # training continues what is being saved
+        self._join("begin")
+        if self.config.scheme == "lossless" or self._group.any_of(self._background.movement.knows)[0]:
+            return
+
+        def weights() -> Placed:
+            live = self._captured(state, describe)
+            specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
+            tensors = {name: live.tensors[name] for name in specs}
+            return self._placement.place(TrainingState(None, tensors, specs), {})
+
+        self._group.on_every(weights).begin(self._background, step)
+
+    def save(self, state: object, **fields: Any) -> Accepted | None:
+        """Save a state; as `accept`.
+
+        Args:
+            state: what a framework would give to ``torch.save``.
+            fields: further ones of `SaveRequest`, by name; `step` is needed.
+        """
+        return self.accept(SaveRequest(state=state, **fields))
 
     def accept(self, request: SaveRequest) -> Accepted | None:
-        """See `StateSaver.accept`. `poll`, `save` and `flush` alone call `evaluate` and `resumed`."""
-        return self._turns.take("save", lambda: self._accept(request.checked()))
+        """Save a state; returns as soon as it is copied. `poll`, `save` and `flush` alone call `evaluate` and `resumed`.
+
+        Of several ranks, metrics are the first one's. The losses of `evaluate` and `resumed` are each rank's own; ranks with
+        the same ones count once. `gradients` are whole, and the same on every rank.
+
+        Returns:
+            What was accepted; None when a save was still being written and `busy` is ``skip``, when shards have too little memory,
+            or when it was to be waited for and has failed.
+
+        Raises:
+            SaveFailedError: three saves in a row have failed.
+            FencedError: another writer has taken over the run.
+            CannotRepresentError: the state holds an object that cannot be stored without pickle.
+            ConfigError: a field cannot work, or this was called within another call, by an evaluation, say.
+        """
+        return self._turns.take("save", lambda: self._accept(request))
 
     def _accept(self, request: SaveRequest) -> Accepted | None:
-        adoption, evaluate, resumed = request.adoption, request.evaluate, request.resumed
-        if adoption is not None and not self.config.adopt:
-            raise ConfigError("adoption needs a saver with adopt=True")
-        self._raise_if_fatal()
         started = time.perf_counter()
         self.adopted = ()
-        if not self._is_free(request.wait):
+        asked, error = _attempt(lambda: self._checked(request))
+        if request.wait or self.config.busy == "wait" or self.config.adopt:
+            self._join("save")
+        else:
+            self.poll()
+        planned = request.adoption is not None
+        agreed = self._agree(0 if asked is None else asked.step, error, planned=planned)
+        assert asked is not None
+        if agreed.busy:
+            self.skip(warns=self._group.is_first)
             return None
         waited_s = time.perf_counter() - started
         self._newest = None  # a later `restore` finds this checkpoint, or a newer one
-        self._settle_if_idle()
-        captured = self._captured(request.state, request.describe)
-        exact, alone = self._deadline.choose(captured, self.reports(), exact=request.exact)
-        if alone:
-            self._background.forget()
-        optimizers = request.optimizers
-        if self.config.weights_only or alone:  # after a restore, a fresh optimizer makes the steps
-            captured, resumed, optimizers = without_optimizer(captured), None, ()
-        self._evaluate, self._resumed = evaluate, resumed
-        takeover = self._takeover(captured, request.describe, adoption, waited_s)
-        jobs = [
-            Job(
-                snapshot=self._snapshotter.take(captured),
-                step=request.step,
-                metrics=request.metrics or {},
-                measure=self._desk.measure if evaluate is not None else None,
-                resume=self._desk.resume if resumed is not None else None,
-                gradients={
-                    name: value.detach().to("cpu", copy=True)
-                    for name, value in (request.gradients or {}).items()
-                },
-                optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
-                exact=exact,
-                weights_only=self.config.weights_only or alone,
-                blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
-                takeover=takeover,
-            )
-        ]
-        return self._hand_over(jobs, self._background, partial(self._take_over, started), wait=request.wait)
-
-    def _is_free(self, wait: bool) -> bool:
-        """Return whether the next save can begin: the one before has ended, or was waited for."""
-        if self.busy:
-            self.poll()
-            if self.config.busy == "skip" and not wait and not self.config.adopt:
-                self.skip()
-                return False
-            self.flush()
-        return True
-
-    def _takeover(
-        self, captured: TrainingState, describe: Describe, adoption: Adoption | None, waited_s: float
-    ) -> Takeover | None:
-        if adoption is None:
+        live, error = _attempt(lambda: self._captured(asked.state, asked.describe))
+        exact, alone = self._way(live, exact=asked.exact)
+        weights_only = alone or self.config.weights_only
+        placed, second = _attempt(lambda: self._placed(live, weights_only=weights_only))
+        # after a restore of weights alone, a fresh optimizer makes the steps
+        still = asked.resumed is None or weights_only or not self._desk.takes_steps
+        flags = self._group.any_of(
+            placed is None,
+            placed is not None and placed.is_new,
+            exact,
+            not planned,
+            not self._measures(asked, exact=exact),
+            still,
+        )
+        failed, new, exact, unplanned, blind, still = flags
+        if failed:
+            self._group.raise_together(error or second)
+        assert placed is not None
+        try:
+            snapshot = placed.snapshot(self._background, new=new)
+        except NoMemoryError as lacking:
+            self._background.give_up(asked.step, lacking)
             return None
-        exactly = unsuitable(captured, TrainingState.capture(adoption.live(), describe).tensors)
-        return Takeover(captured.tensors, exactly, adoption.settings, waited_s)
+        blind = blind or (exact and self.together)
+        adoption = None if unplanned else asked.adoption
+        handover = None if adoption is None else placed.handover(adoption, asked.describe, waited_s)
+        if agreed.base or alone:
+            self._background.forget()
+        self._number += 1
+        job = Job(
+            snapshot=snapshot,
+            step=asked.step,
+            metrics=asked.metrics or {},
+            measure=None if blind else self._desk.measure,
+            resume=None if blind or still else self._desk.resume,
+            gradients=placed.gradients(asked.gradients or {}),
+            optimizers=() if weights_only else tuple(OptimizerKind.of(one) for one in asked.optimizers),
+            exact=exact,
+            weights_only=weights_only,
+            blocked_s=time.perf_counter() - started - (waited_s if handover is not None else 0.0),
+            handover=handover,
+            number=self._number,
+            clock_s=agreed.clock_s,
+        )
+        jobs = [self._placement.sealed(job)]
+        blocked_s = job.blocked_s
+        del snapshot, job  # the background alone has it then
+        if not blind and asked.evaluate is not None:
+            placed.measure(self._number, asked.evaluate, None if still else asked.resumed)
+        self.blocked_s += blocked_s
+        self._under_way.begin(asked.step, compiling=self._warmup.running)
+        self._worker.submit(lambda: self._run(jobs))
+        if handover is not None:
+            self._take(handover, placed, started)
+        if asked.wait:
+            self.flush()
+            if self.failed:
+                return None
+        return Accepted(step=asked.step, blocked_s=blocked_s)
 
-    def _take_over(self, started: float, takeover: Takeover) -> None:
-        """Wait for the quantized values, and let the training go on from them."""
-        with self._waiting() if self._under_way.compiling else nullcontext():
-            takeover.wait(self.poll, started=time.perf_counter())
-        self.adopted = takeover.taken
+    def _checked(self, request: SaveRequest) -> SaveRequest:
+        if request.adoption is not None and not self.config.adopt:
+            raise ConfigError("adoption needs a saver with adopt=True")
+        return request.checked()
+
+    def _captured(self, state: object, describe: Describe) -> TrainingState:
+        frozen, shards = self._frozen, self.together
+        if frozen is None:
+            return TrainingState.capture(state, describe, shards=shards)
+        return frozen.referred(TrainingState.capture(frozen.with_adapters(state), describe, shards=shards))
+
+    def _placed(self, live: TrainingState | None, *, weights_only: bool) -> Placed:
+        assert live is not None  # else there is an error already
+        live = without_optimizer(live) if weights_only else live
+        return self._placement.place(live, {} if self._frozen is None else named_digests(live.tree))
+
+    def _measures(self, request: SaveRequest, *, exact: bool) -> bool:
+        """Return whether this process can evaluate candidates; several do so only where something is chosen."""
+        if request.evaluate is None or not self.together:
+            return request.evaluate is not None
+        chooses = self.config.scheme != "lossless" and not exact
+        return (
+            chooses
+            and not self._desk.leaves_trace
+            and (request.adoption is not None or not self.config.adopt)
+        )
+
+    def _way(self, live: TrainingState | None, *, exact: bool) -> tuple[bool, bool]:
+        """Return whether to save bit-exactly, and whether the weights alone; of several ranks as the first one decides."""
+        if self.config.deadline_s is None:
+            return exact, False
+        own = exact, False
+        if live is not None and self._group.is_first:
+            own = self._deadline.choose(live, self.reports(), exact=exact)
+        return self._group.broadcast(own)
+
+    def _agree(self, step: int, error: Exception | None = None, *, planned: bool = False) -> _Agreed:
+        """Let all ranks learn the same of each other's saves, by one collective of a few bytes.
+
+        Args:
+            step: of the save.
+            error: why this rank cannot save.
+            planned: with ``adopt``: whether training goes on from what is stored.
+
+        Raises:
+            ShrinkpointError: one rank has a reason not to go on, or they are at different steps; on every rank.
+        """
+        self._require_checked()
+        background = self._background
+        # while a save is under way its thread changes these, and nothing is decided by them
+        idle = not self._worker.busy
+        link = background.link.number if idle and background.link is not None else -1
+        base, failed = idle and background.base_is_due(planned=planned), idle and background.failed
+        if error is None and idle:
+            error, background.fatal = background.fatal, None
+        clock_s = time.perf_counter() - self._began if self._group.is_first else 0.0
+        flags = error is not None, not idle, base, failed
+        most = self._group.most([*map(int, flags), step, -step, link, -link, round(1e6 * clock_s)])
+        if most[0]:
+            self._group.raise_together(error)
+        highest, lowest, newest, oldest = most[4], -most[5], most[6], -most[7]
+        if highest != lowest:
+            raise ConfigError(
+                f"the ranks are at different steps, {lowest} to {highest}: every rank must save in the same batch"
+            )
+        self._failed = bool(most[3])
+        return _Agreed(bool(most[1]), bool(most[2]) or newest < 0 or newest != oldest, 1e-6 * most[8])
+
+    def _require_checked(self) -> None:
+        if not self._placement.is_checked:
+            raise ConfigError("call check() first, on every rank")
+
+    def _run(self, jobs: list[Job]) -> None:
+        try:
+            self._background.run(jobs)
+        finally:
+            self._desk.leave()
+
+    def _compiled(self) -> None:
+        """Wait until the coders are compiled; in the background."""
+        self._warmup.wait()
+        self._under_way.compiling = False
+
+    def _take(self, handover: Handover, placed: Placed, started: float) -> None:
+        """Serve evaluations until all ranks have quantized what they code, and let the training go on from the restored values.
+
+        If one rank could not, none goes on from them, and the save fails on all.
+        """
+        began, pause_s = time.perf_counter(), _FIRST_LOOK_S
+        try:
+            with self._waiting() if self._under_way.compiling else nullcontext():
+                while self._group.most([not handover.is_settled(pause_s)])[0]:
+                    handover.note_served(self.poll())
+                    pause_s = _FIRST_LOOK_S if self._desk.is_active else min(2 * pause_s, _LONGEST_PAUSE_S)
+            values = handover.values
+            changed = self._group.gather(None if values is None else [*values])
+            if values is not None and all(names is not None for names in changed):
+                names = list(dict.fromkeys(name for own in changed for name in own or ()))
+                placed.write(names, values)
+                handover.accept(tuple(names), started=began)
+        finally:
+            handover.leave()
+        self.adopted = handover.taken
+        self.blocked_s += handover.seconds
         self._waits.add(started, time.perf_counter())
 
     def poll(self) -> float:
         """Make the measurement that the background asks for, if any; to be called after every batch.
 
+        Of several processes a collective, of a few bytes, while a save with `evaluate` is being planned; else nothing.
+
         Returns:
             The seconds that it took; 0.0 almost always.
+
+        Raises:
+            ConfigError: an evaluation has failed on some ranks, and others do not come out of theirs.
+            StoreError: the first rank is gone.
         """
-        return self._desk.serve(self._evaluate, self._resumed)
+        return self._desk.look()[0]
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """See `StateSaver.flush`."""
-        self._refuse_in_evaluation("flush")
+        """Wait until the save that is under way is committed or has failed, on every rank; evaluations are made meanwhile.
+
+        Returns:
+            False if it is still under way after `timeout_s` seconds.
+
+        Raises:
+            SaveFailedError, FencedError: as `save`.
+            ConfigError: it was called by an evaluation, for which it would wait.
+        """
         timeout_s = plain_timeout(timeout_s)
+        if not self._placement.is_checked:
+            return True
+        self._join("flush", timeout_s)
+        return not self._agree(0).busy
+
+    def _join(self, call: str, timeout_s: float | None = None) -> None:
+        """Wait for the save that is under way, and make its evaluations; of several processes a collective."""
+        self._refuse_in_evaluation(call)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._waiting():
-            while self.busy:
-                if deadline is not None and time.monotonic() >= deadline:
-                    return False
-                if not self.poll():
-                    self._desk.wait_for_request(0.01)
-        self._raise_if_fatal()
-        return True
+            if not (self.busy or self.together) or self._desk.drain(timeout_s):
+                self._worker.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _refuse_in_evaluation(self, call: str) -> None:
         if self._desk.serves:
@@ -559,17 +553,28 @@ class Saver(StateSaver):
             if not self._worker.join(None if deadline is None else max(deadline - time.monotonic(), 0.0)):
                 return False
         self._desk.reopen()
-        self._chain.close()
+        if self._chain is not None:
+            self._chain.close()
         self._warmup.stop()
         return True
 
     def require_stored(self) -> None:
-        """Raise where the last save could not be stored, at a training's end.
+        """Raise where the last save could not be stored, at a training's end; no collective.
 
         Raises:
             SaveFailedError: it could not.
         """
         self._background.require_stored()
+        if self.failed:
+            stored = self.reports()
+            newest = (
+                f"the newest checkpoint is {self.store.display}#step={stored[-1].step}"
+                if stored
+                else "there is none"
+            )
+            raise SaveFailedError(
+                f"the last save to {self.store.display} failed, as a warning has said; of this training {newest}"
+            )
 
     def finish(self) -> None:
         """Finish the save that is under way, without further evaluations; from any thread, for another saver of the same run."""
@@ -583,32 +588,128 @@ class Saver(StateSaver):
         """Let the save that is under way go on without the training thread, which polls no more; `why` is for its report."""
         self._desk.close(why)
 
-    def _raise_if_fatal(self) -> None:
-        fatal, self._background.fatal = self._background.fatal, None
-        if fatal is not None:
-            raise fatal
-
     # ---- restoring
 
-    def _read_newest(self) -> tuple[Manifest, Decoded] | None:
-        return self.store.newest_readable(self._decode)
+    @in_turn
+    def newest(self) -> Manifest | None:
+        """Return the newest checkpoint whose whole chain is sound, on every rank; None in an empty run.
 
-    def _read(self, which: Manifest | int) -> tuple[Manifest, Decoded]:
-        manifest = self._named(which)
-        with waiting_for(f"reading the checkpoint of step {manifest.step} of {self.store.display}"):
-            return manifest, self._decode(manifest)
+        Damaged checkpoints are skipped with a warning that says what and why.
 
-    def _loaded(self, manifest: Manifest, decoded: Decoded, *, adopt: bool) -> TrainingState:
-        state = self._filled(decoded.state)
+        Raises:
+            ChainError: there are checkpoints, and none of them is sound.
+            StoreError: the store cannot be read.
+        """
+        self._newest = self._found(None)
+        return None if self._newest is None else self._newest.manifest
+
+    def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
+        """Read a checkpoint, verify its whole chain, and let the next save continue it.
+
+        Args:
+            which: a manifest, or a step; None is the newest sound checkpoint.
+            adopt: False only reads, for an evaluation, say: saves go on from what they went on from.
+
+        Returns:
+            The state, of several ranks in the tensors of `targets`; None if the run is empty and `which` is None.
+
+        Raises:
+            ConfigError: `which` is neither.
+            NoCheckpointError: there is no checkpoint of that step.
+            StateMismatchError: it is another model's, or refers to frozen tensors that are others here; nothing is changed then.
+            FormatError, ChainError: it is damaged.
+            StoreError: the store cannot be read.
+        """
+        which = which if which is None or isinstance(which, Manifest) else plain_step(which)
         if adopt:
-            self._continuation.restore(manifest, decoded)
-            if adopted_of(manifest) is not None and not self.config.adopt:
-                warn(
-                    f"the training up to step {manifest.step} adopted its checkpoints (adopt=True), and goes on without that: from now"
-                    " on a resumed run differs from an undisturbed one"
-                )
-            self._settle_if_idle()
+            return self._turns.take("restore", lambda: self._restored(which, adopt=True))
+        return self._restored(which, adopt=False)
+
+    def _restored(self, which: Manifest | int | None, *, adopt: bool) -> Restored | None:
+        found = self._newest if adopt else None
+        if found is None or (which is not None and which not in (found.manifest, found.manifest.step)):
+            found = self._found(which)
+        if found is None:
+            return None
+        if adopt or self.together:
+            self._newest = None
+        manifest, follows = found.manifest, adopt and self.config.scheme != "lossless"
+        state = self._placement.loaded(found, self._filled, lambda spec: follows and is_followed(spec))
+        if adopt:
+            self._adopt(found)
+        self._group.on_first(lambda: self._warn_of(manifest, adopts=adopt))
+        return Restored(manifest, state)
+
+    def _found(self, which: Manifest | int | None) -> Found | None:
+        name = "newest checkpoint" if which is None else f"checkpoint of step {getattr(which, 'step', which)}"
+        with waiting_for(f"reading the {name} of {self.store.display}"), self._warmup.paused():
+            return (
+                self._placement.newest()
+                if which is None
+                else self._placement.read(lambda: self._named(which))
+            )
+
+    def _filled(self, state: TrainingState) -> TrainingState:
+        if self._frozen is not None:
+            return self._frozen.filled(state, self.store.display)
+        self._placement.require_references(state)
         return state
+
+    def _adopt(self, found: Found) -> None:
+        """Let the next save continue a checkpoint."""
+        self._require_checked()
+        self._join("restore")
+        self._placement.start_over()
+        self._background.adopt(
+            found.manifest,
+            found.reference,
+            found.own_state,
+            lasting=self.together,
+            group=self._group,
+            read=self._read_before,
+        )
+
+    def _read_before(self, manifest: Manifest) -> tuple[Mapping[str, ReferenceState], TrainingState]:
+        found = self._placement.read(lambda: manifest)
+        return found.reference, found.own_state
+
+    def _named(self, which: Manifest | int) -> Manifest:
+        """Return the manifest of a step.
+
+        Raises:
+            NoCheckpointError: there is no checkpoint of it.
+        """
+        if isinstance(which, Manifest):
+            return which
+        return Address(url=self.url, step=which).find(self.store.manifests())
+
+    def _warn_of(self, manifest: Manifest, *, adopts: bool) -> None:
+        """Warn where a restored checkpoint is not finite, with the way to the last one that is, or has weights alone."""
+        found = not_finite_text(manifest)
+        if found is not None:
+            sound = next(
+                (m for m in self.store.manifests() if m.position < manifest.position and is_finite(m)), None
+            )
+            way_out = (
+                "The run holds no finite checkpoint of before"
+                if sound is None
+                else f"The last finite one is of step {sound.step}. To go on from there: Checkpointer.resume(step={sound.step}),"
+                f" Lightning's fit(ckpt_path='{Address(url=self.url, step=sound.step)}'), Transformers' train(resume_from_checkpoint=...)"
+                " with the same address, or `shrinkpoint export` and whatever loads that"
+            )
+            warn(
+                f"the checkpoint of step {manifest.step} in {self.store.display} is not finite: {found}. {way_out}"
+            )
+        if (adopts or self.together) and is_weights_only(manifest.meta):
+            warn(
+                f"resumed weights of step {manifest.step} from {self.store.display}; optimizer state was not stored: it"
+                " starts anew"
+            )
+        if adopts and adopted_of(manifest) is not None and not self.config.adopt:
+            warn(
+                f"the training up to step {manifest.step} adopted its checkpoints (adopt=True), and goes on without that: from now"
+                " on a resumed run differs from an undisturbed one"
+            )
 
     @in_turn
     def forget(self, *, follows: Manifest | None = None) -> None:
@@ -619,16 +720,18 @@ class Saver(StateSaver):
                 training begins, and leaves all earlier checkpoints alone.
         """
         self._newest = None
-        self._continuation.forget(follows)
-        self._settle_if_idle()
+        self._join("forget")
+        self._placement.start_over()
+        self._background.start_over()
+        if follows is not None and self._chain is not None:
+            self._chain.follow(follows)
 
-    def _decode(self, manifest: Manifest) -> Decoded:
-        with self._warmup.paused():
-            return decode_checkpoint(self.store, manifest, threads=self.config.encoder_threads)
 
-    def _settle_if_idle(self) -> None:
-        if not self.busy:
-            self._continuation.settle()
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:  # noqa: BLE001 - all ranks raise it together
+        return None, error
 
 
 _savers: "weakref.WeakSet[Saver]" = weakref.WeakSet()

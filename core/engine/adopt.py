@@ -23,9 +23,9 @@ from shrinkpoint.arrays import widened
 from shrinkpoint.coding.encode import EncodedState, StagedState, stage_state
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.handover import Handover
 from shrinkpoint.engine.request import Job
 from shrinkpoint.engine.retention import Adopted
-from shrinkpoint.engine.takeover import Takeover
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
 from shrinkpoint.quality.planner import Planner
@@ -306,16 +306,16 @@ class Adopting:
         self.clock.step = step if last is None else last.step
         self._settings = last.settings if last is not None and last.count else None
 
-    def adopted(self, job: Job, takeover: Takeover, staged: StagedState, planner: Planner) -> Adopted:
+    def adopted(self, job: Job, handover: Handover, staged: StagedState, planner: Planner) -> Adopted:
         """Become what a process is that has just restored this save; until it is stored, values stand in for its container.
 
         Args:
             job: the save.
-            takeover: by which training has taken the values over.
+            handover: by which training has taken the values over.
             staged: the values.
             planner: that has chosen how they are quantized.
         """
-        more = {"measured": job.measure is not None, "probed": job.resume is not None, **takeover.settings}
+        more = {"measured": job.measure is not None, "probed": job.resume is not None, **handover.settings}
         settings = noted_settings(self._config, more, self._settings, step=job.step, warns=self._warns)
         self._settings = None
         search = json.loads(json.dumps(planner.state_dict()))

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from shrinkpoint.coding.encode import EncodedState, StagedState, encode_state
-from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.layout import PartOf
 from shrinkpoint.container.writer import write_container
@@ -25,11 +24,11 @@ from shrinkpoint.engine.adopt import (
     warn_unplanned,
 )
 from shrinkpoint.engine.chain import Chain, Link, StoredPart, commit_parts, store_part
+from shrinkpoint.engine.handover import Handover, NotAdoptedError
 from shrinkpoint.engine.ranks import Ranks
 from shrinkpoint.engine.reporting import not_finite, provenance, report_of, with_untried
 from shrinkpoint.engine.request import Job
 from shrinkpoint.engine.retention import ADOPTION, WEIGHTS_ONLY, Adopted, adopted_of
-from shrinkpoint.engine.takeover import NotAdoptedError, Takeover
 from shrinkpoint.engine.under_way import Failures
 from shrinkpoint.errors import (
     ChainError,
@@ -39,7 +38,7 @@ from shrinkpoint.errors import (
     ShrinkpointError,
     StoreError,
 )
-from shrinkpoint.group.group import Alone, Group, is_first_of_node
+from shrinkpoint.group.group import Group, is_first_of_node
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
@@ -163,6 +162,8 @@ class Background:
         Args:
             planned: whether it is a planned one of a training that adopts, where every rank decides alike.
         """
+        if self._ranks is None:  # `Chain.next` decides
+            return False
         if self.adopting is None:
             return self._chain is not None and self._chain.base_is_due
         last = self.adopting.chain.last
@@ -193,8 +194,8 @@ class Background:
         state: TrainingState,
         *,
         lasting: bool = False,
-        group: Group | None = None,
-        read: Read | None = None,
+        group: Group,
+        read: Read,
     ) -> None:
         """Continue the chain of a restored checkpoint, from the state that a reader has got of it; of several ranks a collective.
 
@@ -203,8 +204,8 @@ class Background:
             reference: what a reader holds of it.
             state: its tensors, or those of them that this rank owns.
             lasting: as of `MovementTracker.note`.
-            group: the ranks; None is this process alone.
-            read: gives reference and state of another checkpoint of this chain; None reads it whole.
+            group: the ranks, or this process alone.
+            read: gives reference and state of another checkpoint of this chain.
 
         Raises:
             ShrinkpointError: the planned save before an exact one cannot be read.
@@ -212,7 +213,7 @@ class Background:
         self.failed = False
         self._failures.passed()  # what was not stored is left behind
         if self.adopting is not None:
-            self._adopt_planned(parent, (reference, state), lasting, group or Alone(), read or self._read)
+            self._adopt_planned(parent, (reference, state), lasting, group, read)
             return
         if self._chain is not None:
             self._chain.adopt(parent)
@@ -221,10 +222,6 @@ class Background:
         self.link = Link(parent.state_digest, moved, restored=True)
         self._note(state, parent.step, lasting=lasting)
         self._resume_search(parent.meta.get("search"))
-
-    def _read(self, manifest: Manifest) -> tuple[Mapping[str, ReferenceState], TrainingState]:
-        decoded = decode_checkpoint(self._store, manifest, threads=self._config.encoder_threads)
-        return decoded.reference, decoded.state
 
     def _adopt_planned(
         self,
@@ -317,7 +314,7 @@ class Background:
         self.forget()
         self.movement.forget()
         if self._chain is not None:
-            self._chain.lineage = None
+            self._chain.lineage = self._chain.parent = None
         if self.adopting is not None:
             self.planner = self.adopting.planner()
             self.adopting.continue_from(None, PlannedChain(), step=0)
@@ -424,8 +421,8 @@ class Background:
                     choice = self._choose(job, state, movement, None)
                 stored = store(job, state, choice, started, spent)
         finally:
-            if job.takeover is not None:
-                job.takeover.withdraw()
+            if job.handover is not None:
+                job.handover.withdraw()
         return stored
 
     def _state(self, job: Job) -> tuple[TrainingState, Movement | None]:
@@ -481,9 +478,9 @@ class Background:
 
     def _choose(self, job: Job, state: TrainingState, movement: Movement | None, link: Link | None) -> Choice:
         if self.adopting is not None:
-            if job.takeover is None:
+            if job.handover is None:
                 return self._branch(self.adopting, job, state, link)
-            return self._adopt_now(self.adopting, job, job.takeover, state, movement, link)
+            return self._adopt_now(self.adopting, job, job.handover, state, movement, link)
         guard = Guard(job.optimizers, self._config.encoder_threads)
         context = self._context(job, state, movement, None if link is None else link.reference)
         context = replace(
@@ -537,7 +534,7 @@ class Background:
         self,
         adopting: Adopting,
         job: Job,
-        takeover: Takeover,
+        handover: Handover,
         state: TrainingState,
         movement: Movement | None,
         link: Link | None,
@@ -546,7 +543,7 @@ class Background:
         try:
             adopting.clock.step = job.step
             reference = adopting.chain.reference(self.movement.noted, self._config.period)
-            staging = Staging(state, reference, takeover.exactly, threads=self._config.waiting_threads)
+            staging = Staging(state, reference, handover.exactly, threads=self._config.waiting_threads)
             guard = Guard(
                 job.optimizers,
                 self._config.waiting_threads,
@@ -557,13 +554,13 @@ class Background:
             resume = adopting.clock.charged(job.resume)
             plan = self._plan(replace(job, resume=resume), context, guard)
             staged = staging.by(plan.scheme)
-            takeover.offer(changed_tensors(state, staged.state))
+            handover.offer(changed_tensors(state, staged.state))
         except Exception as error:
             raise NotAdoptedError(
                 f"{error}. Training goes on from its own state, so that a replay will differ from here on"
             ) from error
         known = adopting.chain.known
-        last = adopting.adopted(job, takeover, staged, self.planner)
+        last = adopting.adopted(job, handover, staged, self.planner)
         self.movement.note(staged.state, job.step)
         self.link = None
         link = replace(link, reference=dict(known)) if link is not None and reference is not None else None
@@ -592,7 +589,7 @@ class Background:
         self, job: Job, state: TrainingState, choice: Choice, encoded: EncodedState, spent: float
     ) -> SaveReport:
         """Return the report before anything is written."""
-        plan, takeover = choice.plan, job.takeover
+        plan, handover = choice.plan, job.handover
         report = replace(
             report_of(plan, encoded, step=job.step),
             blocked_s=max(job.blocked_s, job.snapshot.stalled_s),
@@ -600,9 +597,9 @@ class Background:
             not_finite=not_finite(state, baseline=plan.baseline),
             search_s=self._spent_s() - spent,
         )
-        if takeover is not None:
+        if handover is not None:
             overhead = self._spent_s() / max(time.perf_counter() - self._began, 1e-9)
-            report = replace(report, adopt_s=takeover.seconds, waited_s=takeover.waited_s, overhead=overhead)
+            report = replace(report, adopt_s=handover.seconds, waited_s=handover.waited_s, overhead=overhead)
         return report
 
     def _untried(self, job: Job, choice: Choice) -> str | None:

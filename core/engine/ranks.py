@@ -1,6 +1,6 @@
 """What the background threads of ranks that save together send each other, for one plan and one outcome.
 
-Every rank runs the same planner over the tensors that it owns, and what these give is combined (`Together`). Nothing that is
+Every rank runs the same planner over the tensors that it owns, and what these give is combined (`Ranks.combine`). Nothing that is
 decided depends on one rank alone: its tensors, its clock or its memory. The time is the first rank's, and evaluations give all
 ranks the same losses (`shrinkpoint.sharded.probing`).
 """
@@ -15,6 +15,7 @@ import torch
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.request import Job
 from shrinkpoint.errors import StoreError
+from shrinkpoint.group.group import Group
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.comparison import evaluated
 from shrinkpoint.quality.evaluation import Evaluate, EvaluationUnavailableError, ResumedSteps
@@ -31,7 +32,7 @@ from shrinkpoint.state.averages import average_key
 from shrinkpoint.state.training import OwnState, Role, TensorSpec, TrainingState
 from shrinkpoint.warn import warn
 
-__all__ = ["OwnedWeights", "Ranks", "Together", "owned_weights", "plan_together"]
+__all__ = ["OwnedWeights", "Ranks", "owned_weights"]
 
 Message = dict[str, Any]
 
@@ -44,7 +45,7 @@ class Ranks:
     """The ranks that save together, as one of their background threads reaches them.
 
     Args:
-        mailbox: to the others.
+        group: all of them.
         config: how to save.
         leave: says that this rank asks for no evaluation any more.
         evaluations: gives the keys of the messages of a save's evaluations, by its number.
@@ -53,28 +54,32 @@ class Ranks:
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        group: Group,
         config: SaverConfig,
         leave: Callable[[], None],
         evaluations: Callable[[int], list[str]],
         coded: Callable[[TrainingState], TrainingState],
     ) -> None:
-        self.rank, self.size = mailbox.rank, mailbox.size
+        self.rank, self.size = group.rank, group.size
         self.leave, self.coded = leave, coded
-        self._mailbox, self._config, self._evaluations = mailbox, config, evaluations
-        self._together = Together(mailbox, 0, config.commit_timeout_s)
+        self._config, self._evaluations = config, evaluations
+        self._number = self._count = 0
+
+    def connect(self, mailbox: Mailbox) -> None:
+        """Take what reaches the others, before the first save."""
+        self._mailbox = mailbox
 
     def begin(self, job: Job) -> None:
         """Begin a save: remove the messages of the one before, whose outcome all ranks know, since they have agreed to begin this one."""
-        before = job.number - 1
-        if self.rank == 0 and before > 0:
+        before = self._number
+        if self.rank == 0 and before:
             keys = [f"{before}/part/{rank}" for rank in range(self.size)]
-            keys += self._together.messages + self._evaluations(before)
+            keys += self._messages + self._evaluations(before)
             try:
                 self._mailbox.drop([*keys, f"{before}/own", f"{before}/outcome"])
             except StoreError as error:
                 warn(str(error))
-        self._together = Together(self._mailbox, job.number, self._config.commit_timeout_s)
+        self._number, self._count = job.number, 0
         if self.rank == 0:
             self._mailbox.post(f"{job.number}/own", job.own.digests())
 
@@ -83,7 +88,7 @@ class Ranks:
         return job.own.without(self._mailbox.wait(f"{job.number}/own", _OWN_S)) if self.rank else OwnState()
 
     def plan(self, planner: Planner, context: SaveContext, job: Job, guard: Guard | None) -> Plan:
-        """Choose the plan of a save on every rank; see `plan_together`."""
+        """Choose the plan of a save on every rank; see `Ranks.plan_together`."""
         if not job.exact:
             context = self._with_sums(context)
         measure, state = job.measure, context.state
@@ -94,31 +99,52 @@ class Ranks:
             return measure(owned_weights(state, weights))  # type: ignore[return-value]  # a tuple, of all ranks
 
         try:
-            return plan_together(
-                self._together, planner, context, measured, job.resume, guard=guard, leave=self.leave
-            )
+            return self.plan_together(planner, context, measured, job.resume, guard=guard)
         finally:
             self.leave()
 
+    def plan_together(
+        self,
+        planner: Planner,
+        save_context: SaveContext,
+        measure: Evaluate,
+        resume: ResumedSteps | None = None,
+        *,
+        guard: Guard | None = None,
+    ) -> Plan:
+        """Choose the plan of a save on every rank.
+
+        Args:
+            planner: its state is made the first rank's where it is another one, as after a failed save.
+            save_context: with this rank's tensors, and the sums of all ranks.
+            measure: the losses of all ranks, for this rank's part of a candidate.
+            resume: the losses of all ranks after some steps, from this rank's part of a state; None where some rank takes none.
+            guard: of this rank's tensors; None accepts all.
+
+        Raises:
+            StoreError: another rank has failed, or has come to another plan.
+        """
+        state = self.combine({"state": json.dumps(planner.state_dict(), sort_keys=True)}, _one_state)
+        if state["state"] is not None:
+            planner.load_state_dict(json.loads(state["state"]), restored=False)
+        plan = planner.plan(save_context, measure, resume, guard=guard, combine=self.combine)
+        self.leave()  # before it waits for the others' plans
+        return self._agreed(plan)
+
     def _with_sums(self, context: SaveContext) -> SaveContext:
         """Add what step sizes or thresholds depend on, summed over all ranks' weights."""
-        options, combine = self._config.scheme_options, self._together.combine
+        options = self._config.scheme_options
         if self._config.scheme == "auto":
             own = Auto(options=options, save_context=context).sums(context.state)
-            return replace(context, sums=WeightSums.from_json(combine(own.to_json(), added_sums)))
+            return replace(context, sums=WeightSums.from_json(self.combine(own.to_json(), added_sums)))
         if self._config.scheme == "inshrinkerator":
             scores = weights_of(context, options).sketches.to_json()
-            return replace(context, scores=combine(scores, added_scores))
+            return replace(context, scores=self.combine(scores, added_scores))
         return context
 
     def post_part(self, job: Job, message: Message) -> None:
         """Tell the first rank what this one has stored, or why it has not."""
         self._mailbox.post(f"{job.number}/part/{self.rank}", message)
-
-    def fail(self, error: Exception) -> Message:
-        """Tell the ranks that wait for this one's next message that there is none; returns the message in place of its part."""
-        self._together.fail(error)
-        return {"error": f"{type(error).__name__}: {error}"}
 
     def outcome(self, job: Job) -> Message:
         """Wait until the first rank says what has come of a save."""
@@ -138,6 +164,72 @@ class Ranks:
         self._mailbox.post(f"{job.number}/outcome", outcome)
         return outcome
 
+    # ---- messages of one plan: every rank makes the same calls in the same order
+
+    def combine(self, own: Message, reduce: Callable[[list[Message]], Message]) -> Message:
+        """Give every rank what the messages of all come to.
+
+        Args:
+            own: this rank's, in JSON primitives.
+            reduce: makes one message of those of all ranks.
+
+        Raises:
+            StoreError: a rank has failed, or has not sent its message in time.
+            EvaluationUnavailableError: a rank plans no longer.
+        """
+
+        def reduced(messages: list[Message]) -> Message:
+            left = next((one for one in messages if "left" in one), None)
+            return reduce(messages) if left is None else left
+
+        result = self._mailbox.combine(self._next(), own, reduced, timeout_s=self._config.commit_timeout_s)
+        if "left" in result:
+            raise EvaluationUnavailableError(result["left"])
+        return result
+
+    def _agreed(self, plan: Plan) -> Plan:
+        """End the planning, with one plan for all ranks: an exact one, where any rank has come to that.
+
+        Raises:
+            StoreError: a rank has failed, or the ranks have come to different plans.
+        """
+        self._post({"left": "another rank plans this save no longer"}, self._next())
+        own = {
+            "exact": plan.reason if plan.is_exact else None,
+            "explained": plan.is_explained,
+            "plan": [plan.scheme.name, plan.configuration, plan.reason],
+        }
+        agreed = self._mailbox.combine(self._last, own, _one_plan, timeout_s=self._config.commit_timeout_s)
+        if agreed["exact"] is None or plan.is_exact:
+            return plan
+        return exactly(agreed["exact"], is_explained=agreed["explained"])
+
+    def fail(self, error: Exception) -> Message:
+        """Tell the ranks that wait for this one's next message that there is none; returns the message in place of its part."""
+        message = {"error": f"on rank {self.rank}: {error}"}
+        for key in (self._next(), self._last):
+            self._post(message, key)
+        return {"error": f"{type(error).__name__}: {error}"}
+
+    @property
+    def _messages(self) -> list[str]:
+        """The keys of all messages, which everyone has read when the next save begins."""
+        keys = [*(f"{self._number}/plan/{index}" for index in range(self._count)), self._last]
+        return keys + [f"{key}/{rank}" for key in keys for rank in range(self.size)]
+
+    def _post(self, message: Message, key: str) -> None:
+        self._mailbox.post(f"{key}/{self.rank}", message)
+        if self.rank == 0:
+            self._mailbox.post(key, message)
+
+    def _next(self) -> str:
+        self._count += 1
+        return f"{self._number}/plan/{self._count - 1}"
+
+    @property
+    def _last(self) -> str:
+        return f"{self._number}/planned"
+
 
 class OwnedWeights(dict[str, torch.Tensor]):
     """Of a candidate, the whole tensors that one rank owns, by their names in the stored state.
@@ -154,7 +246,7 @@ class OwnedWeights(dict[str, torch.Tensor]):
 
 
 def owned_weights(state: TrainingState, model: Mapping[str, torch.Tensor]) -> OwnedWeights:
-    """Return a rank's part of a candidate, as `Probe.measure` takes it.
+    """Return a rank's part of a candidate, as `Probe` takes it.
 
     Args:
         state: what the rank owns.
@@ -173,83 +265,6 @@ def _key(spec: TensorSpec) -> str:
     return str(spec.tag.parameter if spec.block is None else spec.block.parameter)
 
 
-class Together:
-    """Combines messages of all ranks in one save; every rank makes the same calls in the same order.
-
-    Args:
-        mailbox: of the background thread.
-        number: of the save.
-        timeout_s: seconds that another rank has for a message, from when the first one has its own.
-    """
-
-    def __init__(self, mailbox: Mailbox, number: int, timeout_s: float) -> None:
-        self._mailbox, self._number, self._timeout_s = mailbox, number, timeout_s
-        self._count = 0
-
-    def combine(self, own: Message, reduce: Callable[[list[Message]], Message]) -> Message:
-        """Give every rank what the messages of all come to.
-
-        Args:
-            own: this rank's, in JSON primitives.
-            reduce: makes one message of those of all ranks.
-
-        Raises:
-            StoreError: a rank has failed, or has not sent its message in time.
-            EvaluationUnavailableError: a rank plans no longer.
-        """
-
-        def reduced(messages: list[Message]) -> Message:
-            left = next((one for one in messages if "left" in one), None)
-            return reduce(messages) if left is None else left
-
-        result = self._mailbox.combine(self._next(), own, reduced, timeout_s=self._timeout_s)
-        if "left" in result:
-            raise EvaluationUnavailableError(result["left"])
-        return result
-
-    def agree(self, plan: Plan) -> Plan:
-        """End the planning, with one plan for all ranks: an exact one, where any rank has come to that.
-
-        Raises:
-            StoreError: a rank has failed, or the ranks have come to different plans.
-        """
-        self._post({"left": "another rank plans this save no longer"}, self._next())
-        own = {
-            "exact": plan.reason if plan.is_exact else None,
-            "explained": plan.is_explained,
-            "plan": [plan.scheme.name, plan.configuration, plan.reason],
-        }
-        agreed = self._mailbox.combine(self._last, own, _one_plan, timeout_s=self._timeout_s)
-        if agreed["exact"] is None or plan.is_exact:
-            return plan
-        return exactly(agreed["exact"], is_explained=agreed["explained"])
-
-    def fail(self, error: Exception) -> None:
-        """Tell the ranks that wait for this one's next message."""
-        message = {"error": f"on rank {self._mailbox.rank}: {error}"}
-        for key in (self._next(), self._last):
-            self._post(message, key)
-
-    @property
-    def messages(self) -> list[str]:
-        """The keys of all messages, which everyone has read when the next save begins."""
-        keys = [*(f"{self._number}/plan/{index}" for index in range(self._count)), self._last]
-        return keys + [f"{key}/{rank}" for key in keys for rank in range(self._mailbox.size)]
-
-    def _post(self, message: Message, key: str) -> None:
-        self._mailbox.post(f"{key}/{self._mailbox.rank}", message)
-        if self._mailbox.rank == 0:
-            self._mailbox.post(key, message)
-
-    def _next(self) -> str:
-        self._count += 1
-        return f"{self._number}/plan/{self._count - 1}"
-
-    @property
-    def _last(self) -> str:
-        return f"{self._number}/planned"
-
-
 def _one_plan(messages: list[Message]) -> Message:
     exact = next((one for one in messages if one["exact"] is not None), None)
     if exact is not None:
@@ -260,38 +275,6 @@ def _one_plan(messages: list[Message]) -> Message:
                 f"the ranks have come to different plans: {messages[0]['plan']} on rank 0, {one['plan']} on rank {rank}"
             )
     return messages[0]
-
-
-def plan_together(
-    together: Together,
-    planner: Planner,
-    save_context: SaveContext,
-    measure: Evaluate,
-    resume: ResumedSteps | None = None,
-    *,
-    guard: Guard | None = None,
-    leave: Callable[[], None] = lambda: None,
-) -> Plan:
-    """Choose the plan of a save on every rank.
-
-    Args:
-        together: of this save.
-        planner: its state is made the first rank's where it is another one, as after a failed save.
-        save_context: with this rank's tensors, and the sums of all ranks.
-        measure: the losses of all ranks, for this rank's part of a candidate.
-        resume: the losses of all ranks after some steps, from this rank's part of a state; None where some rank takes none.
-        guard: of this rank's tensors; None accepts all.
-        leave: called when this rank measures no more, before it waits for the others' plans.
-
-    Raises:
-        StoreError: another rank has failed, or has come to another plan.
-    """
-    state = together.combine({"state": json.dumps(planner.state_dict(), sort_keys=True)}, _one_state)
-    if state["state"] is not None:
-        planner.load_state_dict(json.loads(state["state"]), restored=False)
-    plan = planner.plan(save_context, measure, resume, guard=guard, combine=together.combine)
-    leave()
-    return together.agree(plan)
 
 
 def _one_state(messages: list[Message]) -> Message:

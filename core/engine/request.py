@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shrinkpoint.engine.takeover import Adoption, Takeover
+from shrinkpoint.engine.handover import Adoption, Handover
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
@@ -190,7 +190,7 @@ class Job:
     exact: bool = False
     weights_only: bool = False
     blocked_s: float = 0.0
-    takeover: Takeover | None = None
+    handover: Handover | None = None
     """Of a planned save that training goes on from."""
 
     number: int = 0

@@ -40,6 +40,7 @@ Two calls take the same batches and the same random numbers; neither leaves a tr
 """
 
 _LOOK_EVERY_S = 0.2
+_PAUSE_S = 0.01
 _Answer = Sequence[tuple[float, ...]]
 _Request = Callable[[Evaluate | None, ResumedSteps | None], _Answer]
 """Called by the training thread with its evaluation and its resumed steps."""
@@ -76,6 +77,11 @@ def losses_of(value: Any) -> tuple[float, ...]:
 class EvaluationDesk:
     """Hands requests from one worker thread to one training thread."""
 
+    leaves_trace = False
+    """Whether an evaluation has changed what cannot be put back."""
+    takes_steps = True
+    """Whether there was always memory for the state that trial steps begin from."""
+
     def __init__(self) -> None:
         # taken by itself on the training thread: between a condition's own methods Ctrl-C may come
         self._lock = threading.RLock()
@@ -86,8 +92,54 @@ class EvaluationDesk:
         self._open = True
         self._closed = "training has ended"
         self._trace: TraceError | None = None  # of an evaluation, which is not made again
-        self.seconds = 0.0
+        self._served_s = 0.0
+        self._planning = False
+        self._evaluate: Evaluate | None = None
+        self._resumed: ResumedSteps | None = None
+
+    @property
+    def seconds(self) -> float:
         """Time that serving has taken from training so far."""
+        return self._served_s
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a save may still ask for something; of several ranks the same on every one."""
+        return self._planning
+
+    def begin(self, evaluate: Evaluate, resumed: ResumedSteps | None) -> None:
+        """Called by the training thread before a save that is measured: note what `look` calls."""
+        self._evaluate, self._resumed, self._planning = evaluate, resumed, True
+
+    def leave(self) -> None:
+        """Called by the worker: this save asks for nothing more."""
+        self._planning = False
+
+    def look(self, *, late: bool = False) -> tuple[float, bool]:
+        """Called by the training thread: serve the waiting request, if any; of several ranks a collective while `is_active`.
+
+        Args:
+            late: whether this rank waits no longer.
+
+        Returns:
+            The seconds that it took, and whether some rank waits no longer.
+        """
+        return self.serve(self._evaluate, self._resumed), late
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Called by the training thread: serve until the save asks for nothing more.
+
+        Returns:
+            False if it still may after `timeout_s` seconds.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.is_active:
+            served_s, is_late = self.look(late=deadline is not None and time.monotonic() >= deadline)
+            if is_late:
+                return False
+            if not served_s:
+                self.wait_for_request(_PAUSE_S)
+        return True
 
     def measure(self, weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
         """Called by the worker: wait until the training thread has evaluated `weights`.
@@ -190,7 +242,7 @@ class EvaluationDesk:
                 self._server = None
         seconds = time.perf_counter() - start
         with self._lock:
-            self.seconds += seconds
+            self._served_s += seconds
             if self._request is request:  # else nobody waits for it any more
                 self._answer = answer
             self._changed.notify_all()

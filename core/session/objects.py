@@ -28,7 +28,6 @@ from shrinkpoint.session.identity import (
 )
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.trained import Trained, load_trained
-from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.state.averages import live_tensors
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import load_stateful, scheduler_in, state_of, unwrapped
@@ -142,7 +141,7 @@ class LoopObjects(TrainingAdapter):
             self._begin()
             self._replaced += counted - self._counted()
 
-    def saver(self, settings: RunSettings) -> Saver | ShardedSaver:
+    def saver(self, settings: RunSettings) -> Saver:
         """Return the saver of these objects, with the options of their run."""
         return Saver(settings.stores, settings.saver, storage_options=settings.storage_options)
 
@@ -152,7 +151,7 @@ class LoopObjects(TrainingAdapter):
 
         return TrainingLog(self.model, self.given, options, stateful=self.stateful, **run)
 
-    def way_back(self, saver: Saver | ShardedSaver, manifest: Manifest | None) -> Callable[[], None]:
+    def way_back(self, saver: Saver, manifest: Manifest | None) -> Callable[[], None]:
         """Return a function that restores the present state: that of a checkpoint, or of a fresh start.
 
         Both are called on the first process alone, and call nothing that communicates with others.

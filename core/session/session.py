@@ -6,6 +6,7 @@ has is saved by that one, which decides for all then. Every method that is not m
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,10 +14,11 @@ from torch.nn import Module
 
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.engine.fitting import DryRestore
+from shrinkpoint.engine.handover import Adoption
+from shrinkpoint.engine.placement import Placement
 from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.engine.resume import resume_from
 from shrinkpoint.engine.retention import is_finite, lineage_of
-from shrinkpoint.engine.takeover import Adoption
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.io.loading import weights_of_step
@@ -34,8 +36,8 @@ from shrinkpoint.session.reports import BestCheckpoints, metrics_of
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.trained import Trained, load_trained
 from shrinkpoint.session.triggers import Schedule, Trigger
+from shrinkpoint.sharded.placement import ShardedPlacement, Targets, refuse_options
 from shrinkpoint.sharded.restoring import RANKS_KEY
-from shrinkpoint.sharded.saver import ShardedSaver, Targets, refuse_options
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.frozen import meta_filled
 from shrinkpoint.state.specs import whole_specs
@@ -55,13 +57,13 @@ _FAILED_S = 60.0
 
 
 class TrainingSession:
-    """Saves a training through a `Saver`, or of several processes a `ShardedSaver`, and continues it.
+    """Saves a training through a `Saver`, and continues it.
 
     Args:
         settings: the callback's options.
         adapter: of the training.
-        targets: of a sharded model, as of `ShardedSaver`; `restore` fills these tensors, so that what is wrong must be found before.
-        own: of a sharded model, as of `ShardedSaver`.
+        targets: of a sharded model, as of `ShardedPlacement`; `restore` fills these tensors, so that what is wrong must be found before.
+        own: of a sharded model, as of `ShardedPlacement`.
 
     Raises:
         ConfigError: an option is not for sharded models.
@@ -102,7 +104,7 @@ class TrainingSession:
         """The step log, if one is wanted, once training begins."""
         self.continued: int | None = None
         """The step of the checkpoint that was chosen to continue from; on the first rank."""
-        self._saver: Saver | ShardedSaver | None = None
+        self._saver: Saver | None = None
         self._taken = 0
         self._unreported: list[SaveReport] = []
         self.is_monitor_asked_for = True
@@ -160,22 +162,22 @@ class TrainingSession:
         self.settings = replace(self.settings, saver=replace(saver, adopt=saves))
 
     @property
-    def saver(self) -> Saver | ShardedSaver:
+    def saver(self) -> Saver:
         """The run's saver; made when it is first asked for, so that a callback can be copied to other processes before."""
         if self._saver is None:
             stores, config = self.settings.stores, self.settings.saver
             options = self.settings.storage_options
-            self._saver = (
-                ShardedSaver(
-                    stores,
-                    config,
-                    targets=self._targets or _new_tensors,
-                    own=self._own,
-                    copied=None if self.shards else _is_copied,
-                    storage_options=options,
-                )
-                if self.together
-                else Saver(stores, config, storage_options=options)
+            placement = partial(
+                ShardedPlacement,
+                targets=self._targets or _new_tensors,
+                own=self._own,
+                copied=None if self.shards else _is_copied,
+            )
+            self._saver = Saver(
+                stores,
+                config,
+                storage_options=options,
+                placement=placement if self.together else Placement,
             )
         return self._saver
 
@@ -436,7 +438,7 @@ class TrainingSession:
             On each rank that saves, later on some than on others; on other ranks nothing.
 
         Raises:
-            ShrinkpointError: as `ShardedSaver.poll`.
+            ShrinkpointError: as `Saver.poll`.
         """
         if self._saver is None or not (self.together or world().is_first):
             return []
@@ -542,7 +544,7 @@ class TrainingSession:
             Whether the step is saved, or being saved.
 
         Raises:
-            SaveFailedError, FencedError, CannotRepresentError: as `StateSaver.accept`.
+            SaveFailedError, FencedError, CannotRepresentError: as `Saver.accept`.
             StateMismatchError: a rank has other values than were stored.
         """
         self.trigger.saved()
@@ -686,7 +688,7 @@ class TrainingSession:
             Whether it was accepted.
 
         Raises:
-            SaveFailedError, FencedError, CannotRepresentError: as `StateSaver.accept`.
+            SaveFailedError, FencedError, CannotRepresentError: as `Saver.accept`.
             StateMismatchError: a rank has other values than were stored.
         """
         if adoption is not None:
@@ -770,7 +772,7 @@ class TrainingSession:
             self.warn_once(load_trained(self._stored["trained"], adapter.model, adapter.optimizers, url))
 
     def begin(self) -> None:
-        """Begin to save a training that is built and loaded: as `StateSaver.begin`, with its checks and probes.
+        """Begin to save a training that is built and loaded: as `Saver.begin`, with its checks and probes.
 
         Raises:
             ConfigError: as `HookStates.left_out`; on every rank.

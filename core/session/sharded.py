@@ -1,6 +1,7 @@
 """The objects of a hand-written loop that several processes run: what of their state each rank holds, and how it is filled again."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,12 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
+from shrinkpoint.saver import Saver
 from shrinkpoint.session.ddp import bucket_order, restore_buckets, stateful_hook
 from shrinkpoint.session.objects import LoopObjects
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.sharded.boxes import is_sharded
+from shrinkpoint.sharded.placement import ShardedPlacement
 from shrinkpoint.sharded.restoring import RANKS_KEY
-from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets, reshard
 from shrinkpoint.sharded.trees import own_of
 from shrinkpoint.state.rng import capture_rng, diverge_rng
@@ -95,15 +97,14 @@ class ShardedObjects(LoopObjects):
             writer="a Checkpointer",
         )
 
-    def saver(self, settings: RunSettings) -> ShardedSaver:
+    def saver(self, settings: RunSettings) -> Saver:
         """See `LoopObjects.saver`."""
-        return ShardedSaver(
+        placement = partial(ShardedPlacement, targets=self._targets, own=self.own, copied=self._copied)
+        return Saver(
             settings.stores,
             settings.saver,
-            targets=self._targets,
-            own=self.own,
-            copied=self._copied,
             storage_options=settings.storage_options,
+            placement=placement,
         )
 
     def state(self) -> dict[str, Any]:

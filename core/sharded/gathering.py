@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
+from shrinkpoint.engine.placement import NoMemoryError
 from shrinkpoint.errors import CannotRepresentError, StoreError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, Pieces
@@ -16,11 +17,7 @@ from shrinkpoint.state.snapshot import DeviceCopy, empty_tensors
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["Gathering", "NoMemoryError", "fingerprints"]
-
-
-class NoMemoryError(StoreError):
-    """A rank has too little memory for a save."""
+__all__ = ["Gathering", "fingerprints"]
 
 
 class _Prepared(NamedTuple):

@@ -81,132 +81,69 @@ class ProbedSave:
         return tensors, pieces
 
 
-class Probe:
-    """One rank's part in the evaluations.
+class Probe(EvaluationDesk):
+    """One rank's part in the evaluations; its losses are those of all ranks, the same on every one.
 
     Args:
         group: all ranks.
-        mailbox: to the others, for the training thread alone.
         patience_s: seconds that a rank whose evaluation has failed waits for the others to leave theirs.
     """
 
-    def __init__(self, group: Distributed, mailbox: Mailbox, *, patience_s: float) -> None:
-        self._group, self._mailbox, self._patience_s = group, mailbox, patience_s
-        self._desk = EvaluationDesk()
-        self._planning = False
+    def __init__(self, group: Distributed, *, patience_s: float) -> None:
+        super().__init__()
+        self._group, self._patience_s = group, patience_s
+        self.mailbox: Mailbox | None = None
+        """To the others, for the training thread alone."""
         self._save: ProbedSave | None = None
         self._fatal: Exception | None = None
         self._warned = False
         self._made: dict[int, int] = {}
-        self._began = 0.0
-        self.seconds = 0.0
+        self._began = self._first_s = 0.0
+
+    @property
+    def seconds(self) -> float:
         """Time that evaluations have taken from the first rank's training so far; the same on every rank."""
-        self.takes_steps = True
-        """Whether there was always memory for the state that trial steps begin from; the same on every rank."""
-        self.leaves_trace = False
-        """Whether an evaluation has changed what cannot be put back; the same on every rank."""
-
-    # ---- the background threads' side
-
-    def measure(self, weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-        """Wait until all ranks have evaluated a candidate, of which this rank gives what it owns, as `owned_weights`.
-
-        Returns:
-            The losses of all ranks; the same on every one.
-
-        Raises:
-            EvaluationUnavailableError: an evaluation has failed, a rank plans no longer, or this one's training has ended.
-        """
-        return self._desk.measure(weights)
-
-    def resume(self, tensors: object, marks: Sequence[int]) -> Sequence[tuple[float, ...]]:
-        """Wait until all ranks have trained from a state for some steps, and have come back.
-
-        Args:
-            tensors: what this rank owns of the state, by name.
-            marks: ascending numbers of optimizer steps, the same on every rank.
-
-        Returns:
-            The losses of all ranks after each; the same on every one.
-
-        Raises:
-            EvaluationUnavailableError: as `measure`.
-        """
-        return self._desk.resume(tensors, marks)
-
-    def leave(self) -> None:
-        """Note that this rank asks for no evaluation any more."""
-        self._planning = False
-
-    # ---- the training threads' side
+        return self._first_s
 
     @property
     def is_active(self) -> bool:
         """Whether a save is being planned; the same on every rank."""
         return self._save is not None
 
-    def begin(self, save: ProbedSave) -> None:
-        """A save is handed over that is measured; on every rank, before its background thread starts."""
+    def probe(self, save: ProbedSave) -> None:
+        """Begin a save that is measured; on every rank, before its background thread starts."""
         self._save, self._planning = save, True
 
-    def serve(self) -> float:
-        """Make the evaluation that all ranks wait for, if they do; a collective while a save is being planned.
+    def close(self, why: str = "training has ended") -> None:
+        """See `EvaluationDesk.close`; no collective."""
+        super().close(why)
+        self._save = None
 
-        Returns:
-            The seconds that it took.
+    def look(self, *, late: bool = False) -> tuple[float, bool]:
+        """See `EvaluationDesk.look`.
 
         Raises:
             ConfigError: an evaluation has failed on some ranks, and others are still in theirs.
             StoreError: the first rank is gone.
         """
-        return self._look()[0]
-
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """Serve until the save is planned; a collective.
-
-        Returns:
-            False if it is not after `timeout_s` seconds on some rank.
-
-        Raises:
-            ConfigError, StoreError: as `serve`.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._save is not None:
-            served_s, is_late = self._look(late=deadline is not None and time.monotonic() >= deadline)
-            if is_late:
-                return False
-            if not served_s:
-                self._desk.wait_for_request(_LONGEST_PAUSE_S / 10)
-        return True
-
-    def close(self) -> None:
-        """Evaluate no more; no collective."""
-        self._desk.close()
-        self._save = None
-
-    def reopen(self) -> None:
-        """Take requests again."""
-        self._desk.reopen()
-
-    def _look(self, *, late: bool = False) -> tuple[float, bool]:
         if self._save is None:
             return 0.0, False
-        state = _WAITING if self._desk.waiting else _PLANNING if self._planning else _IDLE
+        state = _WAITING if self.waiting else _PLANNING if self._planning else _IDLE
         most = self._group.most([state, -state, late])
         highest, lowest = most[0], -most[1]
         if lowest == _WAITING:
-            return self._evaluate(self._save), False
+            return self._served(self._save), False
         if highest == _WAITING and lowest == _IDLE:
-            return self._desk.serve(_refuse), False
+            return self.serve(_refuse), False
         if highest == _IDLE:
             self._save = None
         return 0.0, bool(most[2])
 
-    def _evaluate(self, save: ProbedSave) -> float:
+    def _served(self, save: ProbedSave) -> float:
         self._began = time.perf_counter()
-        seconds = self._desk.serve(
+        seconds = self.serve(
             lambda weights: self._losses(save, weights),
-            lambda tensors, marks: self._resumed(save, tensors, marks),
+            lambda tensors, marks: self._steps(save, tensors, marks),
         )
         if self._fatal is not None:
             fatal, self._fatal = self._fatal, None
@@ -233,7 +170,7 @@ class Probe:
         del values, tensors
         return self._of_all(save, own)[0]
 
-    def _resumed(self, save: ProbedSave, tensors: Any, marks: Sequence[int]) -> Sequence[Losses]:
+    def _steps(self, save: ProbedSave, tensors: Any, marks: Sequence[int]) -> Sequence[Losses]:
         assert save.resumed is not None
         try:
             found = self._spread(save, save.shards.owners, tensors)
@@ -278,7 +215,7 @@ class Probe:
         except Exception as error:
             self._fatal = error
             raise
-        self.seconds = together.get("seconds", self.seconds)
+        self._first_s = together.get("seconds", self._first_s)
         if "error" in together:
             self.leaves_trace |= bool(together.get("trace"))
             self._warn_failed(together["error"], own)
@@ -300,28 +237,29 @@ class Probe:
             ConfigError: an evaluation has failed, and a rank does not leave its own.
             StoreError: the first rank is gone.
         """
-        key, rank = _loss_key(save.number, save.evaluations), self._group.rank
+        key, rank, mailbox = _loss_key(save.number, save.evaluations), self._group.rank, self.mailbox
+        assert mailbox is not None
         if rank:
-            self._mailbox.post(f"{key}/{rank}", own)
-            return self._when_there(key, own)
+            mailbox.post(f"{key}/{rank}", own)
+            return self._when_there(mailbox, key, own)
         found = [own]
         for other in range(1, self._group.size):
             failed = next((one for one in found if "error" in one), {})
             try:
-                found.append(self._when_there(f"{key}/{other}", failed))
+                found.append(self._when_there(mailbox, f"{key}/{other}", failed))
             except ConfigError as error:
-                self._mailbox.post(key, {"error": str(error)})
+                mailbox.post(key, {"error": str(error)})
                 raise
-        seconds = self._desk.seconds + time.perf_counter() - self._began
+        seconds = self._served_s + time.perf_counter() - self._began
         together = self._combined(save, found) | {"seconds": seconds}
-        self._mailbox.post(key, together)
+        mailbox.post(key, together)
         return together
 
-    def _when_there(self, key: str, failed: Mapping[str, Any]) -> dict[str, Any]:
+    def _when_there(self, mailbox: Mailbox, key: str, failed: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message, for which less time is left where an evaluation is known to have failed."""
         limit_s = self._patience_s if "error" in failed else _LONGEST_S
         deadline, pause_s = time.monotonic() + limit_s, _FIRST_LOOK_S
-        while not self._mailbox.has(key):
+        while not mailbox.has(key):
             if time.monotonic() >= deadline:
                 what = f"it has failed on a rank ({failed['error']})" if failed else "it is over on this one"
                 raise ConfigError(
@@ -330,7 +268,7 @@ class Probe:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return self._mailbox.wait(key, self._patience_s)
+        return mailbox.wait(key, self._patience_s)
 
     def _combined(self, save: ProbedSave, found: list[dict[str, Any]]) -> dict[str, Any]:
         for rank, one in enumerate(found):

@@ -54,6 +54,11 @@ class Decoded:
     owners: Mapping[str, tuple[TensorSpec, int]]
 
     @property
+    def manifest(self) -> Manifest:
+        """The checkpoint."""
+        return self.plan.manifest
+
+    @property
     def own_state(self) -> TrainingState:
         """The tensors that this rank owns, and what an exact save carries of these."""
         specs = {name: spec for name, (spec, _) in self.owners.items() if name in self.values}

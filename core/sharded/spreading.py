@@ -13,7 +13,7 @@ from shrinkpoint.sharded.layout import Layout, block_box, owned_boxes
 from shrinkpoint.state.digest import state_digest, tensor_digest
 from shrinkpoint.state.training import TensorSpec, TrainingState
 
-__all__ = ["Shards", "moved_to", "spread"]
+__all__ = ["Owners", "Shards", "moved_to", "spread"]
 
 Owners = Mapping[str, tuple[TensorSpec, int]]
 

@@ -35,7 +35,7 @@ from gpt import GPTConfig
 from torch import Tensor, nn
 
 import shrinkpoint
-import shrinkpoint.saver
+import shrinkpoint.engine.placement
 from shrinkpoint.engine.warmup import compile_coders, is_compiled
 from shrinkpoint.sharded.exchange import ExchangePlan
 
@@ -419,7 +419,7 @@ def restore(options: Namespace) -> None:
                     training.timed(options.steps, checkpointer.step)
                     checkpointer.save(training.done, wait=True)
                 reports = checkpointer.reports()
-            with replaced(shrinkpoint.saver, "decode_checkpoint", timed(decoding)):
+            with replaced(shrinkpoint.engine.placement, "decode_checkpoint", timed(decoding)):
                 for index, report in enumerate(reports):
                     size, decoding[0] = sum(one.bytes for one in reports[: index + 1]) / 1e6, 0.0
                     other = Training(options)

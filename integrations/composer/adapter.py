@@ -134,7 +134,7 @@ class ComposerAdapter(TrainingAdapter):
         return {"state": {**self.followed()["state"], "optimizers": stored["optimizers"]}}
 
     def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-        """Return the tensors that a restore of a sharded model fills, as of `ShardedSaver`."""
+        """Return the tensors that a restore of a sharded model fills, as of `ShardedPlacement`."""
         module = self.model
         reshard(module)
         names = parameter_names(module)

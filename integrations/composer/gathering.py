@@ -16,7 +16,6 @@ from shrinkpoint.integrations.composer.adapter import ComposerAdapter
 from shrinkpoint.integrations.composer.state import parameter_names
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.swap import swapped_weights
-from shrinkpoint.saver import Saver
 from shrinkpoint.session.probe import LossProbe
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.state.stateful import named_buffers, named_parameters
@@ -51,7 +50,7 @@ class GatheringSession(TrainingSession):
     def evaluation_wanted(self) -> bool:
         """Whether the first rank waits for an evaluation."""
         saver = self.saver
-        return self._gathers and world().is_first and isinstance(saver, Saver) and saver.evaluation_wanted
+        return self._gathers and world().is_first and not saver.together and saver.evaluation_wanted
 
     def evaluate(self) -> None:
         """Make the evaluation that the first rank waits for; on every rank."""

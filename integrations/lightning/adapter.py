@@ -155,7 +155,7 @@ class LightningAdapter(TrainingAdapter):
         return {**self.followed(), "optimizer_states": [each.state_dict() for each in self.optimizers]}
 
     def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-        """Return the tensors that a restore of a sharded model fills, as of `ShardedSaver`."""
+        """Return the tensors that a restore of a sharded model fills, as of `ShardedPlacement`."""
         self.found = Targets(
             self.module,
             self.trainer.optimizers,

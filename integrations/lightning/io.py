@@ -27,7 +27,6 @@ from shrinkpoint.saver import Saver
 from shrinkpoint.session.reports import metrics_of
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.sharded.restoring import RANKS_KEY
-from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import reshard
 from shrinkpoint.state.stateful import own_names, without_functions
 from shrinkpoint.state.tree import encode_tree
@@ -189,7 +188,7 @@ class RunCheckpointIO(CheckpointIO):
 
 
 def load_checkpoint(
-    address: Address, saver: Saver | ShardedSaver, *, adopt: bool = True, shards: bool = False
+    address: Address, saver: Saver, *, adopt: bool = True, shards: bool = False
 ) -> dict[str, Any]:
     """Decode one checkpoint of a run; on every rank.
 

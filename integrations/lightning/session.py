@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +26,7 @@ from shrinkpoint.integrations.lightning.resume import (
 )
 from shrinkpoint.optimizers.objects import put_back_objects
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
+from shrinkpoint.saver import Saver
 from shrinkpoint.session.adapter import SESSION
 from shrinkpoint.session.continuing import require_same_training
 from shrinkpoint.session.gradients import require_fresh_gradients
@@ -32,7 +34,7 @@ from shrinkpoint.session.identity import rounded_weights, scheduler_classes
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.trained import load_trained
 from shrinkpoint.session.triggers import Trigger
-from shrinkpoint.sharded.saver import ShardedSaver
+from shrinkpoint.sharded.placement import ShardedPlacement
 from shrinkpoint.state.stateful import load_optimizer, plain_names, put_back_dtypes
 from shrinkpoint.warn import warn
 
@@ -116,7 +118,10 @@ class Session:
         trainer, shards = self.adapter.trainer, self.run.shards
         self.run.refer_to(trainer.lightning_module)
         ours = address.url == self.settings.run.url
-        saver = self.run.saver if ours else ShardedSaver(address.url, targets=self.adapter.targets, own=dict)
+        saver = self.run.saver
+        if not ours:
+            placement = partial(ShardedPlacement, targets=self.adapter.targets, own=dict)
+            saver = Saver(address.url, placement=placement)
         checkpoint = load_checkpoint(address, saver, adopt=ours and self._active, shards=shards)
         if shards:
             self._load_shards(trainer, checkpoint, address.url)

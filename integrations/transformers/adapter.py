@@ -96,7 +96,7 @@ class TransformersAdapter(TrainingAdapter):
         require_own_run(state, self.model, self._settings.run.url)
 
     def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-        """Return the tensors that a restore of a sharded model fills, as of `ShardedSaver`."""
+        """Return the tensors that a restore of a sharded model fills, as of `ShardedPlacement`."""
         self.found = Targets(
             self.model,
             [*self.optimizers],

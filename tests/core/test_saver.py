@@ -232,13 +232,13 @@ def test_host_memory_is_one_snapshot_and_one_of_what_the_reader_holds(loop, monk
     for _ in range(3):
         loop.train()
         loop.save(wait=True)
-        buffers.add(frozenset(t.data_ptr() for t in loop.saver._snapshotter._buffers.values()))
-    count = len(loop.saver._snapshotter._buffers)
+        buffers.add(frozenset(t.data_ptr() for t in loop.saver._placement.snapshotter._buffers.values()))
+    count = len(loop.saver._placement.snapshotter._buffers)
     assert peaks == [*range(count)][::-1] * 2
     assert len(buffers) == 1
     reference = loop.saver._background.link.reference
     nbytes = sum(plane.nbytes for one in reference.values() for plane in one.planes.values())
-    assert nbytes == sum(t.nbytes for t in loop.saver._snapshotter._buffers.values())
+    assert nbytes == sum(t.nbytes for t in loop.saver._placement.snapshotter._buffers.values())
 
 
 def test_blocked_time_is_told(loop):
@@ -398,8 +398,8 @@ def test_a_restore_while_a_save_is_under_way_is_what_the_next_save_continues(obj
     loop.save(evaluate=loop.evaluate, wait=True)
     loop.train()
     loop.save(evaluate=loop.evaluate)
-    back = loop.saver.restore(1)
     assert loop.saver.busy  # nobody has evaluated yet
+    back = loop.saver.restore(1)
     loop.train()
     loop.save(evaluate=loop.evaluate, wait=True)
     newest = loop.saver.store.manifests()[0]

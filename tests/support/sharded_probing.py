@@ -71,7 +71,7 @@ def shards_and_whole(rank: int, world: int, url: str, kind: str, limit: int | No
         advanced=shrinkpoint.Advanced(busy="wait", threads=1),
     )
     if limit is not None:
-        checkpointer.saver._limit = limit
+        checkpointer.saver._placement.limit = limit
     checkpointer.resume()
     for step in range(1, 5):
         train(model, optimizer, step)
@@ -213,7 +213,7 @@ def stepped(rank: int, world: int, url: str, kind: str, limit: int | None = None
         ),
     )
     if limit is not None:
-        checkpointer.saver._limit = limit
+        checkpointer.saver._placement.limit = limit
     checkpointer.resume()
     for step in range(1, 3):
         train(model, optimizer, step)
@@ -310,7 +310,7 @@ def steps_failing(rank: int, world: int, url: str, how: str) -> Any:
                 **TRIAL,
             ),
         )
-        checkpointer.saver._probe._patience_s = 2.0  # type: ignore[union-attr]  # instead of 300
+        checkpointer.saver._desk._patience_s = 2.0  # instead of 300
         checkpointer.resume()
         for step in range(1, 4):
             train(model, optimizer, step)
@@ -367,7 +367,7 @@ def failing(rank: int, world: int, url: str, how: str) -> Any:
             evaluate=evaluate,
             advanced=shrinkpoint.Advanced(busy="wait", threads=1),
         )
-        checkpointer.saver._probe._patience_s = 2.0  # type: ignore[union-attr]  # instead of 300
+        checkpointer.saver._desk._patience_s = 2.0  # instead of 300
         checkpointer.resume()
         for step in range(1, 4):
             now[:] = [step]

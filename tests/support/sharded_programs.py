@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.sharded.gathering import Gathering
-from shrinkpoint.sharded.saver import ShardedSaver
+from shrinkpoint.sharded.placement import ShardedPlacement
 from shrinkpoint.state.training import Role, Tag
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import BlobRef
@@ -60,7 +61,9 @@ def hop(
         advanced=shrinkpoint.Advanced(busy="wait", threads=1, key_every=99),
     )
     if limit is not None and kind != "plain":
-        checkpointer.saver._limit = limit  # blocks of so many elements, as large tensors are stored in
+        checkpointer.saver._placement.limit = (
+            limit  # blocks of so many elements, as large tensors are stored in
+        )
     start = checkpointer.resume()
     if start:
         wanted, found = torch.load(true, weights_only=True), full_state(model, opt)
@@ -414,7 +417,8 @@ def first_checkpoint(rank: int, world: int, url: str, after_another: bool) -> fl
         return Tag(role=Role.WEIGHT, parameter="/".join(path))
 
     config = SaverConfig(scheme="auto", busy="wait")
-    saver = ShardedSaver(url, config, targets=lambda specs: {}, own=dict)
+    placement = partial(ShardedPlacement, targets=lambda specs: {}, own=dict)
+    saver = shrinkpoint.Saver(url, config, placement=placement)
     saver.check()
     generator = torch.Generator().manual_seed(0)
     weight, other = (torch.randn(256, 256, generator=generator) / 16 for _ in range(2))

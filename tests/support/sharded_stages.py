@@ -125,5 +125,5 @@ def tensor_parallel(rank: int, world: int, url: str) -> Any:
     for step in (1, 2):
         train(model, optimizer, step)
         checkpointer.save(step, wait=True)
-    layout = checkpointer.saver._layout
+    layout = checkpointer.saver._placement.layout
     return len(layout.unproven), [(report.step, report.kind) for report in checkpointer.reports()]

@@ -17,7 +17,7 @@ from support.adopting import EVERY, OPTIMIZERS, STEPS, Training, truth
 from support.matrices import some_fast
 
 import shrinkpoint
-from shrinkpoint.engine.takeover import unsuitable
+from shrinkpoint.engine.handover import unsuitable
 from shrinkpoint.engine.under_way import WaitingShare
 from shrinkpoint.errors import ConfigError, SaveFailedError, ShrinkpointWarning, StoreError
 from shrinkpoint.state.training import TrainingState, plain

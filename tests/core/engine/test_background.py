@@ -12,6 +12,7 @@ from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.request import Job
 from shrinkpoint.errors import RunMismatchError, ShrinkpointWarning
+from shrinkpoint.group.group import Alone
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.store.run import RunStore
 
@@ -42,6 +43,11 @@ class Training:
         state = capture(self.model, self.optimizer)
         job = Job(snapshot=Snapshot(state, 0.5), step=self.steps, blocked_s=0.5, **options)
         return self.background.commit(job)
+
+    def adopt(self, manifest, decoded):
+        self.background.adopt(
+            manifest, decoded.reference, decoded.state, group=Alone(), read=pytest.fail
+        )  # an exact save alone, of a training that adopts, reads another checkpoint
 
 
 def test_the_report_stands_in_the_manifest(objects):
@@ -97,7 +103,7 @@ def test_an_anchor_is_built_on_after_its_manifest_is_gone_and_after_a_resume(obj
             training.chain.close()
             manifest, decoded = of_newest(training.store)
             training.start()
-            training.background.adopt(manifest, decoded.reference, decoded.state)
+            training.adopt(manifest, decoded)
         training.commit(measure=nearly_flat)
         (manifest,) = training.store.manifests()
         lengths.append(len(manifest.chain))
@@ -159,7 +165,7 @@ def test_levels_share_no_dither_with_an_anchor_from_before_a_restore(objects):
         if step == 3:
             manifest, decoded = of_newest(training.store)
             training.background.forget()
-            training.background.adopt(manifest, decoded.reference, decoded.state)
+            training.adopt(manifest, decoded)
         training.commit(measure=nearly_flat)
         seeds.append(seeds_of(training.store, "log-levels"))
     assert seeds[0] == seeds[1] == seeds[2]
@@ -189,7 +195,7 @@ def seeds_of_a_chain(objects, codec, **options):
             newest = training.store.manifests()[0]
             decoded = decode_checkpoint(training.store, newest)
             training.background.forget()
-            training.background.adopt(newest, decoded.reference, decoded.state)
+            training.adopt(newest, decoded)
         training.commit(measure=nearly_flat)
         seeds.append(seeds_of(training.store, codec))
     assert all(len(set(chosen)) == len(chosen) > 1 for chosen in seeds)
@@ -214,7 +220,7 @@ def test_a_dither_begins_anew_after_a_checkpoint_that_is_exact(objects, resumed)
     if resumed:
         newest = training.store.manifests()[0]
         decoded = decode_checkpoint(training.store, newest)
-        training.background.adopt(newest, decoded.reference, decoded.state)
+        training.adopt(newest, decoded)
     training.commit(exact=True)
     assert seeds_of(training.store) == []
     assert training.commit(measure=nearly_flat).kind == "delta"

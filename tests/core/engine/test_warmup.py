@@ -14,10 +14,11 @@ import torch
 from support.training import TinyMLP
 
 from shrinkpoint.checkpointer import Checkpointer
+from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine import warmup
 from shrinkpoint.engine.warmup import Warmup
-from shrinkpoint.saver import Saver, decode_checkpoint
+from shrinkpoint.saver import Saver
 
 WAITS = "import time; time.sleep(600)"
 FAILS = "import sys; print('no room', file=sys.stderr); sys.exit(3)"
@@ -244,7 +245,7 @@ def test_a_restore_has_the_cache_for_itself(child, tmp_path: Path, monkeypatch: 
         seen.append(saver._warmup._child)
         return decode_checkpoint(*arguments, **options)
 
-    monkeypatch.setattr("shrinkpoint.saver.decode_checkpoint", decode)
+    monkeypatch.setattr("shrinkpoint.engine.placement.decode_checkpoint", decode)
     saver.check()
     before = saver._warmup._child
     assert before is not None

@@ -13,7 +13,7 @@ import support.baseline_schemes  # noqa: F401 - for a scheme of theirs
 import torch
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.engine.ranks import Together, plan_together
+from shrinkpoint.engine.ranks import Ranks
 from shrinkpoint.errors import StoreError
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.optimizers.updates import OptimizerKind, Updates
@@ -126,16 +126,18 @@ def planned(
         planner = Planner(config, lambda: 0.0, clock=lambda: 0.0, warns=False)
         prepare(rank, planner)
         guard: Any = Refusing(f"rank {rank} refuses" if rank == refuses else None)
-        together = Together(Messages(kept, rank, world), 1, config.commit_timeout_s)
+        messages = Messages(kept, rank, world)
+        ranks = Ranks(messages, config, bool, lambda number: [], lambda state: state)  # type: ignore[arg-type]
+        ranks.connect(messages)
 
         def measure(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
             action(rank)
             return losses.measure(rank, weights)
 
         try:
-            found[rank] = plan_together(together, planner, contexts[rank], measure, guard=guard)
+            found[rank] = ranks.plan_together(planner, contexts[rank], measure, guard=guard)
         except Exception as error:  # noqa: BLE001 - compared
-            together.fail(error)
+            ranks.fail(error)
             found[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]

@@ -1,4 +1,4 @@
-"""Where the training thread takes over the values that the background has quantized."""
+"""Hands the values that the background has quantized to the training thread, which goes on from them."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["Adoption", "NotAdoptedError", "Takeover", "unsuitable"]
+__all__ = ["Adoption", "Handover", "NotAdoptedError", "unsuitable", "write"]
 
 
 class NotAdoptedError(ShrinkpointError):
@@ -23,7 +23,7 @@ class Adoption:
     """What an integration gives for a planned save, from which training goes on.
 
     Examples:
-        >>> from shrinkpoint.engine.takeover import Adoption
+        >>> from shrinkpoint.engine.handover import Adoption
         >>> Adoption(live=lambda: {"model": model.state_dict()}, settings={"every": 500}).settings["every"]
         500
     """
@@ -34,23 +34,16 @@ class Adoption:
     """What determines at which steps saves are planned; noted with each checkpoint, so that a change is reported."""
 
 
-class Takeover:
+class Handover:
     """Hands restored values from the worker to the waiting training thread, which writes them into its tensors.
 
     Args:
-        live: the training's tensors by name.
-        exactly: those that cannot be written to, with the reason; they are stored exactly.
+        exactly: tensors that cannot be written to, with the reason; they are stored exactly.
         settings: see `Adoption.settings`.
         waited_s: seconds that training waited for the save before.
     """
 
-    def __init__(
-        self,
-        live: Mapping[str, torch.Tensor],
-        exactly: Mapping[str, str],
-        settings: Mapping[str, JSON],
-        waited_s: float,
-    ) -> None:
+    def __init__(self, exactly: Mapping[str, str], settings: Mapping[str, JSON], waited_s: float) -> None:
         self.exactly = dict(exactly)
         self.settings = dict(settings)
         self.waited_s = waited_s
@@ -58,7 +51,6 @@ class Takeover:
         """How long training has waited, without evaluations; known once `offer` returns."""
         self.taken: tuple[str, ...] = ()
         """The tensors that have been given other values; in one order."""
-        self._live = live
         self._changed = threading.Condition()
         self._values: Mapping[str, torch.Tensor] | None = None
         self._outcome: str | None = None
@@ -89,34 +81,9 @@ class Takeover:
 
     # ---- the training's side
 
-    def wait(self, serve: Callable[[], float], *, started: float) -> bool:
-        """Serve evaluations until there are values, and write them into the live tensors.
-
-        Args:
-            serve: makes the evaluation that is asked for, if any; returns its seconds.
-            started: `time.perf_counter` of when the training began to wait.
-
-        Returns:
-            Whether the training has taken something over.
-        """
-        try:
-            values = self.values(serve)
-            if values is None:
-                return False
-            write(self._live, values)
-            self.accept(tuple(values), started=started)
-            return True
-        finally:
-            self.leave()
-
-    def values(self, serve: Callable[[], float] = lambda: 0.0) -> Mapping[str, torch.Tensor] | None:
-        """Serve evaluations until there are values; None where there are none.
-
-        Args:
-            serve: as of `wait`.
-        """
-        while not self.is_settled(0.002):
-            self.note_served(serve())
+    @property
+    def values(self) -> Mapping[str, torch.Tensor] | None:
+        """What was offered; None where there is nothing."""
         with self._changed:
             return self._values
 
@@ -136,7 +103,7 @@ class Takeover:
 
         Args:
             names: of the tensors.
-            started: as of `wait`.
+            started: `time.perf_counter` of when the training began to wait.
         """
         self.taken = names
         self.seconds = time.perf_counter() - started - self._served
@@ -145,7 +112,6 @@ class Takeover:
     def leave(self) -> None:
         """Stop waiting; if no values were accepted, `offer` raises."""
         self._finish("left")
-        self._live = {}
 
     def _finish(self, outcome: str) -> None:
         with self._changed:

@@ -1,0 +1,193 @@
+"""Where the tensors of a training are: in one process here, which trains alone; `shrinkpoint.sharded.placement` has several."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from shrinkpoint.coding.selective import Decoded, decode_checkpoint
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.engine.background import Background
+from shrinkpoint.engine.chain import Chain
+from shrinkpoint.engine.handover import Adoption, Handover, unsuitable, write
+from shrinkpoint.engine.ranks import Ranks
+from shrinkpoint.engine.request import Job
+from shrinkpoint.errors import StoreError
+from shrinkpoint.group.ending import Ending
+from shrinkpoint.group.group import Alone, Group
+from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, ResumedSteps
+from shrinkpoint.schemes.base import ReferenceState
+from shrinkpoint.state.snapshot import Snapshot, Snapshotter
+from shrinkpoint.state.training import Describe, TensorSpec, TrainingState
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.run import RunStore
+
+__all__ = ["Found", "NoMemoryError", "Placed", "Placement"]
+
+
+class NoMemoryError(StoreError):
+    """A process has too little memory for a save."""
+
+
+class Found(Protocol):
+    """What one process has decoded of a checkpoint."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The checkpoint."""
+
+    @property
+    def reference(self) -> Mapping[str, ReferenceState]:
+        """What a reader of it holds."""
+
+    @property
+    def own_state(self) -> TrainingState:
+        """The tensors that this process will code."""
+
+
+class Placed:
+    """A captured state, of which a save takes a snapshot.
+
+    Args:
+        state: with the training's own tensors.
+        placement: where they are.
+    """
+
+    is_new = False
+    """Whether this process holds other tensors than at the save before."""
+
+    def __init__(self, state: TrainingState, placement: "Placement") -> None:
+        self.state, self._placement = state, placement
+
+    def snapshot(self, background: Background, *, new: bool) -> Snapshot:
+        """Copy what this process codes; of several a collective.
+
+        Args:
+            background: that codes it.
+            new: whether a process `is_new`.
+
+        Raises:
+            NoMemoryError: a rank has too little memory; on every rank.
+        """
+        return self._placement.snapshotter.take(self.state)
+
+    def begin(self, background: Background, step: int) -> None:
+        """Let the background count the weights' movement from this state; of several processes a collective."""
+        snapshot = self.snapshot(background, new=True)
+        background.begin(snapshot.wait(), step, lasting=snapshot.lasting)
+
+    def gradients(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy the gradients of what this process codes to the host."""
+        return {name: value.detach().to("cpu", copy=True) for name, value in given.items()}
+
+    def measure(self, number: int, evaluate: Evaluate, resumed: ResumedSteps | None) -> None:
+        """Note how the save of this number is measured."""
+        self._placement.desk.begin(evaluate, resumed)
+
+    def handover(self, adoption: Adoption, describe: Describe, waited_s: float) -> Handover:
+        """Return what the restored values come by; of several processes a collective."""
+        again = TrainingState.capture(adoption.live(), describe)
+        return Handover(unsuitable(self.state, again.tensors), adoption.settings, waited_s)
+
+    def write(self, names: list[str], values: Mapping[str, torch.Tensor]) -> None:
+        """Write restored values into the training's tensors; of several processes a collective.
+
+        Args:
+            names: of all that are written.
+            values: those that this process has coded.
+        """
+        write(self.state.tensors, values)
+
+
+class Placement:
+    """One process, which trains alone and has every tensor in whole.
+
+    Args:
+        store: the run.
+        config: how to save.
+    """
+
+    together = False
+    """Whether several processes save together, each of which codes a part."""
+    leads_node = True
+    """Whether this process warns and compiles for its node."""
+    group: Group
+    desk: EvaluationDesk
+    ranks: Ranks | None = None
+    is_checked = True
+    """Whether saves are possible: several processes `check` first."""
+
+    def __init__(self, store: RunStore, config: SaverConfig) -> None:
+        self.store, self.config = store, config
+        self.group, self.desk, self.snapshotter = Alone(), EvaluationDesk(), Snapshotter()
+
+    def check(self, url: str, chain: Chain | None) -> None:
+        """Make sure that the store can be written; of several processes a collective.
+
+        Args:
+            url: the run's, as given.
+            chain: of the run; None on other ranks than the first.
+        """
+        if chain is not None:
+            chain.open()
+
+    def ending(self) -> Ending | None:
+        """By which several processes agree where to end; a collective."""
+        return None
+
+    def place(self, state: TrainingState, frozen: Mapping[str, str]) -> Placed:
+        """Return a captured state as this process has it.
+
+        Args:
+            state: with live tensors.
+            frozen: digests of what it refers to, by name.
+        """
+        return Placed(state, self)
+
+    def sealed(self, job: Job) -> Job:
+        """Return a save with what else of it is this process's own."""
+        return job
+
+    def start_over(self) -> None:
+        """Forget where the training began."""
+
+    # ---- restoring
+
+    def require_references(self, state: TrainingState) -> None:
+        """Raise where a state refers to frozen tensors and no model was given."""
+
+    def newest(self) -> Found | None:
+        """Read and decode the newest sound checkpoint; of several processes a collective."""
+        found = self.store.newest_readable(self._decode)
+        return None if found is None else found[1]
+
+    def read(self, choose: Callable[[], Manifest]) -> Found:
+        """Read and decode one checkpoint; of several processes a collective.
+
+        Args:
+            choose: gives it, on the first rank.
+        """
+        return self._decode(choose())
+
+    def _decode(self, manifest: Manifest) -> "_Whole":
+        return _Whole(manifest, decode_checkpoint(self.store, manifest, threads=self.config.encoder_threads))
+
+    def loaded(
+        self,
+        found: Found,
+        filled: Callable[[TrainingState], TrainingState],
+        keep: Callable[[TensorSpec], bool],
+    ) -> TrainingState:
+        """Return the state of what was decoded; of several processes a collective.
+
+        Args:
+            found: by this process.
+            filled: puts frozen tensors in the place of references.
+            keep: which tensors `found` still has afterwards.
+        """
+        return filled(found.own_state)
+
+
+class _Whole:
+    def __init__(self, manifest: Manifest, decoded: Decoded) -> None:
+        self.manifest, self.reference, self.own_state = manifest, decoded.reference, decoded.state
