@@ -126,9 +126,9 @@ def journey(rank: int, world: int, url: str, stop: int | None = None, adopts: bo
     With ``adopts=False`` it stores what it would with adoption, and goes on from its own values: nothing else differs.
     """
     if not adopts:
-        from shrinkpoint.sharded import saver
+        from shrinkpoint.sharded import placement
 
-        saver.spread = lambda *arguments, **named: None
+        placement.spread = lambda *arguments, **named: None
     replica = Replica(rank, world, url).run(stop or STEPS)
     if stop is not None:
         replica.checkpointer.flush()
