@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,21 +13,18 @@ import torch
 from torch import nn
 
 from shrinkpoint.config import Advanced, whereabouts
-from shrinkpoint.engine.handover import Adoption
-from shrinkpoint.engine.request import SaveRequest, check_metrics, plain_step
-from shrinkpoint.engine.resume import ResumePolicy, resume_from
+from shrinkpoint.engine.request import check_metrics, plain_step
+from shrinkpoint.engine.resume import ResumePolicy
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.ending import Ending
-from shrinkpoint.group.group import await_all, world
-from shrinkpoint.io.loading import weights_of_step
-from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps
-from shrinkpoint.quality.resumed_steps import UntilFailure
+from shrinkpoint.group.group import Alone, await_all, world
+from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
 from shrinkpoint.runtime.threads import Turns, in_turn
 from shrinkpoint.session.objects import LoopObjects, Stateful
-from shrinkpoint.session.probe import LossProbe, StepProbe, reporting
+from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.sharded import CopiedObjects, ShardedObjects, has_shards, refuse_deepspeed
 from shrinkpoint.store.connect import StorageOptions
@@ -184,17 +180,22 @@ class Checkpointer:
                 raise ConfigError(
                     "evaluate= was given on some processes and not on others: give it on all, each with batches of its own"
                 )
-        self._objects = kind(model, optimizer, stateful, evaluate, train_loss, clip_grad_norm, settings.url)
-        self._losses = LossProbe(self._objects, together=lambda: copied or sharded, shards=sharded)
-        self._losses.kept.see_training(0)  # the loop's functions know batches by their numbers
-        self._tries = train_loss is not None and config.scheme != "lossless" and config.probe_steps > 0
-        self._steps = StepProbe(self._losses, steps=config.probe_steps if self._tries else 0)
-        for number in range(config.probe_steps):
-            self._steps.recent.see(number)
-        self._warn_once, self._until_failure = cache(warn), UntilFailure(warn)
-        self._every = every
-        self._settings = {"every": every, "clip_grad_norm": clip_grad_norm}
-        self._policy = resume
+        objects = kind(model, optimizer, stateful, evaluate, train_loss, clip_grad_norm, settings.url)
+        if step_log is not None and (sharded or (several and not copied)):
+            raise ConfigError(
+                "step_log= needs one process, or a DistributedDataParallel that every process gives to a Checkpointer as"
+                " the model, and no shards (FSDP2): leave it out elsewhere, or use the callbacks of Lightning and Composer"
+            )
+        shares: dict[str, Any] = {"group": Alone}
+        if isinstance(objects, ShardedObjects):
+            shares = {"targets": objects.targets, "own": objects.own, "copied": objects.copied}
+        self._objects, self._run = objects, TrainingSession(settings, objects, **shares)
+        objects.session = run = self._run
+        run.trained.begin(objects.model, objects.optimizers)
+        run.probe.kept.see_training(0)  # the loop's functions know batches by their numbers
+        for number in range(run.probe_steps if train_loss is not None else 0):
+            run.steps.recent.see(number)
+        self._every = objects.every = every
         self._last_step: int | None = None
         self._last_metrics: Mapping[str, float] | None = None
         self._saved_step: int | None = None
@@ -205,28 +206,11 @@ class Checkpointer:
         self._termination = TerminationRequest(more=signals_of(config.signals), answered=self._pace.expected)
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
-        self.step_log: TrainingLog | None = None
-        """The step log; None without one."""
-        if settings.step_log is not None:
-            if sharded or (several and not copied):
-                raise ConfigError(
-                    "step_log= needs one process, or a DistributedDataParallel that every process gives to a Checkpointer as"
-                    " the model, and no shards (FSDP2): leave it out elsewhere, or use the callbacks of Lightning and Composer"
-                )
-            self.step_log = self._objects.step_log(
-                settings.step_log,
-                run_url=settings.stores,
-                storage_options=storage_options,
-                config=config,
-                read_base=lambda step: weights_of_step(settings.stores, step, storage_options),
-            )
-        self._committed = 0
-        self._overdue = self._warned_of_monitor = self._lacked = False
-        self.saver = self._objects.saver(settings)
+        self._overdue = False
+        self.saver = run.saver
         """The saver, which has the reports of the saves."""
-        if not sharded:
-            self.saver.refer_to(self._objects.model, logged=step_log is not None)
-        self.saver.check()
+        run.refer_to(objects.model)
+        run.open()
         if not self.saver.together:
             # One that is dropped before `close`: its save would wait for evaluations, and hold the model, until the process ends.
             weakref.finalize(self, self.saver.end_evaluations, "its Checkpointer was dropped").atexit = False
@@ -239,8 +223,12 @@ class Checkpointer:
         self._ending = self.saver.ending()
         if self._ending is not None:
             weakref.finalize(self, self._ending.close)
-        if self.step_log is not None:
-            self.step_log.open(self.saver.store.run_id())
+        run.begin_log(objects.model, objects.given)
+
+    @property
+    def step_log(self) -> "TrainingLog | None":
+        """The step log; None without one."""
+        return self._run.log
 
     def resume(self, step: int | None = None) -> int:
         """Restore the newest sound checkpoint, if the policy allows it.
@@ -269,33 +257,34 @@ class Checkpointer:
         if in_use is not None:  # a loop that goes back to an earlier step may be left at once
             warn(in_use)
         with self._pace.visit(first=True):
-            wanted: int | Manifest | None = step
-            if step is None:
-                newest = self.saver.newest() if self._policy != "never" else None
-                wanted = resume_from(self._policy, newest, self.saver.url)
-            restored = None if wanted is None else self.saver.restore(wanted)
-            if restored is None:
-                self._begin(0)
-            else:
-                self._objects.load(restored.state.to_object())
-                self._last_step = self._saved_step = self._resumed_from = restored.manifest.step
-                self._began = True
-            continues = step is None and self._policy != "never"
-            return self._replayed(None if restored is None else restored.manifest, continues=continues)
+            run = self._run
+            wanted = run.choose() if step is None else step
+            begins = 0
+            if wanted is not None:
+                state = run.restore(wanted)
+                run.trained.check(self._objects.model, self._objects.optimizers)
+                self._objects.load(state)
+                run.take(state)
+                begins = self._last_step = self._saved_step = self._resumed_from = self._objects.step
+            self._begin(begins)
+            manifest = wanted if isinstance(wanted, Manifest) else None
+            continues = step is None and run.settings.resume != "never"
+            return self._replayed(begins, manifest, continues=continues)
 
-    def _replayed(self, manifest: Manifest | None, *, continues: bool) -> int:
+    def _replayed(self, base: int, manifest: Manifest | None, *, continues: bool) -> int:
         """Return the step of the state after the logged steps were replayed, if there is a log.
 
         Args:
-            manifest: what was restored; None for a fresh start.
+            base: the step of the state.
+            manifest: of the checkpoint; None for a fresh start, or where the log is not to be replayed.
             continues: whether to continue from the newest state; otherwise the log restarts here.
         """
-        reached = base = 0 if manifest is None else manifest.step
-        if self.step_log is None:
+        log, reached = self._run.log, base
+        if log is None:
             return base
         if continues:
-            reached, _ = self.step_log.recover(base, lambda: self._objects.way_back(self.saver, manifest))
-        self.step_log.restart(reached)
+            reached, _ = log.recover(base, lambda: self._objects.way_back(self.saver, manifest))
+        log.restart(reached)
         if reached > base:
             self._last_step, self._versions = reached, self._objects.changes
             self._overdue = self._every is not None and reached // self._every > base // self._every
@@ -319,22 +308,20 @@ class Checkpointer:
         """
         step = self._checked(step, metrics)
         with self._pace.visit():
-            self.saver.poll()
+            self._run.attend()
             if not self._began:
                 self._begin(step)
+            self._objects.step = step
             if self._last_step in (None, self._resumed_from):
-                self._objects.rehearse()
+                self._run.rehearse()
             before = self._last_step if self._last_step is not None else step - 1
             self._last_step = step
             self._last_metrics = _kept(metrics)
             due = self._every is not None and (self._overdue or step // self._every > before // self._every)
             # The last save lacked the metric to rank by, which is here now. Of several ranks not all may be given it.
-            config = self.saver.config
-            owed = self._lacked and config.monitor in (metrics or {}) and not config.adopt
-            due |= owed and self._every is not None and self._ending is None
-            if self.step_log is not None:
-                self.step_log.end_step(step, boundary=due)
-                self._warn_log()
+            owed = self._every is not None and self._ending is None and self._run.owes(metrics or {})
+            due |= owed
+            self._run.log_step(boundary=due)
             self._versions = self._objects.changes
             self._watch()
             number = (
@@ -350,14 +337,6 @@ class Checkpointer:
             check_metrics(metrics)
         return plain_step(step)
 
-    def _warn_log(self) -> None:
-        """Report committed checkpoints to the step log, which removes steps before the last but one."""
-        reports = self.saver.reports()
-        for report in reports[self._committed :]:
-            assert self.step_log is not None
-            self.step_log.committed(report.step)
-        self._committed = len(reports)
-
     def _watch(self) -> None:
         """Install signal handlers, unless there are several processes that do not agree on a step: DDP's without adoption and without a log."""
         if self._every is not None and (self._ending is not None or world().size == 1):
@@ -368,8 +347,7 @@ class Checkpointer:
     def _begin(self, step: int) -> None:
         """Measure the movement of the weights and of their averages from here."""
         self._began, self._objects.step = True, step
-        followed = self._objects.followed()
-        self.saver.begin(followed, step=step, describe=self._objects.describe(followed))
+        self._run.begin()
 
     def save(
         self,
@@ -392,55 +370,16 @@ class Checkpointer:
         wait: bool = False,
         planned: bool = False,
     ) -> Accepted | None:
-        self._objects.rehearse()
-        adopts = planned and self.saver.config.adopt
-        if metrics is None or isinstance(metrics, Mapping):  # else the save refuses them
-            self._require_monitor(step, metrics or {})
-        if self.step_log is not None:
-            self.step_log.boundary(step)
-        self._objects.step = step
-        with self._objects.undone() if adopts else nullcontext():
-            state = self._objects.state()
-            request = SaveRequest(
-                state=state,
-                step=step,
-                describe=self._objects.describe(state),
-                metrics=metrics,
-                evaluate=self._evaluation(),
-                resumed=self._resumed(),
-                optimizers=self._objects.optimizers,
-                exact=exact,
-                wait=wait,
-                adoption=Adoption(live=self._objects.live, settings=self._settings) if adopts else None,
-            )
-            accepted = self.saver.accept(request)
-        if accepted is not None:
-            self._saved_step, self._overdue = step, False
-        return accepted
-
-    def _evaluation(self) -> Evaluate | None:
-        if self._objects.evaluate is None:
+        objects, run = self._objects, self._run
+        objects.step, objects.given_metrics = step, metrics
+        run.rehearse()
+        planned = planned and bool(self.saver.config.adopt)
+        with objects.undone() if planned else nullcontext():
+            accepted = run.save(last=wait, exact=exact, again=True, planned=planned)
+        if not isinstance(accepted, Accepted):
             return None
-        return reporting(self._losses.evaluation(), self._warn_once)
-
-    def _resumed(self) -> ResumedSteps | None:
-        resumed = self._steps.resumed()
-        reason = self._steps.obstacle() if self._tries else None
-        if reason is not None:
-            self._until_failure.give_up(reason)
-        return self._until_failure.guard(resumed)
-
-    def _require_monitor(self, step: int, metrics: Mapping[str, float]) -> None:
-        config = self.saver.config
-        self._lacked = config.monitor not in (None, "step", *metrics)
-        if not self._lacked or self._warned_of_monitor:
-            return
-        self._warned_of_monitor = True
-        warn(
-            f"monitor={config.monitor!r} is not among the metrics of the save of step {step}"
-            f" ({', '.join(sorted(metrics)) or 'none was given'}): give it as metrics= of step or save, or save_top_k cannot rank this"
-            " checkpoint. This warning comes once"
-        )
+        self._saved_step, self._overdue = step, False
+        return accepted
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for the running save; see `Saver.flush`."""
@@ -497,7 +436,7 @@ class Checkpointer:
             if self._ending is not None:  # last but one: another rank may still ask for an answer
                 stack.callback(self._ending.close)
             if self.step_log is not None:
-                self._warn_log()
+                self._run.attend(serve=False)
                 self.step_log.close(whole=whole and self._versions == self._objects.changes)
 
     def _finish(self) -> None:

@@ -1,9 +1,9 @@
 """What a session asks of the framework whose training it saves."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe
 from shrinkpoint.warn import warn
 
+if TYPE_CHECKING:
+    from shrinkpoint.steps.training import Captured
+
 __all__ = ["SESSION", "TrainingAdapter"]
 
 SESSION = "shrinkpoint_session"
@@ -31,6 +34,11 @@ class TrainingAdapter(ABC):
     Every method is called on every rank, unless its text says otherwise. What is not abstract suits a framework of one model, whose
     state has its weights under ``model`` and a list of its optimizers' states under ``optimizers``.
     """
+
+    is_loop = False
+    """Whether a loop of one's own drives the session, and gives losses that are the same after a resume."""
+    measures = True
+    """Whether the training's loss can be measured."""
 
     # ---- what is trained
 
@@ -54,6 +62,10 @@ class TrainingAdapter(ABC):
         """The model as it is trained."""
         return self.model
 
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Return the further modules whose parameters may be frozen, by name."""
+        return {}
+
     def names(self) -> Mapping[str, str]:
         """Return the name in a checkpoint of each of the model's own names, where the two differ."""
         return {}
@@ -66,6 +78,15 @@ class TrainingAdapter(ABC):
 
         The session adds what optimizers train outside the model, what is frozen, and the order and hooks of gradients' sums.
         """
+
+    def joined(self, state: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a `state` with what the session adds to it."""
+        return {**state, SESSION: added}
+
+    def added(self, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return what the session has added to a stored `state`, if it has."""
+        found: Mapping[str, Any] | None = state.get(SESSION)
+        return found
 
     outline: Collection[str] = ("model",)
     """The entries of a `state` that `check` looks at."""
@@ -120,6 +141,14 @@ class TrainingAdapter(ABC):
     def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a `state` without these parts, which a step log restores by itself."""
         return {key: value for key, value in state.items() if key not in ("model", "optimizers")}
+
+    def logged(self, state: Callable[[], Mapping[str, Any]]) -> "Captured":
+        """Return what a step log stores of a `state` besides its own; called on every rank."""
+        return self.rest(state())
+
+    def log_options(self) -> dict[str, Any]:
+        """Return further arguments of the `TrainingLog`."""
+        return {}
 
     def followed(self) -> dict[str, Any]:
         """Return the part of a `state` with weights, and averages of them that exist from the start."""
@@ -192,6 +221,14 @@ class TrainingAdapter(ABC):
     def metrics(self) -> dict[str, float]:
         """Return the finite metrics of the present weights; on the first rank at least."""
         return {}
+
+    def lacks(self, monitor: str, step: int, metrics: Mapping[str, float]) -> str:
+        """Say that `metrics`, at the save of a step, lack the monitor."""
+        return (
+            f"monitor={monitor!r} had not been logged when step {step} was saved, or was NaN or infinite; until it is a number,"
+            " checkpoints take no part in the ranking, and all stay. Logged so far:"
+            f" {', '.join(sorted(metrics)) or 'nothing'}"
+        )
 
     def path_settings(self) -> dict[str, Any]:
         """With ``adopt``: the settings of which a resumed run must have the same to go the same way."""

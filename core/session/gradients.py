@@ -72,7 +72,7 @@ class GradientCollector:
         """Return the average by parameter name, and start a new one; None where the optimizer's own is used."""
         average = self._average.result()
         self._average.reset()
-        return None if _average_themselves(optimizers) else average or None
+        return average if average and not _average_themselves(optimizers) else None
 
 
 def _average_themselves(optimizers: Sequence[torch.optim.Optimizer]) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.coding.selective import decode_checkpoint
-from shrinkpoint.engine.fitting import DryRestore, fitted, quantized_as
+from shrinkpoint.engine.fitting import fitted, quantized_as
 from shrinkpoint.engine.resume import require_same_ties
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.optimizers.objects import with_object_states
@@ -26,8 +26,7 @@ from shrinkpoint.session.identity import (
     rounded_weights,
     scheduler_classes,
 )
-from shrinkpoint.session.settings import RunSettings
-from shrinkpoint.session.trained import Trained, load_trained
+from shrinkpoint.session.trained import load_trained, require_shapes
 from shrinkpoint.state.averages import live_tensors
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import load_stateful, scheduler_in, state_of, unwrapped
@@ -37,12 +36,13 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import brief, warn
 
 if TYPE_CHECKING:
-    from shrinkpoint.steps.options import StepLog
-    from shrinkpoint.steps.training import TrainingLog
+    from shrinkpoint.session.session import TrainingSession
+    from shrinkpoint.steps.training import Captured
 
 __all__ = ["LoopObjects", "Stateful"]
 
 _FORMAT = "torch-loop"
+_ALONE: Mapping[str, Any] = {"world": 1, "buckets": [], "hooks": []}
 
 
 class Stateful(Protocol):
@@ -88,8 +88,15 @@ class LoopObjects(TrainingAdapter):
         ConfigError: one of them is not what its name says.
     """
 
+    is_loop = True
     step = 0
     optimizers: Sequence[Any] = ()
+    session: "TrainingSession"
+    """That saves them."""
+    given_metrics: Any = None
+    """Of the save that is being made."""
+    every: int | None = None
+    """Steps between planned saves."""
     ordered: ClassVar[bool] = True
     """Whether optimizers take state by the order of their parameters."""
 
@@ -116,9 +123,9 @@ class LoopObjects(TrainingAdapter):
                 )
         self.optimizers = [unwrapped(given) for given in self.given]
         self.stateful = dict(stateful)
+        self.measures = evaluate is not None
+        require_shapes(model)
         self._undone = self._replaced = 0
-        self._trained, self._dry = Trained(warn), DryRestore()
-        self._trained.begin(model, self.optimizers)
         self._begin()
 
     @property
@@ -141,15 +148,18 @@ class LoopObjects(TrainingAdapter):
             self._begin()
             self._replaced += counted - self._counted()
 
-    def saver(self, settings: RunSettings) -> Saver:
-        """Return the saver of these objects, with the options of their run."""
-        return Saver(settings.stores, settings.saver, storage_options=settings.storage_options)
+    def log_options(self) -> dict[str, Any]:
+        """See `TrainingAdapter.log_options`."""
+        return {"stateful": self.stateful}
 
-    def step_log(self, options: "StepLog", **run: Any) -> "TrainingLog":
-        """Return the step log of these objects; arguments and errors as of `TrainingLog`."""
-        from shrinkpoint.steps.training import TrainingLog  # most trainings have no log
+    def logged(self, state: Callable[[], Mapping[str, Any]]) -> "Captured":
+        """See `TrainingAdapter.logged`; the log has these objects' states."""
+        return {}
 
-        return TrainingLog(self.model, self.given, options, stateful=self.stateful, **run)
+    def whole(self) -> dict[str, Any]:
+        """Return the state with what the session adds that is the same on every rank."""
+        state = LoopObjects.state(self)
+        return {**state, **self.session.trained_part(state)}
 
     def way_back(self, saver: Saver, manifest: Manifest | None) -> Callable[[], None]:
         """Return a function that restores the present state: that of a checkpoint, or of a fresh start.
@@ -160,7 +170,7 @@ class LoopObjects(TrainingAdapter):
             saver: of the run.
             manifest: of the checkpoint; None for a fresh start.
         """
-        fresh = copy.deepcopy(LoopObjects.state(self)) if manifest is None else None
+        fresh = copy.deepcopy(self.whole()) if manifest is None else None
 
         def reload() -> None:
             if manifest is None:  # a copy, since an optimizer may keep and change it
@@ -172,13 +182,9 @@ class LoopObjects(TrainingAdapter):
         return reload
 
     def state(self) -> dict[str, Any]:
-        """See `TrainingAdapter.state`.
-
-        Raises:
-            StateMismatchError: as `Trained.state`.
-        """
+        """See `TrainingAdapter.state`."""
         self._follow()
-        state = {
+        return {
             "format": _FORMAT,
             "step": self.step,
             "model": state_of(self.model),
@@ -188,29 +194,28 @@ class LoopObjects(TrainingAdapter):
             "data": self._data(),
             "rng": capture_rng(),
         }
-        trained = self._trained.state(
-            self.model, self.optimizers, state["model"], lambda: state, self._modules()
-        )
-        return {**state, **trained}
 
-    def _modules(self) -> dict[str, nn.Module]:
+    def joined(self, state: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+        """See `TrainingAdapter.joined`; a process alone has no sums of gradients."""
+        alone = added["world"] == 1
+        return {**state, **{key: added[key] for key in added if not alone or key not in _ALONE}}
+
+    def added(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `TrainingAdapter.added`."""
+        return {**_ALONE, **state}
+
+    def modules(self) -> dict[str, nn.Module]:
+        """See `TrainingAdapter.modules`."""
         return {name: value for name, value in self.stateful.items() if isinstance(value, nn.Module)}
 
-    def rehearse(self) -> None:
-        """See `DryRestore.check`."""
-
-        def capture() -> tuple[TrainingState, Any]:
-            self._trained.require_room(self.model)
-            others = {name: value for name, value in self.stateful.items() if not hasattr(value, "dataset")}
-            state = {
-                "model": state_of(self.model),
-                "optimizers": [with_object_states(state_of(optimizer)) for optimizer in self.given],
-                "stateful": {name: state_of(value) for name, value in others.items()},
-            }
-            found = self.captured(state, self.describe(state))
-            return found, lambda state: (state["model"], state["optimizers"])
-
-        self._dry.check(capture, self.model, self.given)
+    def bare_state(self) -> dict[str, Any]:
+        """See `TrainingAdapter.bare_state`."""
+        others = {name: value for name, value in self.stateful.items() if not hasattr(value, "dataset")}
+        return {
+            "model": state_of(self.model),
+            "optimizers": [with_object_states(state_of(optimizer)) for optimizer in self.given],
+            "stateful": {name: state_of(value) for name, value in others.items()},
+        }
 
     def followed(self) -> dict[str, Any]:
         """See `TrainingAdapter.followed`."""
@@ -244,7 +249,6 @@ class LoopObjects(TrainingAdapter):
         given = fitted(state["model"], self.model, self.url, warns=warns)
         untied = require_same_ties(state["model"], self.model, self.url)
         self.settle()
-        self._trained.check(self.model, self.optimizers)
         self._follow()
         stored, trained = state["identities"], state["trained"]
         schedulers = [value for value in self.stateful.values() if scheduler_in(value)]
@@ -264,7 +268,7 @@ class LoopObjects(TrainingAdapter):
             require_same_workers(value, state["stateful"].get(name), name)
         given = quantized_as(state["model"], given, self.model)
         rounded = rounded_weights(given, state_of(self.model))
-        unfrozen = load_trained(trained, self.model, self.optimizers, self.url, self._modules())
+        unfrozen = load_trained(trained, self.model, self.optimizers, self.url, self.modules())
         said = (untied, *others, disabled, rounded, unfrozen)
         for message in said if warns else ():
             if message is not None:
@@ -274,10 +278,10 @@ class LoopObjects(TrainingAdapter):
         for name in sorted(state["stateful"].keys() ^ self.stateful.keys()) if warns else ():
             where = "the checkpoint" if name in self.stateful else "this run"
             warn(f"{name!r} is not in {where}: its state is not restored")
+        self.step = state["step"]
         for name, value in self.stateful.items():
             if name in state["stateful"]:
                 load_stateful(value, state["stateful"][name])
-        self._trained.begin(self.model)
         # now that buffers of samples have their length back
         data = other_data(state.get("data", {}), self._data())
         if data is not None and warns:
@@ -342,6 +346,22 @@ class LoopObjects(TrainingAdapter):
     def around(self) -> Sequence[object]:
         """See `TrainingAdapter.around`."""
         return [[*self.stateful.values()]]
+
+    def metrics(self) -> Any:
+        """Return what the loop has given with this save, whatever it is: the saver refuses what is no number."""
+        return self.given_metrics
+
+    def path_settings(self) -> dict[str, Any]:
+        """See `TrainingAdapter.path_settings`."""
+        return {"every": self.every, "clip_grad_norm": self._clip_grad_norm}
+
+    def lacks(self, monitor: str, step: int, metrics: Mapping[str, float]) -> str:
+        """See `TrainingAdapter.lacks`."""
+        return (
+            f"monitor={monitor!r} is not among the metrics of the save of step {step}"
+            f" ({', '.join(sorted(metrics)) or 'none was given'}): give it as metrics= of step or save, or save_top_k cannot rank this"
+            " checkpoint. This warning comes once"
+        )
 
     def averages(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """See `TrainingAdapter.averages`."""

@@ -110,17 +110,18 @@ class StepProbe:
     Args:
         losses: measures the loss after the steps.
         steps: how many batches to keep, in host memory; 0 keeps none and makes none.
+        give_up: gets the reason why no steps can be made of the batches that are kept.
     """
 
-    def __init__(self, losses: LossProbe, *, steps: int) -> None:
-        self._losses, self._adapter = losses, losses.adapter
+    def __init__(self, losses: LossProbe, *, steps: int, give_up: Callable[[str], object] = bool) -> None:
+        self._losses, self._adapter, self._give_up = losses, losses.adapter, give_up
         self._shards = losses.shards
         self.recent = RecentBatches(steps)
         """The batches that are kept."""
 
     def starts(self) -> None:
         """Keep no batches in a training that does not allow probes."""
-        if self.obstacle() is not None:
+        if self._refused(self.recent.take()):
             self.recent.stop()
 
     def resumed(self) -> ResumedSteps | None:
@@ -132,7 +133,7 @@ class StepProbe:
         if self._losses.together:  # as many on every rank
             batches = batches[: min(world().gather(len(batches)))]
         agreed = self._losses.agreed()
-        if not batches or self.obstacle() is not None:
+        if self._refused(batches) or not batches:
             return None
         adapter, module = self._adapter, self._adapter.model
         own = {stored: name for name, stored in adapter.names().items()}
@@ -148,7 +149,7 @@ class StepProbe:
         )
 
         def resumed(stored: Any, marks: Sequence[int]) -> Sequence[Loss]:
-            reason = self.obstacle()
+            reason = self._obstacle()
             if reason is not None:
                 raise ConfigError(reason)
             weights, states = adapter.parts(stored)
@@ -160,8 +161,13 @@ class StepProbe:
 
         return resumed
 
-    def obstacle(self) -> str | None:
-        """Return why no steps can be made; None where they can."""
+    def _refused(self, batches: Sequence[object]) -> bool:
+        reason = self._obstacle()
+        if batches and reason is not None:
+            self._give_up(reason)
+        return reason is not None
+
+    def _obstacle(self) -> str | None:
         adapter = self._adapter
         reason = adapter.obstacle(shards=self._shards)
         if reason is not None:

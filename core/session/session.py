@@ -20,10 +20,10 @@ from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.engine.resume import resume_from
 from shrinkpoint.engine.retention import is_finite, lineage_of
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.group.group import world
+from shrinkpoint.group.group import Group, world
 from shrinkpoint.io.loading import weights_of_step
 from shrinkpoint.quality.resumed_steps import UntilFailure
-from shrinkpoint.reports import SaveReport
+from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import say
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
@@ -62,8 +62,11 @@ class TrainingSession:
     Args:
         settings: the callback's options.
         adapter: of the training.
-        targets: of a sharded model, as of `ShardedPlacement`; `restore` fills these tensors, so that what is wrong must be found before.
-        own: of a sharded model, as of `ShardedPlacement`.
+        targets: as of `ShardedPlacement`; `restore` fills these tensors, so that what is wrong must be found before. None where the model
+            is not sharded, or new ones are to be filled.
+        own: as of `ShardedPlacement`.
+        copied: as of `ShardedPlacement`, where `targets` are those of a copy.
+        group: gives the processes that save together.
 
     Raises:
         ConfigError: an option is not for sharded models.
@@ -76,9 +79,11 @@ class TrainingSession:
         *,
         targets: Targets | None = None,
         own: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
+        copied: Callable[[TensorSpec], bool] | None = None,
+        group: Callable[[], Group] = world,
     ) -> None:
-        self.settings, self.adapter = settings, adapter
-        self.shards = targets is not None
+        self.settings, self.adapter, self.group = settings, adapter, group
+        self.shards = targets is not None and copied is None
         """Whether the model is sharded."""
         if self.shards and settings.step_log is not None:
             raise ConfigError(
@@ -86,7 +91,7 @@ class TrainingSession:
             )
         if self.shards:
             refuse_options(settings.saver)
-        self._targets, self._own = targets, own
+        self._targets, self._own, self._copied = targets, own, copied
         self.best = BestCheckpoints(
             url=settings.url,
             monitor=settings.saver.monitor,
@@ -122,7 +127,7 @@ class TrainingSession:
     @property
     def together(self) -> bool:
         """Whether every rank saves and restores a part, and all measure together; known when ``torch.distributed`` is initialized."""
-        return self.shards or world().size > 1
+        return self.shards or self.group().size > 1
 
     def _measures_together(self) -> bool:  # which pickle takes, as where a callback goes to other processes
         return self.together
@@ -131,13 +136,13 @@ class TrainingSession:
         """Forget what was seen of a training."""
         self.probe = LossProbe(self.adapter, together=self._measures_together, shards=self.shards)
         """Evaluates restored weights on kept batches."""
-        self.path = PathBatches() if self.settings.saver.adopt else None
+        self.path = PathBatches() if self.settings.saver.adopt and not self.adapter.is_loop else None
         """With ``adopt``: the batches since the last planned save, which decide about the next one."""
         if self.path is not None:
             self.probe.kept = self.path
         elif not self.measures:
             self.probe.kept = KeptBatches(0)
-        self.steps = StepProbe(self.probe, steps=self.probe_steps)
+        self.steps = StepProbe(self.probe, steps=self.probe_steps, give_up=self._until_failure.give_up)
         """Makes steps from a checkpoint."""
         self._gradients = GradientCollector()
         self._stored: Mapping[str, Any] | None = None
@@ -171,7 +176,7 @@ class TrainingSession:
                 ShardedPlacement,
                 targets=self._targets or _new_tensors,
                 own=self._own,
-                copied=None if self.shards else _is_copied,
+                copied=None if self.shards else self._copied or _is_copied,
             )
             self._saver = Saver(
                 stores,
@@ -184,8 +189,9 @@ class TrainingSession:
     @property
     def measures(self) -> bool:
         """Whether checkpoints are measured; of a sharded model the batches kept for that are others after a resume."""
-        saver = self.settings.saver
-        return not self.shards or (saver.scheme != "lossless" and not saver.adopt)
+        saver, adapter = self.settings.saver, self.adapter
+        same = not self.shards or adapter.is_loop
+        return adapter.measures and (same or (saver.scheme != "lossless" and not saver.adopt))
 
     @property
     def probe_steps(self) -> int:
@@ -239,7 +245,7 @@ class TrainingSession:
         Raises:
             Exception: what it raised, on every rank.
         """
-        return action() if self.together else world().on_first(action)
+        return action() if self.together else self.group().on_first(action)
 
     def choose(self) -> Manifest | None:
         """The checkpoint to continue from, by the option ``resume``: the newest sound one, the same on all ranks.
@@ -280,7 +286,7 @@ class TrainingSession:
                 self.log.restart(adapter.step)
             return None
         state = self.restore(manifest)
-        world().on_first(lambda: adapter.check(state))
+        self.group().on_first(lambda: adapter.check(state))
         adapter.load(state)
         if self.log is not None:
             stored = state
@@ -307,11 +313,11 @@ class TrainingSession:
             if found is not None:
                 self.adapter.check(found)
 
-        world().on_first(look)
+        self.group().on_first(look)
 
     def announce(self, step: int) -> None:
         """Say, on the first rank, from where the run is continued."""
-        if world().is_first:
+        if self.group().is_first:
             say(f"continuing {self.settings.url} from step {step}")
 
     def warn_complete(self, step: int, way_on: str) -> None:
@@ -321,40 +327,40 @@ class TrainingSession:
             step: at which it ended.
             way_on: what a user does to continue it.
         """
-        if world().is_first:
+        if self.group().is_first:
             warn(
                 f"the run in {self.settings.url} is complete: it ended at step {step}. {way_on}; there is nothing to do now"
             )
 
     def warn_newer(self, given: str, step: int = -1) -> None:
         """Warn if the run has a checkpoint after `step`, and is not continued, since the user has given another one."""
-        newest = world().on_first(lambda: next(iter(self.saver.store.manifests()), None))
-        if newest is not None and newest.step > step and world().is_first:
+        newest = self.group().on_first(lambda: next(iter(self.saver.store.manifests()), None))
+        if newest is not None and newest.step > step and self.group().is_first:
             warn(
                 f"{given} takes precedence: {self.settings.url}, which has step {newest.step}, is not continued. Leave it out to"
                 " continue from there"
             )
 
-    def restore(self, manifest: Manifest) -> Any:
+    def restore(self, manifest: Manifest | int) -> Any:
         """Return the state of a checkpoint, which saves go on from.
 
         Args:
-            manifest: as `choose` gave it.
+            manifest: as `choose` gave it; or a step.
 
         Raises:
             ChainError, StoreError: it cannot be read; on every rank.
         """
-        restored = world().on_every(lambda: self.saver.restore(manifest))
+        restored = self.group().on_every(lambda: self.saver.restore(manifest))
         assert restored is not None
         state = restored.state.to_object()
-        if not self.shards and isinstance(state, dict):
+        if self._targets is None and isinstance(state, dict):
             state.pop(RANKS_KEY, None)
         return state
 
     @property
     def lineage(self) -> str | None:
         """The training that checkpoints belong to; None before the first one, and but on the first rank."""
-        return self._saver.lineage if self._saver is not None and world().is_first else None
+        return self._saver.lineage if self._saver is not None and self.group().is_first else None
 
     def go_on_with(self, lineage: str | None) -> None:
         """Let saves belong to a training that was continued from elsewhere, so that retention counts its checkpoints too.
@@ -374,7 +380,7 @@ class TrainingSession:
             manifests = self.saver.store.manifests() if lineage is not None else []
             return next((each for each in manifests if lineage_of(each.meta) == lineage), None)
 
-        latest_of_it = world().on_first(latest)
+        latest_of_it = self.group().on_first(latest)
         if latest_of_it is not None:
             self.decide(lambda: self.saver.forget(follows=latest_of_it))
             self.remember()
@@ -414,7 +420,7 @@ class TrainingSession:
             StoreError: the store cannot be read.
         """
 
-        world().on_first(lambda: self.add_best(self.saver.store.manifests()))
+        self.group().on_first(lambda: self.add_best(self.saver.store.manifests()))
 
     def add_best(self, manifests: Sequence[Manifest]) -> None:
         """Track the best and the last of these checkpoints, as far as they belong to the training that is continued.
@@ -440,7 +446,7 @@ class TrainingSession:
         Raises:
             ShrinkpointError: as `Saver.poll`.
         """
-        if self._saver is None or not (self.together or world().is_first):
+        if self._saver is None or not (self.together or self.group().is_first):
             return []
         if serve:
             self._saver.poll()
@@ -465,7 +471,7 @@ class TrainingSession:
 
         optimizers = adapter.optimizers
         if not (self.shards or self._dry.knows(optimizers)):
-            world().on_every(lambda: self._dry.check(capture, adapter.model, optimizers))
+            self.group().on_every(lambda: self._dry.check(capture, adapter.model, optimizers))
 
     def begin_log(self, model: Module, optimizers: Sequence[Any]) -> None:
         """Make the step log, if one is wanted, when model and optimizers exist.
@@ -477,7 +483,7 @@ class TrainingSession:
         settings = self.settings
         if settings.step_log is None:
             return
-        if settings.step_log.after_step is not None:
+        if settings.step_log.after_step is not None and not self.adapter.is_loop:
             raise ConfigError(
                 "after_step is for Checkpointer: the callbacks' step logs have no averages of the weights (docs/resuming.md)"
             )
@@ -488,28 +494,34 @@ class TrainingSession:
             model,
             optimizers,
             settings.step_log,
+            **self.adapter.log_options(),
             more_bytes=lambda: self.hooks.nbytes,
             run_url=settings.stores,
             storage_options=settings.storage_options,
             config=settings.saver,
-            read_base=lambda step: weights_of_step(settings.url, step, settings.storage_options),
+            read_base=lambda step: weights_of_step(settings.stores, step, settings.storage_options),
         )
-        self.log.open(world().on_first(self.saver.store.run_id))
+        self.log.open(self.group().on_first(self.saver.store.run_id))
 
     def _close_log(self) -> None:
         log, self.log = self.log, None
         if log is not None:
             log.close(whole=False)
 
-    def log_step(self, *, allowed: bool = True) -> None:
+    def log_step(self, *, boundary: bool = False, allowed: bool = True) -> None:
         """Take note of a step in the log, if there is one.
 
         Args:
-            allowed: as of `TrainingLog.end_step`.
+            boundary, allowed: as of `TrainingLog.end_step`.
         """
         adapter = self.adapter
         if self.log is not None:
-            self.log.end_step(adapter.step, capture=lambda: adapter.rest(self.captured()), allowed=allowed)
+            self.log.end_step(
+                adapter.step,
+                capture=lambda: adapter.logged(self.captured),
+                boundary=boundary,
+                allowed=allowed,
+            )
 
     def gradients_complete(self, remaining: int | None) -> None:
         """Average the gradients of a step that is about to be made, where settings depend on them.
@@ -526,22 +538,22 @@ class TrainingSession:
         reports = self.attend()
         for report in reports:
             self.probe.kept.adapt(report, self.settings.saver.search_overhead)
-        if world().is_first:
+        if self.group().is_first:
             self.adapter.log(reports)
 
     def save(
         self, *, last: bool = False, exact: bool = False, again: bool = False, planned: bool = False
-    ) -> bool:
+    ) -> Accepted | bool:
         """Take a checkpoint of the present step.
 
         Args:
-            last: it is the last save: wait for a running one instead of skipping this one.
+            last: it is the last save: wait for a running one instead of skipping this one, and until this one is committed.
             exact: store bit-exactly, without a search.
             again: even if this step has been saved.
             planned: with ``adopt``: training goes on from what is stored, on every rank when this returns.
 
         Returns:
-            Whether the step is saved, or being saved.
+            What was accepted, or whether the step was saved before.
 
         Raises:
             SaveFailedError, FencedError, CannotRepresentError: as `Saver.accept`.
@@ -554,7 +566,7 @@ class TrainingSession:
         self.drain()
         state = self.captured()
         if self.log is not None:
-            self.log.boundary(step, lambda: adapter.rest(state))
+            self.log.boundary(step, lambda: adapter.logged(lambda: state))
         if self.path is not None and not planned:
             self.path.add_to(state[SESSION])
 
@@ -566,7 +578,7 @@ class TrainingSession:
                 describe=adapter.describe(state),
                 metrics=adapter.metrics(),
                 evaluate=self.probe.evaluation() if measured else None,
-                resumed=self.steps.resumed() if measured and not planned else None,
+                resumed=self.steps.resumed() if measured and (adapter.is_loop or not planned) else None,
                 gradients=None if planned else self._gradients.take(adapter.optimizers),
                 optimizers=adapter.optimizers,
                 exact=exact,
@@ -574,13 +586,14 @@ class TrainingSession:
             )
 
         adoption = Adoption(live=adapter.live, settings=adapter.path_settings()) if planned else None
-        if self.submit(request, adoption):
+        accepted = self.submit(request, adoption)
+        if accepted is not None:
             self.saved_step = step
         if planned and self.path is not None:
             self.path.start_over()
         if last:
             self.drain()
-        return step == self.saved_step
+        return accepted or step == self.saved_step
 
     def starts(self, schedule: Schedule) -> None:
         """Begin, where each step's end is a moment from which the training can be continued; what is continued has been loaded.
@@ -601,10 +614,10 @@ class TrainingSession:
             SystemExit, KeyboardInterrupt: as `moment`.
         """
         self.rehearse()
-        self.trigger.after_step(self.adapter.step, agree=world().broadcast)
+        self.trigger.after_step(self.adapter.step, agree=self.group().broadcast)
         self.serve()
         self.log_step()
-        owed = self.settings.saver.monitor is not None and world().broadcast(
+        owed = self.settings.saver.monitor is not None and self.group().broadcast(
             self.owes(self.adapter.metrics())
         )
         self.moment(due=self.trigger.due or owed, planned=self.trigger.planned, again=owed)
@@ -624,11 +637,13 @@ class TrainingSession:
         Raises:
             SystemExit, KeyboardInterrupt: a process was asked to end, and the training has been saved.
         """
-        [asked] = world().any_of(self.termination.received)
+        [asked] = self.group().any_of(self.termination.received)
         planned = planned and self.path is not None
         saved = False
         if due or last or asked:
-            saved = self.save(last=last or asked, exact=asked and not planned, again=again, planned=planned)
+            saved = bool(
+                self.save(last=last or asked, exact=asked and not planned, again=again, planned=planned)
+            )
         if asked:
             self.finish(exact=True)
             self._end()
@@ -639,7 +654,7 @@ class TrainingSession:
         if self.shards:
             self.attend()
             self.warn_unsaved(self.adapter.step)
-        self.termination.end(max(number or 0 for number in world().gather(self.termination.number)))
+        self.termination.end(max(number or 0 for number in self.group().gather(self.termination.number)))
 
     def ends(self, *, again: bool = False, saves: bool = True) -> None:
         """Save the last steps, wait until everything is committed, and end the process if it was asked to end.
@@ -652,7 +667,7 @@ class TrainingSession:
             SaveFailedError, FencedError: as `finish`.
             SystemExit, KeyboardInterrupt: as `moment`.
         """
-        [asked] = world().any_of(self.termination.received)
+        [asked] = self.group().any_of(self.termination.received)
         if saves:
             self.save(last=True, exact=asked, again=again)
         self.finish(exact=asked, again=saves)
@@ -674,48 +689,49 @@ class TrainingSession:
             False where one is running and ``busy="skip"``; it then counts as skipped. Ranks that save together agree about that in
             `save`, before a tensor is moved.
         """
-        return self.together or world().broadcast(world().is_first and self._has_room(last))
+        return self.together or self.group().broadcast(self.group().is_first and self._has_room(last))
 
-    def submit(self, request: Callable[[], SaveRequest], adoption: Adoption | None = None) -> bool:
+    def submit(self, request: Callable[[], SaveRequest], adoption: Adoption | None = None) -> Accepted | None:
         """Give a save to the saver.
 
         Args:
-            request: gives what is asked for, on each rank that saves. With `wait` for the last save, which waits for a running one to be
-                committed. A missing monitor and a failing `evaluate` are warned about, once; `resumed` is not tried again after a failure.
+            request: gives what is asked for, on each rank that saves. A missing monitor and a failing `evaluate` are warned about, once;
+                `resumed` is not tried again after a failure.
             adoption: of a planned save: when this returns, every rank has the values that are stored.
 
         Returns:
-            Whether it was accepted.
+            What was accepted.
 
         Raises:
             SaveFailedError, FencedError, CannotRepresentError: as `Saver.accept`.
             StateMismatchError: a rank has other values than were stored.
         """
-        if adoption is not None:
-            own = {"probe_batches": PROBE_BATCHES, "ranks": world().size}
+        if adoption is not None and self.path is not None:
+            own = {"probe_batches": PROBE_BATCHES, "ranks": self.group().size}
             adoption = replace(adoption, settings={**adoption.settings, **own})
-        if self.together:
-            return self._accepted(replace(request(), adoption=adoption))
 
-        def accepted() -> bool:
+        def accepted() -> Accepted | None:
             asked = request()
-            return self._accepted(replace(asked, wait=asked.wait and self.saver.busy, adoption=adoption))
+            # What a framework's first rank saves alone, all ranks may have to evaluate: they wait in `drain`.
+            waits = self.together or self.adapter.is_loop or self.saver.busy
+            return self._accepted(replace(asked, wait=asked.wait and waits, adoption=adoption))
 
-        return world().on_first(accepted)
+        return self.decide(accepted)
 
-    def _accepted(self, request: SaveRequest) -> bool:
-        if world().is_first:
-            self._require_monitor(request.step, request.metrics or {})
+    def _accepted(self, request: SaveRequest) -> Accepted | None:
+        metrics = {} if request.metrics is None else request.metrics
+        if self.group().is_first and isinstance(metrics, Mapping):  # the saver refuses others, on every rank
+            self._require_monitor(request.step, metrics)
         guarded = replace(
             request,
             evaluate=None if request.evaluate is None else reporting(request.evaluate, self.warn_once),
             resumed=self._until_failure.guard(request.resumed),
         )
-        return self.saver.accept(guarded) is not None
+        return self.saver.accept(guarded)
 
     def warn_once(self, message: str | None, *, topic: str | None = None) -> None:
         """Warn on the first rank, unless it is None, or the same message, or another one of the same `topic`, was given before."""
-        if message is not None and world().is_first and (topic or message) not in self._warned:
+        if message is not None and self.group().is_first and (topic or message) not in self._warned:
             self._warned.add(topic or message)
             warn(message)
 
@@ -728,13 +744,13 @@ class TrainingSession:
         adapter = self.adapter
         state, wrapped = adapter.state(), adapter.wrapped
         added = {
-            "world": world().size,
+            "world": self.group().size,
             "buckets": bucket_order(wrapped),
             "hooks": self.hooks.capture(wrapped),
         }
-        added |= world().on_every(lambda: self.trained_part(state))
+        added |= self.group().on_every(lambda: self.trained_part(state))
         self._warn_apart()
-        return {**state, SESSION: added}
+        return adapter.joined(state, added)
 
     def trained_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `Trained.state` finds.
@@ -743,12 +759,14 @@ class TrainingSession:
             state: the adapter's.
         """
         adapter = self.adapter
-        return self.trained.state(adapter.model, adapter.optimizers, adapter.weight_names(), lambda: state)
+        return self.trained.state(
+            adapter.model, adapter.optimizers, adapter.weight_names(), lambda: state, adapter.modules()
+        )
 
     def _warn_apart(self) -> None:
         """Warn where parameters outside the model, which DDP leaves alone, are not the same on all ranks."""
         outside = self.trained.outside
-        first, *others = world().gather({name: tensor_digest(value) for name, value in outside.items()})
+        first, *others = self.group().gather({name: tensor_digest(value) for name, value in outside.items()})
         if any(first != {name: each.get(name) for name in first} for each in others):
             self.warn_once(
                 f"{', '.join(first)}, which the optimizer trains outside the model, have other values on each process, since DDP does not"
@@ -757,7 +775,7 @@ class TrainingSession:
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Note what a checkpoint that is continued has of `captured`, for `begin`."""
-        self._stored = state.get(SESSION)
+        self._stored = self.adapter.added(state)
         if self.path is not None:
             self.path.take_from(self._stored or {})
 
@@ -769,7 +787,8 @@ class TrainingSession:
         """
         if self._stored is not None:
             adapter, url = self.adapter, self.settings.url
-            self.warn_once(load_trained(self._stored["trained"], adapter.model, adapter.optimizers, url))
+            trained, others = self._stored["trained"], adapter.modules()
+            self.warn_once(load_trained(trained, adapter.model, adapter.optimizers, url, others))
 
     def begin(self) -> None:
         """Begin to save a training that is built and loaded: as `Saver.begin`, with its checks and probes.
@@ -780,7 +799,7 @@ class TrainingSession:
         """
         adapter, stored = self.adapter, self._stored
         self.load_trained()
-        if stored is not None and stored["world"] == world().size:
+        if stored is not None and stored["world"] == self.group().size:
             restore_buckets(adapter.wrapped, stored["buckets"])
             restore_hook_states(adapter.wrapped, stored["hooks"])
         self._stored = None
@@ -790,10 +809,10 @@ class TrainingSession:
             self.hooks.left_out(adapter.wrapped, exact_log=log is not None and log.kind == "exact")
         )
         self.steps.starts()
-        if self.shards:
+        if self.shards and not adapter.is_loop:
             return
         followed = adapter.followed()  # a collective with FSDP1
-        if self.together or world().is_first:
+        if self.together or self.group().is_first:
             self.saver.begin(followed, step=adapter.step, describe=adapter.describe(followed))
         else:  # only the first process saves deltas to the checkpoint that it has read
             self.saver.forget()
@@ -820,14 +839,10 @@ class TrainingSession:
         monitor = self.settings.saver.monitor
         self._lacked = monitor not in (None, "step", *metrics)
         self._monitored = self._monitored or not self._lacked
-        asked = monitor is not None and self.is_monitor_asked_for
-        if asked and not self._monitored and not self.best.scores:
-            self.warn_once(
-                f"monitor={monitor!r} had not been logged when step {step} was saved, or was NaN or infinite; until it is a number,"
-                " checkpoints take no part in the ranking, and all stay. Logged so far:"
-                f" {', '.join(sorted(metrics)) or 'nothing'}",
-                topic="monitor",
-            )
+        if monitor is None or not self.is_monitor_asked_for:
+            return
+        if not self._monitored and not self.best.scores:
+            self.warn_once(self.adapter.lacks(monitor, step, metrics), topic="monitor")
 
     def _take_reports(self) -> None:
         new = self.saver.reports()[self._taken :]
@@ -852,14 +867,14 @@ class TrainingSession:
         """
         self.drain()
         self.decide(self.saver.flush)
-        if world().broadcast(world().is_first and self.saver.failed):
+        if self.group().broadcast(self.group().is_first and self.saver.failed):
             if again:
                 self.save(last=True, exact=exact, again=True)
             self.decide(self.saver.flush)
             self.decide(self.saver.require_stored)
-        if self.together or world().is_first:
+        if self.together or self.group().is_first:
             self._take_reports()
-        self.best = world().broadcast(self.best)
+        self.best = self.group().broadcast(self.best)
 
     def warn_unsaved(self, step: int) -> None:
         """Say on the first rank, if training ends at a step that could not be saved, which checkpoint is the newest.

@@ -1,7 +1,6 @@
 """The objects of a hand-written loop that several processes run: what of their state each rank holds, and how it is filled again."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.saver import Saver
 from shrinkpoint.session.ddp import bucket_order, restore_buckets, stateful_hook
 from shrinkpoint.session.objects import LoopObjects
-from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.sharded.boxes import is_sharded
-from shrinkpoint.sharded.placement import ShardedPlacement
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.targets import Targets, reshard
 from shrinkpoint.sharded.trees import own_of
@@ -26,8 +22,7 @@ from shrinkpoint.state.training import Describe, Role, TensorSpec, TrainingState
 from shrinkpoint.warn import warn
 
 if TYPE_CHECKING:
-    from shrinkpoint.steps.options import StepLog
-    from shrinkpoint.steps.training import Captured, TrainingLog
+    from shrinkpoint.steps.training import Captured
 
 __all__ = ["CopiedObjects", "ShardedObjects", "has_shards", "refuse_deepspeed"]
 
@@ -85,7 +80,7 @@ class ShardedObjects(LoopObjects):
     """As `LoopObjects`, on one of the ranks that train a sharded model together."""
 
     ordered = False  # `Targets` finds it by name
-    _copied: Callable[[TensorSpec], bool] | None = None
+    copied: Callable[[TensorSpec], bool] | None = None
 
     def __init__(self, model: Any, *options: Any) -> None:
         super().__init__(model, *options)
@@ -97,16 +92,6 @@ class ShardedObjects(LoopObjects):
             writer="a Checkpointer",
         )
 
-    def saver(self, settings: RunSettings) -> Saver:
-        """See `LoopObjects.saver`."""
-        placement = partial(ShardedPlacement, targets=self._targets, own=self.own, copied=self._copied)
-        return Saver(
-            settings.stores,
-            settings.saver,
-            storage_options=settings.storage_options,
-            placement=placement,
-        )
-
     def state(self) -> dict[str, Any]:
         """See `LoopObjects.state`; its DTensors are this rank's."""
         reshard(self.model)
@@ -116,9 +101,6 @@ class ShardedObjects(LoopObjects):
         """See `LoopObjects.followed`; its DTensors are this rank's."""
         reshard(self.model)
         return super().followed()
-
-    def rehearse(self) -> None:
-        """Nothing: shards are compared with the checkpoint's tensors at a resume."""
 
     def captured(self, state: object, describe: Describe = plain) -> TrainingState:
         """See `LoopObjects.captured`."""
@@ -133,10 +115,11 @@ class ShardedObjects(LoopObjects):
         return {
             "rng": capture_rng(),
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
-            "trained": self._trained.values(),
+            "trained": self.session.trained.values(),
         }
 
-    def _targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+        """Return the tensors that a restore fills, as of `Targets.find`."""
         others = {name: state_of(value) for name, value in self.stateful.items()}
         return self._found.find(specs, {"stateful": others})
 
@@ -181,42 +164,46 @@ class CopiedObjects(ShardedObjects):
                     " for the order in which it sums gradients is needed to continue bit by bit"
                 )
             return
-        hook = stateful_hook(self._wrapper)
-        if hook is not None:
-            warn(
-                f"checkpoints leave out the state of the DDP communication hook, a {hook}: a continued run starts with a"
-                " fresh one, and is not bit-identical"
-            )
         if not self._wrapper.broadcast_buffers and any(True for _ in self.model.buffers()):
             warn("DDP(broadcast_buffers=False): a resume gives every process the buffers of the first one")
 
+    @property
+    def wrapped(self) -> Any:
+        """See `TrainingAdapter.wrapped`."""
+        return self.model if self._wrapper is None else self._wrapper
+
     def state(self) -> dict[str, Any]:
         """See `LoopObjects.state`; a collective, since one process alone may fail to give its own."""
-        state = world().on_every(lambda: ShardedObjects.state(self))
-        return {**state, _BUCKETS: self._buckets()}
+        return world().on_every(super().state)
 
-    def _buckets(self) -> list[list[int]]:  # a collective
-        return bucket_order(self._wrapper)
-
-    def step_log(self, options: "StepLog", **run: Any) -> "TrainingLog":
-        """See `LoopObjects.step_log`; the first rank writes and replays it."""
+    def logged(self, state: Callable[[], Mapping[str, Any]]) -> "Captured":
+        """See `LoopObjects.logged`: what is each rank's own, where it differs from the first one's; a collective."""
         from shrinkpoint.steps.capture import CannotLogError
         from shrinkpoint.steps.exact import ExactLog
-        from shrinkpoint.steps.training import on_host
 
-        def capture() -> "Captured":
-            captured, hook = self._of_ranks(), stateful_hook(self._wrapper)
-            if isinstance(log.log, ExactLog) and log.log.accumulates():
-                return CannotLogError(
-                    "gradients are accumulated over several calls of Checkpointer.step, other ones on each process: call it after"
-                    " optimizer.step() only"
-                )
-            if hook is not None:
-                return CannotLogError(
-                    f"the state of the DDP communication hook, a {hook}, is each process's own, and not logged here: the callbacks of"
-                    " Lightning and Composer log it"
-                )
-            return captured
+        group, hook, buckets = world(), stateful_hook(self._wrapper), bucket_order(self._wrapper)
+        own = group.on_every(lambda: own_of(self.own(), group.rank))
+        known = group.broadcast(own.digests())
+        kept: dict[str, dict[str, Any]] = {}
+        for (of, name), part in own.without(known).parts.items():
+            kept.setdefault(of, {})[name] = part.to_object()
+        captured = {_RANKS: group.gather(kept), _BUCKETS: buckets}
+        log = self.session.log
+        if log is not None and isinstance(log.log, ExactLog) and log.log.accumulates():
+            return CannotLogError(
+                "gradients are accumulated over several calls of Checkpointer.step, other ones on each process: call it after"
+                " optimizer.step() only"
+            )
+        if hook is not None:
+            return CannotLogError(
+                f"the state of the DDP communication hook, a {hook}, is each process's own, and not logged here: the callbacks of"
+                " Lightning and Composer log it"
+            )
+        return captured
+
+    def log_options(self) -> dict[str, Any]:
+        """See `LoopObjects.log_options`; the first rank writes and replays it."""
+        from shrinkpoint.steps.training import on_host
 
         def share(step: int, captured: Mapping[str, Any]) -> None:
             parameters = [parameter for one in self.optimizers for parameter in parameters_of(one)]
@@ -224,39 +211,24 @@ class CopiedObjects(ShardedObjects):
             gradients = None
             if world().is_first:
                 self.step = step
-                state = on_host(LoopObjects.state(self))
+                state = on_host(self.whole())
                 gradients = [on_host(parameter.grad) for parameter in parameters]
             self.load(_with_own({**world().broadcast(state), **captured}), warns=False)
+            restore_buckets(self._wrapper, captured.get(_BUCKETS) or [])
             found = world().broadcast(gradients)
             if not world().is_first:
                 for parameter, gradient in zip(parameters, found or (), strict=True):
                     parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
-        log = super().step_log(options, capture=capture, share=share, **run)
-        return log
+        return {**super().log_options(), "share": share}
 
-    def _of_ranks(self) -> dict[str, Any]:
-        """Return what is each rank's own, where it differs from the first one's; a collective."""
-        group = world()
-        own = group.on_every(lambda: own_of(self.own(), group.rank))
-        known = group.broadcast(own.digests())
-        kept: dict[str, dict[str, Any]] = {}
-        for (of, name), part in own.without(known).parts.items():
-            kept.setdefault(of, {})[name] = part.to_object()
-        return {_RANKS: group.gather(kept), _BUCKETS: self._buckets()}
-
-    def _copied(self, spec: TensorSpec) -> bool:
+    def copied(self, spec: TensorSpec) -> bool:
         """Parameters and their optimizers' state; of buffers the first rank's counts, whose DDP gives them to all."""
         return spec.tag.role is Role.WEIGHT or spec.name.startswith("optimizers/")
 
     def obstacle(self, *, shards: bool) -> str | None:
         """See `TrainingAdapter.obstacle`."""
         return "several processes train copies of the model"
-
-    def load(self, state: Any, *, warns: bool = True) -> None:
-        """See `LoopObjects.load`."""
-        super().load(state, warns=warns)
-        restore_buckets(self._wrapper, state.get(_BUCKETS) or [])
 
 
 def _with_own(state: dict[str, Any]) -> dict[str, Any]:

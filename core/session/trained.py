@@ -17,7 +17,7 @@ from shrinkpoint.session.identity import identities
 from shrinkpoint.state.roles import unnamed
 from shrinkpoint.state.stateful import named_buffers, named_parameters, optimizers_in, plain_names
 
-__all__ = ["Trained", "load_trained"]
+__all__ = ["Trained", "load_trained", "require_shapes"]
 
 _NAMED = 5
 _MOST_ELEMENTS = 1 << 20  # a longer tensor that an optimizer keeps is a buffer for its work
@@ -48,15 +48,9 @@ class Trained:
         """Compare with the model, and with the optimizers if they are new, as they are now from here on.
 
         Raises:
-            ConfigError: parameters or buffers have no shape yet.
+            ConfigError: as `require_shapes`.
         """
-        lazy = [
-            name for name, value in chain(named_parameters(model), named_buffers(model)) if is_lazy(value)
-        ]
-        if lazy:
-            raise ConfigError(
-                f"the model has parameters without a shape, such as {lazy[0]}: call it on one batch before its training is to be saved"
-            )
+        require_shapes(model)
         _changed(optimizers)
         self._buffers = [(part, _sizes(part)) for part in model.modules()]
         self._parameters = {name: _Seen.of(parameter) for name, parameter in named_parameters(model)}
@@ -211,6 +205,19 @@ def _makes_room(part: nn.Module) -> bool:
 
 def _kind(parameter: torch.Tensor) -> tuple[object, ...]:
     return parameter.dtype, tuple(parameter.shape)
+
+
+def require_shapes(model: nn.Module) -> None:
+    """Refuse a model of which some parameters or buffers have no shape yet.
+
+    Raises:
+        ConfigError: the message names one.
+    """
+    lazy = [name for name, value in chain(named_parameters(model), named_buffers(model)) if is_lazy(value)]
+    if lazy:
+        raise ConfigError(
+            f"the model has parameters without a shape, such as {lazy[0]}: call it on one batch before its training is to be saved"
+        )
 
 
 def load_trained(
