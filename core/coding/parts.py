@@ -1,9 +1,8 @@
 """Several containers that are one checkpoint: put together, they are read like any other."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shrinkpoint.container.layout import PartOf
 from shrinkpoint.container.reader import Header, Record
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.schemes.exactness import pack_reasons, unpack_reasons
@@ -13,7 +12,7 @@ from shrinkpoint.store.manifest import Head
 __all__ = ["PartsHeader", "merged_headers"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PartsHeader(Header):
     """The headers of a checkpoint's parts, or of some of them, as one."""
 
@@ -42,19 +41,26 @@ def merged_headers(head: Head, headers: Mapping[int, Header]) -> Header:
     """
     numbers = sorted(headers)
     parts = [headers[number] for number in numbers]
-    _check_same(
-        [(p.kind, p.step, p.parent) for p in parts], [p.part for p in parts], numbers, len(head.parts)
-    )
+    facts = {(part.kind, part.step, part.parent) for part in parts}
+    if len(facts) != 1:
+        raise FormatError(f"the parts are not of one checkpoint: they are {sorted(facts, key=repr)}")
+    found = [None if part.part is None else (part.part.number, part.part.of) for part in parts]
+    if found != [(number, len(head.parts)) for number in numbers]:
+        raise FormatError(
+            f"the parts of step {parts[0].step} are {found[:8]}, and should be {numbers[:8]} of {len(head.parts)}"
+        )
     for number, part in zip(numbers, parts, strict=True):
         if part.state_digest != head.parts[number].state_digest or part.step != head.step:
             raise CorruptionError(f"{head.parts[number].ref.key} holds another state than its head says")
     tensors: dict[str, Record] = {}
+    reasons: dict[str, str] = {}
     for part in parts:
         if tensors.keys() & part.tensors.keys():
             raise FormatError(
                 f"two parts of step {head.step} have the tensor {min(tensors.keys() & part.tensors.keys())!r}"
             )
         tensors.update(part.tensors)
+        reasons |= unpack_reasons(part.exact, list(part.tensors))
     return PartsHeader(
         kind=parts[0].kind,
         step=parts[0].step,
@@ -63,33 +69,8 @@ def merged_headers(head: Head, headers: Mapping[int, Header]) -> Header:
         parent=parts[0].parent,
         provenance=parts[0].provenance,
         tensors=tensors,
-        exact=_exact((part.exact, list(part.tensors)) for part in parts),
+        exact=pack_reasons(tensors, reasons),
         digest=head.state_digest,
         places={name: number for number, part in headers.items() for name in part.tensors},
         own={number: part.part.own for number, part in headers.items() if part.part is not None},
     )
-
-
-def _check_same(
-    facts: Sequence[tuple[str, int, str | None]],
-    places: Sequence[PartOf | None],
-    numbers: Sequence[int],
-    of: int,
-) -> None:
-    """Refuse what is not of one checkpoint."""
-    if len(set(facts)) != 1:
-        raise FormatError(f"the parts are not of one checkpoint: they are {sorted(set(facts), key=repr)}")
-    found = [None if place is None else (place.number, place.of) for place in places]
-    if found != [(number, of) for number in numbers]:
-        raise FormatError(
-            f"the parts of step {facts[0][1]} are {found[:8]}, and should be {list(numbers)[:8]} of {of}"
-        )
-
-
-def _exact(parts: Iterable[tuple[JSON, list[str]]]) -> JSON:
-    reasons: dict[str, str] = {}
-    names: list[str] = []
-    for exact, own in parts:
-        reasons |= unpack_reasons(exact, own)
-        names += own
-    return pack_reasons(names, reasons)

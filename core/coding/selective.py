@@ -101,11 +101,8 @@ class Source:
                 raise
             self._whole = fetch()  # what was damaged on its way is right the next time
             self._reader = ContainerReader(self._read, size)
-
-    @property
-    def header(self) -> Header:
+        self.header = self._reader.header
         """Everything but the sections."""
-        return self._reader.header
 
     def entries(self, names: Collection[str]) -> list[Entry]:
         """These tensors as they are stored, in decoding order; nothing of what was read for them is kept.
@@ -167,12 +164,8 @@ class PartsSource:
 
     def __init__(self, head: Head, parts: Mapping[int, Source]) -> None:
         self._parts = parts
-        self._header = merged_headers(head, {number: part.header for number, part in parts.items()})
-
-    @property
-    def header(self) -> Header:
+        self.header = merged_headers(head, {number: part.header for number, part in parts.items()})
         """Everything but the sections, of these containers."""
-        return self._header
 
     def entries(self, names: Collection[str]) -> list[Entry]:
         """As `Source.entries`."""

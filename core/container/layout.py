@@ -30,6 +30,7 @@ __all__ = [
     "PREFIX",
     "Checkpoint",
     "Entry",
+    "Facts",
     "Kind",
     "PartOf",
     "Prefix",
@@ -123,17 +124,15 @@ class PartOf:
         return cls(number=node["number"], of=node["of"], own=node["own"])
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """One checkpoint, encoded: what a container holds."""
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a container says about a checkpoint as a whole."""
 
     kind: Kind
     step: int
     """Optimizer steps made when the state was captured."""
     tree: JSON
     """The state's plain data (`shrinkpoint.state.tree`)."""
-    entries: tuple[Entry, ...]
-    """The tensors in decoding order: siblings that a codec needs stand before the tensor that needs them."""
     scheme: JSON
     """What the scheme says about itself; for people and logs, decoding depends on the entries alone."""
     parent: str | None
@@ -142,8 +141,16 @@ class Checkpoint:
     """Where the checkpoint comes from (library versions, wall time); never needed to decode."""
     exact: JSON = None
     """Why tensors are stored exactly (`shrinkpoint.schemes.exactness`); never needed to decode. None where there is nothing to say."""
-    part: "PartOf | None" = None
+    part: PartOf | None = None
     """Where other ranks' containers belong to the same checkpoint: which this is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Facts):
+    """One checkpoint, encoded: what a container holds."""
+
+    entries: tuple[Entry, ...]
+    """The tensors in decoding order: siblings that a codec needs stand before the tensor that needs them."""
 
     @property
     def features(self) -> dict[str, str]:

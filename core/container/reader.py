@@ -5,14 +5,14 @@ and every failure is a `FormatError`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from shrinkpoint.container.layout import (
     DIGEST_SIZE,
     PREFIX,
     Checkpoint,
     Entry,
-    Kind,
+    Facts,
     PartOf,
     check_features,
     check_fields,
@@ -58,20 +58,12 @@ class Record:
         return sum(self.lengths.values())
 
 
-@dataclass(frozen=True)
-class Header:
-    """Everything in a container but the sections; the fields are those of `Checkpoint`."""
+@dataclass(frozen=True, kw_only=True)
+class Header(Facts):
+    """Everything in a container but the sections."""
 
-    kind: Kind
-    step: int
-    tree: JSON
-    scheme: JSON
-    parent: str | None
-    provenance: JSON
     tensors: Mapping[str, Record]
     """By name, in decoding order."""
-    exact: JSON = None
-    part: PartOf | None = None
 
     @property
     def state_digest(self) -> str:
@@ -175,18 +167,8 @@ def read_container(data: bytes | memoryview, *, verify: bool = True) -> Checkpoi
     reader = ContainerReader(
         lambda offset, length: view[offset : offset + length], view.nbytes, verify=verify
     )
-    header = reader.header
-    return Checkpoint(
-        kind=header.kind,
-        step=header.step,
-        tree=header.tree,
-        entries=tuple(map(reader.entry, header.tensors)),
-        scheme=header.scheme,
-        parent=header.parent,
-        provenance=header.provenance,
-        exact=header.exact,
-        part=header.part,
-    )
+    facts = {field.name: getattr(reader.header, field.name) for field in fields(Facts)}
+    return Checkpoint(entries=tuple(map(reader.entry, reader.header.tensors)), **facts)
 
 
 def parse_header(plain: bytes, index: bytes) -> Header:
@@ -213,9 +195,11 @@ def parse_header(plain: bytes, index: bytes) -> Header:
         records[spec.name] = _record(node, spec, digest, offset, sections, sums)
         offset += sum(sections.values())
     check_fields(kind, step, parent, specs, any(record.uses_reference for record in records.values()))
-    scheme, provenance, tree = (_get(top, field) for field in ("scheme", "provenance", "tree"))
+    plain_data = {field: _get(top, field) for field in ("scheme", "provenance", "tree")}
     part = PartOf.from_json(top["part"]) if top.get("part") is not None else None
-    return Header(kind, step, tree, scheme, parent, provenance, records, top.get("exact"), part)
+    return Header(
+        kind=kind, step=step, parent=parent, tensors=records, exact=top.get("exact"), part=part, **plain_data
+    )
 
 
 def _record(

@@ -19,7 +19,7 @@ import zstandard
 from pcodec import ChunkConfig, DeltaSpec, ModeSpec, standalone
 
 from shrinkpoint.arrays import Unsigned
-from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
+from shrinkpoint.entropy.wire import ByteReader, Payload, parts_of, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.runtime.memory import to_bytes
 from shrinkpoint.runtime.threads import map_in_threads
@@ -34,9 +34,8 @@ _PROBE = 1 << 14  # numbers that decide whether zstd is tried
 _REPETITIVE = 0.85  # of their bytes, for which it is
 _LARGE = 1 << 18  # numbers, for which that takes a third as long as pcodec
 _CLOSE = 1.1  # of pcodec's share of the bytes: of more than that, nothing was found that zstd codes shorter
-_BLOCK_BYTES = 1 << 18  # of differences
+_BLOCK_BYTES = 1 << 18  # of differences: temporaries stay in a processor's cache
 _MAX_WINDOW_BYTES = 16 << 20  # of any zstd frame that we accept; a chunk needs no more than its own size
-_ITEM_SIZES = (1, 2, 4, 8)
 
 
 class _Local(threading.local):
@@ -57,13 +56,9 @@ def encode_numbers(numbers: Unsigned) -> bytes:
 
     Returns:
         The payload; its length, the dtype and how many numbers there are is the caller's to store.
-
-    Raises:
-        ValueError: they are not unsigned.
     """
     flat = np.ascontiguousarray(numbers).reshape(-1)
-    _check(flat.dtype)
-    coded = map_in_threads(_encode, [flat[part] for part in _parts(flat.size)])
+    coded = map_in_threads(_encode, [flat[part] for part in parts_of(flat.size, _CHUNK)])
     head = bytearray()
     for method, chunk in coded:
         head.append(method)
@@ -77,7 +72,7 @@ def decode_numbers(payload: Payload, size: int, dtype: npt.DTypeLike) -> Unsigne
     Args:
         payload: the bytes, all of them and nothing else.
         size: how many numbers there are; no more memory than for these, and one chunk per thread, is ever taken.
-        dtype: as given to the encoder.
+        dtype: unsigned, as given to the encoder.
 
     Returns:
         (size,).
@@ -85,18 +80,15 @@ def decode_numbers(payload: Payload, size: int, dtype: npt.DTypeLike) -> Unsigne
     Raises:
         FormatError: the payload is malformed.
         CorruptionError: a chunk does not decode.
-        ValueError: the dtype is not unsigned.
     """
-    kind = np.dtype(dtype)
-    _check(kind)
     reader = ByteReader(payload, "numbers")
     if reader.remaining < 2 * -(-size // _CHUNK):  # before the list, whose length a hostile size sets
         raise FormatError(f"numbers: {reader.remaining} bytes cannot hold {size}")
-    parts = _parts(size)
+    parts = parts_of(size, _CHUNK)
     heads = [(reader.byte(), reader.uvarint(reader.remaining, "chunk length")) for _ in parts]
     work = [(part, method, reader.take(length)) for part, (method, length) in zip(parts, heads, strict=True)]
     reader.finish()
-    out: Unsigned = np.empty(size, kind)
+    out: Unsigned = np.empty(size, dtype)
 
     def decode(item: tuple[slice, int, memoryview]) -> None:
         part, method, chunk = item
@@ -104,15 +96,6 @@ def decode_numbers(payload: Payload, size: int, dtype: npt.DTypeLike) -> Unsigne
 
     map_in_threads(decode, work)
     return out
-
-
-def _check(dtype: np.dtype[Any]) -> None:
-    if dtype.kind != "u" or dtype.itemsize not in _ITEM_SIZES or not dtype.isnative:
-        raise ValueError(f"numbers must be unsigned and of 1, 2, 4 or 8 bytes, not {dtype}")
-
-
-def _parts(size: int) -> list[slice]:
-    return [slice(start, min(start + _CHUNK, size)) for start in range(0, size, _CHUNK)]
 
 
 def _encode(numbers: Unsigned) -> tuple[int, bytes]:
@@ -192,19 +175,15 @@ def delta_bits(current: npt.NDArray[Any], reference: npt.NDArray[Any], floating:
     Returns:
         Unsigned integers, same shape and item size.
 
-    Raises:
-        ValueError: shapes or item sizes differ, or the item size is not 1, 2, 4 or 8.
-
     Source: FastCheck (ENG ITEE 27(2):250034), weight difference; its operator is not published, this is ours.
     """
-    _check_alike(current, reference)
     bits, reference_bits = _as_unsigned(current), _as_unsigned(reference)
     zigzag = np.empty_like(bits)
-    for part in _blocks(bits):
+    for part in parts_of(bits.size, _BLOCK_BYTES // bits.itemsize):
         here, there = bits[part], reference_bits[part]
         delta = _ordered(here) - _ordered(there) if floating else here - there
         signs = _sign_mask(delta)
-        delta <<= _as_type(delta, 1)
+        delta <<= delta.dtype.type(1)
         np.bitwise_xor(delta, signs, out=zigzag[part])
     return zigzag.reshape(current.shape)
 
@@ -219,14 +198,10 @@ def undelta_bits(delta: Unsigned, reference: npt.NDArray[Any], floating: bool = 
 
     Returns:
         Unsigned integers, same shape and item size; ``.view`` them as the dtype they had.
-
-    Raises:
-        ValueError: shapes or item sizes differ, or the item size is not 1, 2, 4 or 8.
     """
-    _check_alike(delta, reference)
     zigzag, reference_bits = _as_unsigned(delta), _as_unsigned(reference)
-    bits, one = np.empty_like(zigzag), _as_type(zigzag, 1)
-    for part in _blocks(bits):
+    bits, one = np.empty_like(zigzag), zigzag.dtype.type(1)
+    for part in parts_of(bits.size, _BLOCK_BYTES // bits.itemsize):
         difference = zigzag[part] & one
         np.negative(difference, out=difference)
         difference ^= zigzag[part] >> one
@@ -235,31 +210,10 @@ def undelta_bits(delta: Unsigned, reference: npt.NDArray[Any], floating: bool = 
     return bits.reshape(delta.shape)
 
 
-def _blocks(bits: Unsigned) -> list[slice]:
-    """Parts of an array whose temporaries stay in a processor's cache."""
-    size = _BLOCK_BYTES // bits.itemsize
-    return [slice(start, start + size) for start in range(0, bits.size, size)]
-
-
-def _check_alike(array: npt.NDArray[Any], reference: npt.NDArray[Any]) -> None:
-    if array.dtype.itemsize not in (1, 2, 4, 8):
-        raise ValueError(f"elements must have 1, 2, 4 or 8 bytes, got {array.dtype}")
-    if array.shape != reference.shape or array.dtype.itemsize != reference.dtype.itemsize:
-        raise ValueError(
-            f"arrays must have the same shape and item size, got {array.shape} {array.dtype} and "
-            f"{reference.shape} {reference.dtype}"
-        )
-
-
 def _as_unsigned(array: npt.NDArray[Any]) -> Unsigned:
     """The bit patterns, flat: numpy turns results of 0-D arrays into scalars, which warn when they wrap."""
     flat: Unsigned = np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
     return flat
-
-
-def _as_type(like: Unsigned, value: int) -> Any:
-    """``value`` in the dtype of ``like``: mixed with Python integers, old numpy would widen."""
-    return like.dtype.type(value)
 
 
 def _sign_mask(bits: Unsigned) -> Unsigned:
@@ -272,6 +226,6 @@ def _sign_mask(bits: Unsigned) -> Unsigned:
 def _ordered(bits: Unsigned) -> Unsigned:
     """Sign-and-magnitude patterns to two's complement integers in the order of the values, and back."""
     ordered = _sign_mask(bits)
-    ordered >>= _as_type(bits, 1)
+    ordered >>= bits.dtype.type(1)  # old numpy would widen by a Python integer
     ordered ^= bits
     return ordered

@@ -2,11 +2,16 @@
 
 from shrinkpoint.errors import FormatError
 
-__all__ = ["ByteReader", "Payload", "write_uvarint"]
+__all__ = ["ByteReader", "Payload", "parts_of", "write_uvarint"]
 
 Payload = bytes | bytearray | memoryview
 
 _MAX_UVARINT_BYTES = 9  # 63 bits: no length in a payload needs more, and the value stays a C int64
+
+
+def parts_of(count: int, most: int) -> list[slice]:
+    """Cut so many elements into parts of `most` elements, the last one of fewer."""
+    return [slice(start, min(start + most, count)) for start in range(0, count, most)]
 
 
 def write_uvarint(out: bytearray, value: int) -> None:

@@ -37,7 +37,15 @@ def store_raw(
         encoded = EncodedTensor("test.raw", {"half": half}, sections, uses_reference)
         entries.append(Entry(state.specs[name], encoded, tensor_digest(tensor)))
     kind = "base" if parent is None else "delta"
-    return Checkpoint(kind, step, state.tree, tuple(entries), {"name": "raw"}, parent, {"library": "0.1.0"})
+    return Checkpoint(
+        kind=kind,
+        step=step,
+        tree=state.tree,
+        entries=tuple(entries),
+        scheme={"name": "raw"},
+        parent=parent,
+        provenance={"library": "0.1.0"},
+    )
 
 
 def load_raw(checkpoint: Checkpoint) -> Any:

@@ -23,13 +23,10 @@ bits per byte)::
 A chunk has as many rows as fit in 2^20 elements, in sixteens, but at least 512; the last one has fewer.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from shrinkpoint.arrays import Int16s, Int64s
-from shrinkpoint.entropy.lanes.trellis import MAX_WIDTH
-from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
+from shrinkpoint.entropy.wire import ByteReader, Payload, parts_of, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.runtime.threads import map_in_threads
 
@@ -59,9 +56,8 @@ def encode_matrix(points: Int16s, places: Int16s | None, *, width: int, predicta
         The payload; empty without elements.
 
     Raises:
-        ValueError: the arguments do not fit each other, or points are no paths.
+        ValueError: points are no paths.
     """
-    _check(points, places, width)
     chunks = map_in_threads(
         lambda part: _encode(points[part], _part(places, part), width, predictable),
         _spans(points.size, width),
@@ -78,12 +74,10 @@ def decode_matrix(payload: Payload, size: int, places: Int16s | None, *, width: 
     Raises:
         FormatError: the payload is malformed.
         CorruptionError: the payload is well-formed, but a chunk does not end where the encoder began.
-        ValueError: the arguments do not fit each other.
     """
     reader = ByteReader(payload, "matrix payload")
     points = np.zeros(size, np.int16)
-    _check(points, places, width)
-    spans = list(_spans(size, width))
+    spans = _spans(size, width)
     lengths = [reader.uvarint(reader.remaining, "chunk length") for _ in spans[:-1]]
     chunks = [reader.take(length) for length in lengths]
     if spans:
@@ -98,23 +92,12 @@ def decode_matrix(payload: Payload, size: int, places: Int16s | None, *, width: 
     return points
 
 
-def _check(points: Int16s, places: Int16s | None, width: int) -> None:
-    if points.dtype != np.int16 or points.ndim != 1:
-        raise ValueError("points must be a 1-D int16 array")
-    if places is not None and (places.dtype != np.int16 or places.shape != points.shape):
-        raise ValueError("places must be int16, one for each point")
-    if not 1 <= width <= MAX_WIDTH:
-        raise ValueError(f"width must be from 1 to {MAX_WIDTH}, got {width}")
-
-
 def _part(places: Int16s | None, part: slice) -> Int16s:
     return _NO_PLACES if places is None else np.ascontiguousarray(places[part])
 
 
-def _spans(size: int, width: int) -> Iterator[slice]:
-    rows = max(_CHUNK_ROWS, _CHUNK // width // _LANES * _LANES)
-    for start in range(0, size, rows * width):
-        yield slice(start, min(start + rows * width, size))
+def _spans(size: int, width: int) -> list[slice]:
+    return parts_of(size, max(_CHUNK_ROWS, _CHUNK // width // _LANES * _LANES) * width)
 
 
 def _bounds(width: int) -> Int64s:

@@ -44,8 +44,8 @@ import numpy.typing as npt
 
 from shrinkpoint.arrays import Int64s, UInt8s
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_given
-from shrinkpoint.entropy.static.tables import check_array, check_sizes, count_symbols, frozen
-from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
+from shrinkpoint.entropy.static.tables import count_symbols, frozen
+from shrinkpoint.entropy.wire import ByteReader, Payload, parts_of, write_uvarint
 from shrinkpoint.errors import ConfigError, CorruptionError, FormatError
 from shrinkpoint.runtime.threads import map_in_threads
 
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from shrinkpoint.entropy.lstm.network_kernels import Curves
 
 __all__ = ["LstmOptions", "decode_plane", "encode_plane", "uses_previous"]
-
-Span = tuple[int, int]
 
 _ALONE, _GIVEN, _LSTM, _LSTM_GIVEN = range(4)
 _MIN_WIDTH, _MAX_WIDTH = 4, 512
@@ -104,10 +102,6 @@ class _Plan:
     previous: UInt8s
     """(rows, columns), frozen; no rows where contexts are zero."""
 
-    def spans(self, count: int) -> list[Span]:
-        size = 1 << self.options.chunk
-        return [(start, min(start + size, count)) for start in range(0, count, size)]
-
     def code(self, offset: int, symbols: UInt8s, stream: UInt8s, decoding: bool) -> int:
         """Code one chunk; how many bytes that takes when encoding, has taken at most when decoding."""
         from shrinkpoint.entropy.lstm import chunk_kernels  # numba
@@ -142,12 +136,7 @@ def encode_plane(
 
     Returns:
         The payload; :func:`uses_previous` says whether decoding it needs the previous plane.
-
-    Raises:
-        ValueError: an argument is out of range or has the wrong shape or dtype.
     """
-    check_array(symbols, "symbols")
-    _check(symbols.size, alphabet, columns, previous)
     options = options or LstmOptions()
     if symbols.size == 0:
         return b""
@@ -161,7 +150,8 @@ def encode_plane(
         rarity=rarities(total),
         previous=_matrix(previous, columns),
     )
-    chunks = map_in_threads(lambda span: _encode_chunk(plan, symbols, span), plan.spans(symbols.size))
+    spans = parts_of(symbols.size, 1 << options.chunk)
+    chunks = map_in_threads(lambda span: _encode_chunk(plan, symbols, span), spans)
     head = bytearray([_LSTM if previous is None else _LSTM_GIVEN])
     head += bytes([options.width // 4, options.rate, options.chunk]) + plan.rarity
     parts: list[bytes] = []
@@ -197,13 +187,11 @@ def decode_plane(
     Raises:
         FormatError: the payload is malformed, or needs a previous plane and there is none.
         CorruptionError: the payload is well-formed, but a chunk does not decode to the symbols that were coded.
-        ValueError: an argument other than the payload is out of range.
     """
     reader = ByteReader(payload, "LSTM payload")
     given = uses_previous(payload)
     if given and previous is None:
         raise FormatError("LSTM payload: it is coded given a previous plane, and there is none")
-    _check(size, alphabet, columns, previous if given else None)
     if size == 0:
         reader.finish()
         return np.zeros(0, dtype=np.uint8)
@@ -217,14 +205,14 @@ def decode_plane(
     count = -(-size >> plan.options.chunk)
     if count * (_CHECKSUM + 1) > reader.remaining + 1:  # all but one chunk have a length, too
         raise FormatError(f"LSTM payload: {reader.remaining} bytes are too few for {count} chunks")
-    spans = plan.spans(size)
+    spans = parts_of(size, 1 << plan.options.chunk)
     lengths = [reader.uvarint(reader.remaining, "chunk length") for _ in spans[:-1]]
     chunks = [reader.take(length) for length in lengths] + [reader.rest()]
     out = np.empty(size, dtype=np.uint8)
 
-    def decode(work: tuple[Span, memoryview]) -> None:
-        (start, stop), chunk = work
-        _decode_chunk(plan, chunk, start, out[start:stop])
+    def decode(work: tuple[slice, memoryview]) -> None:
+        span, chunk = work
+        _decode_chunk(plan, chunk, span.start, out[span])
 
     map_in_threads(decode, zip(spans, chunks, strict=True))
     return out
@@ -235,31 +223,19 @@ def uses_previous(payload: Payload) -> bool:
     return len(payload) > 0 and payload[0] in (_GIVEN, _LSTM_GIVEN)
 
 
-def _check(size: int, alphabet: int, columns: int, previous: UInt8s | None) -> None:
-    check_sizes(alphabet, 1)
-    if size < 0 or columns < 1 or size % columns:
-        raise ValueError(
-            f"columns must divide the number of symbols, got {columns} columns and {size} symbols"
-        )
-    if previous is not None:
-        check_array(previous, "previous", size)
-        if size and int(previous.max()) >= alphabet:
-            raise ValueError(f"previous has symbol {int(previous.max())} in an alphabet of {alphabet}")
-
-
 def _matrix(previous: UInt8s | None, columns: int) -> UInt8s:
     plane = np.zeros(0, dtype=np.uint8) if previous is None else previous
     return frozen(plane.reshape(-1, columns))
 
 
-def _encode_chunk(plan: _Plan, symbols: UInt8s, span: Span) -> bytes | None:
+def _encode_chunk(plan: _Plan, symbols: UInt8s, span: slice) -> bytes | None:
     """Return a chunk that decodes to its symbols; None if for any reason it does not."""
-    chunk = symbols[slice(*span)].copy()
+    chunk = symbols[span].copy()
     stream = np.empty(2 * chunk.size + chunk.size // 64 + 16, dtype=np.uint8)
-    used = plan.code(span[0], chunk, stream, decoding=False)
+    used = plan.code(span.start, chunk, stream, decoding=False)
     coded = stream[:used].tobytes().rstrip(b"\0") if used <= stream.size else b""
     again = np.empty_like(chunk)
-    plan.code(span[0], again, np.frombuffer(bytearray(coded), dtype=np.uint8), decoding=True)
+    plan.code(span.start, again, np.frombuffer(bytearray(coded), dtype=np.uint8), decoding=True)
     if not np.array_equal(again, chunk):
         return None
     return zlib.crc32(chunk.data).to_bytes(_CHECKSUM, "little") + coded

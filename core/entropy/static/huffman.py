@@ -99,9 +99,8 @@ def rank_lengths(counts: Int64s) -> list[int]:
     Returns:
         k lengths in bits; ``[0]`` for a single symbol.
     """
-    if not 1 <= counts.size <= MAX_RANKS:
-        raise ValueError(f"there must be 1..{MAX_RANKS} symbols, got {counts.size}")
-    return [int(length) for length in _tree_depths(counts)]
+    lengths: list[int] = _tree_depths(counts).tolist()
+    return lengths
 
 
 def encode_ranks(ranks: Int64s, lengths: list[int]) -> bytes:

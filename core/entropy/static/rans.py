@@ -36,7 +36,7 @@ from shrinkpoint.entropy.static.tables import (
     read_tables,
     write_tables,
 )
-from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
+from shrinkpoint.entropy.wire import ByteReader, Payload, parts_of, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.runtime.memory import to_bytes
 from shrinkpoint.runtime.threads import map_in_threads
@@ -72,9 +72,8 @@ class _Chunking:
         expected = bytes_per_symbol * min(count, 1 << log2)
         return _Chunking(count=count, log2=log2, four_states=expected >= _FOUR_STATES_BYTES)
 
-    def spans(self) -> list[tuple[int, int]]:
-        size = 1 << self.log2
-        return [(start, min(start + size, self.count)) for start in range(0, self.count, size)]
+    def spans(self) -> list[slice]:
+        return parts_of(self.count, 1 << self.log2)
 
 
 def predict_bytes(counts: Int64s) -> float:
@@ -212,9 +211,9 @@ def _encode_rans(symbols: UInt8s, contexts: UInt8s | None, counts: Int64s, table
     chunking = _Chunking.plan(symbols.size, float(data_bits(counts).sum()))
     entries = tables.entries()[tables.rows]
 
-    def encode(span: tuple[int, int]) -> bytes:
-        view, step = context_view(contexts, *span)
-        return _encode_chunk(frozen(symbols[slice(*span)]), view, step, entries, chunking.four_states)
+    def encode(span: slice) -> bytes:
+        view, step = context_view(contexts, span)
+        return _encode_chunk(frozen(symbols[span]), view, step, entries, chunking.four_states)
 
     chunks = map_in_threads(encode, chunking.spans())
     out = bytearray([_RANS, chunking.log2 | (_FOUR_STATES_FLAG if chunking.four_states else 0)])
@@ -284,10 +283,10 @@ def _decode_rans(reader: ByteReader, contexts: UInt8s | None, count: int, sizes:
     chunks = [reader.take(length) for length in lengths] + [reader.rest()]
     out = np.empty(count, dtype=np.uint8)
 
-    def decode(work: tuple[tuple[int, int], memoryview]) -> None:
+    def decode(work: tuple[slice, memoryview]) -> None:
         span, chunk = work
-        view, step = context_view(contexts, *span)
-        _decode_chunk(chunk, out[slice(*span)], view, step, tables, four_states)
+        view, step = context_view(contexts, span)
+        _decode_chunk(chunk, out[span], view, step, tables, four_states)
 
     map_in_threads(decode, zip(spans, chunks, strict=True))
     return out

@@ -49,11 +49,11 @@ def frozen(array: UInt8s) -> UInt8s:
     return view
 
 
-def context_view(contexts: UInt8s | None, start: int, stop: int) -> tuple[UInt8s, int]:
-    """What kernels read as contexts of symbols start..stop: their slice and step 1, or one zero and step 0."""
+def context_view(contexts: UInt8s | None, part: slice) -> tuple[UInt8s, int]:
+    """What kernels read as contexts of a part of the symbols: their slice and step 1, or one zero and step 0."""
     if contexts is None:
         return frozen(_NO_CONTEXT), 0
-    return frozen(contexts[start:stop]), 1
+    return frozen(contexts[part]), 1
 
 
 def check_array(array: UInt8s, name: str, count: int | None = None) -> None:
@@ -98,7 +98,7 @@ def count_symbols(symbols: UInt8s, contexts: UInt8s | None, alphabet: int, n_con
     cells = n_contexts * alphabet
     lanes = 1 if cells > min(_FEW_CELLS, symbols.size // 4) else 4
     counts = np.zeros((lanes, cells), dtype=np.int64)
-    view, step = context_view(contexts, 0, symbols.size)
+    view, step = context_view(contexts, slice(None))
     if not table_kernels.count_pairs(frozen(symbols), view, step, alphabet, counts):
         raise ValueError(f"every symbol must be below {alphabet} and every context below {n_contexts}")
     return np.asarray(counts.sum(axis=0).reshape(n_contexts, alphabet), dtype=np.int64)

@@ -20,15 +20,15 @@ from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.codec_io import matrix_shape, section
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["EMPTY", "Factors", "row_and_column_means"]
+__all__ = ["EMPTY", "QUARTERS", "Factors", "row_and_column_means"]
 
 _PER_OCTAVE = 4
 # 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
-_QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
+QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
 EMPTY = -(2**15)
 """The exponent of zero."""
 _LOW, _HIGH = -126 * _PER_OCTAVE, 127 * _PER_OCTAVE  # of normal numbers
-_POWERS = np.append(np.float32(0), np.ldexp(np.tile(_QUARTERS, 254), np.repeat(np.arange(-126, 128), 4)))
+_POWERS = np.append(np.float32(0), np.ldexp(np.tile(QUARTERS, 254), np.repeat(np.arange(-126, 128), 4)))
 """Of zero's exponent, then of those from the lowest."""
 _TINY = np.float32(np.finfo(np.float32).tiny)
 _SAMPLE = 1 << 16  # elements by which the misfit is measured

@@ -26,7 +26,7 @@ import torch
 from shrinkpoint.arrays import Float32s, Float64s, UInt8s, widened
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.codec_io import (
@@ -68,11 +68,7 @@ _SAMPLE = 1 << 16  # elements by which a step size is chosen
 
 @dataclass(frozen=True, kw_only=True)
 class _CentroidCodec(ABC):
-    """Levels of a moment in units of each element's own, which both sides know, and their centroids.
-
-    Raises:
-        ConfigError: an option is out of its range.
-    """
+    """Levels of a moment in units of each element's own, which both sides know, and their centroids."""
 
     id: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()
@@ -84,12 +80,6 @@ class _CentroidCodec(ABC):
     linear: bool = False
     """Whether updates are as long as the moment itself is, so that its length and what is lost of it are those of the values;
     otherwise those of the values in units."""
-
-    def __post_init__(self) -> None:
-        if self.step is not None and not 0.001 <= self.step <= 64:
-            raise ConfigError(f"step must be between 0.001 and 64 units, or None, not {self.step}")
-        if not 0 < self.loss <= 1:
-            raise ConfigError(f"loss must be above 0 and at most 1, not {self.loss}")
 
     @abstractmethod
     def _measure(
@@ -179,9 +169,6 @@ class CentroidFirstMomentCodec(_CentroidCodec):
 
     Guarantees: in units of v as restored, m is restored no farther from what is wanted than zeros are, and no longer than that; it is
     zero where v is restored as zero. Wanted is m itself or, where v as training has it is given, what makes the true update.
-
-    Raises:
-        ConfigError: an option is out of its range.
     """
 
     id: ClassVar[str] = "centroid-first-moment"
@@ -191,11 +178,6 @@ class CentroidFirstMomentCodec(_CentroidCodec):
     """v as training has it, of the same shape; only encoding needs it."""
     epsilon: float = 1e-8
     """What the optimizer adds to the root of v: where that is less, an update hardly depends on it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.epsilon < math.inf:
-            raise ConfigError(f"epsilon must be finite and not negative, not {self.epsilon}")
 
     def _measure(
         self, values: Float32s, spec: TensorSpec, context: Context
@@ -235,7 +217,7 @@ class CentroidFirstMomentCodec(_CentroidCodec):
 class CentroidMomentumCodec(_CentroidCodec):
     """Levels of a momentum in units of its own root mean square by row and column, for optimizers without a second moment.
 
-    Guarantees and raises as `CentroidFirstMomentCodec`; with `linear`, which is for optimizers whose update is a multiple of
+    Guarantees as `CentroidFirstMomentCodec`; with `linear`, which is for optimizers whose update is a multiple of
     the momentum, the guarantees hold for the momentum itself.
     """
 

@@ -26,7 +26,6 @@ from shrinkpoint.state.training import TensorSpec
 
 __all__ = [
     "MAX_EXPONENT",
-    "QUARTERS",
     "Steps",
     "curvature_exponents",
     "join_exponents",
@@ -38,10 +37,6 @@ __all__ = [
 
 MAX_EXPONENT = 32
 """Quarter octaves that a row or a column may change the step by, each way."""
-
-# 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
-QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
-
 
 _PER_OCTAVE = 4
 _CURVATURE = 12  # quarter octaves that the curvature of a row or a column may change its steps by, each way

@@ -269,8 +269,8 @@ class Auto:
 
     def _by_element(self, spec: TensorSpec, names: _Names) -> bool:
         """Return whether a row times a column is not good enough for a second moment."""
-        is_second = spec.tag.role is Role.EXP_AVG_SQ
-        return is_second and (self.finer_moments >= 1 or _has_maximum(spec, names))
+        is_second, has_maximum = spec.tag.role is Role.EXP_AVG_SQ, spec.place in names.squares  # amsgrad's
+        return is_second and (self.finer_moments >= 1 or has_maximum)
 
     def _log_levels(self, spec: TensorSpec, memory: float) -> Maker:
         """Make a moment's codec by levels; dither continues as long as no restore has put it on its levels.
@@ -291,17 +291,14 @@ class Auto:
             at_once = errors_at_once(memory, self.save_context.interval, self.save_context.restore_budget)
             step = max(1, round(step * math.sqrt(min(1.0, usual / at_once))))
         step = max(1, step >> max(0, int(self.finer_moments) - 1))
+        reference = (self.save_context.reference or {}).get(spec.name)
+        before = reference is not None and reference.codec == LogLevelsCodec.id
         return partial(
             LogLevelsCodec,
             step=step,
-            seed=None if self._continues(spec, LogLevelsCodec.id) else self._seed(spec.place),
+            seed=None if before and not self.save_context.restored else self._seed(spec.place),
             divides=spec.tag.role is not Role.STATE and not adopts,
         )
-
-    def _continues(self, spec: TensorSpec, codec: str) -> bool:
-        """Whether the previous checkpoint has the tensor by this codec, and the training has not been restored from it."""
-        reference = (self.save_context.reference or {}).get(spec.name)
-        return reference is not None and reference.codec == codec and not self.save_context.restored
 
     def _seed(self, name: str) -> int:
         return zlib.crc32(f"{self.save_context.step}/{name}".encode())
@@ -329,11 +326,6 @@ def _by_place(state: TrainingState, role: Role) -> dict[str, str]:
         if spec.tag.role is role:
             found.setdefault(spec.place, name)
     return found
-
-
-def _has_maximum(spec: TensorSpec, names: _Names) -> bool:
-    """Return whether it is a second moment of which amsgrad keeps the maximum."""
-    return spec.tag.role is Role.EXP_AVG_SQ and spec.place in names.squares
 
 
 def _master(state: TrainingState, spec: TensorSpec, masters: Mapping[str | None, str]) -> torch.Tensor | None:

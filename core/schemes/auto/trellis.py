@@ -11,8 +11,9 @@ import numpy.typing as npt
 from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8s
 from shrinkpoint.entropy.lanes.trellis import NOISE, row_width
 from shrinkpoint.runtime.threads import map_in_threads
+from shrinkpoint.schemes.auto.factors import QUARTERS
 from shrinkpoint.schemes.auto.random_walk import EXPONENTS, LAST_WALK, NO_WALK
-from shrinkpoint.schemes.auto.row_and_column_steps import QUARTERS, join_exponents, split_exponents
+from shrinkpoint.schemes.auto.row_and_column_steps import join_exponents, split_exponents
 from shrinkpoint.schemes.base import PackedPlanes, Planes, ReferenceState
 from shrinkpoint.schemes.codec_io import integer, matrix_shape, number, plane_of
 from shrinkpoint.state.training import TensorSpec

@@ -22,7 +22,7 @@ from shrinkpoint.arrays import Bools, Float32s, Indices, Int8s, Int16s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.auto.random_walk import LAST_WALK, NO_WALK, Expectation, measure_walk
 from shrinkpoint.schemes.auto.row_and_column_steps import (
     Steps,
@@ -74,9 +74,6 @@ class TrellisWeightCodec:
 
     Guarantees: the error of a weight is independent of it, of a mean square of 0.0663 square steps, and less than two steps, but for a
     rounding to the tensor's dtype.
-
-    Raises:
-        ConfigError: an option is out of its range.
     """
 
     id: ClassVar[str] = "trellis-weight"
@@ -94,14 +91,6 @@ class TrellisWeightCodec:
     """The previous checkpoint's steps are kept while the loss is at most this share larger than with the wanted ones."""
     kept: Bools | None = None
     """(rows,): which ones stay as the previous checkpoint has them, if there is one; None for none."""
-
-    def __post_init__(self) -> None:
-        if not 1e-27 < float(np.float32(self.step)) < 1e30:
-            raise ConfigError(f"step={self.step} must be a positive number of ordinary size")
-        if type(self.seed) is not int or not 0 <= self.seed < SEEDS:
-            raise ConfigError(f"seed={self.seed!r} must be an integer from 0 to {SEEDS - 1}")
-        if not 0 <= self.slack <= 100:
-            raise ConfigError(f"slack={self.slack} must be between 0 and 100")
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `TensorCodec.stage`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
@@ -127,6 +116,10 @@ class TrellisWeightCodec:
         if reference is not None and self.after_restore:
             reference = reference.after_restore()
         grid = self._grid(reference, spec)
+        if not 1e-27 < float(grid.step) < 1e30:  # no reader takes others
+            raise CannotRepresentError(
+                f"{spec.name}: the step {grid.step} is not of ordinary size: stored exactly"
+            )
         walk, rows, offsets, variance_code = NO_WALK, None, None, None
         if reference is not None:
             if self.kept is not None and bool(self.kept.any()):

@@ -106,7 +106,7 @@ class WeightSteps:
             left: receives why the others are stored exactly: they are all zeros, hardly moved, or of no ordinary size.
         """
         curvatures = self._curvatures(state, specs)
-        sums = self._save_context.sums or self._sums(specs, state, curvatures)
+        sums = self._save_context.sums or self.sums(specs, state, curvatures)
         size, means = sums.size, sums.means
         steps: dict[str, WeightStep] = {}
         for spec in specs:
@@ -117,21 +117,21 @@ class WeightSteps:
                 left[spec.name] = step
         return steps
 
-    def sums(self, specs: Sequence[TensorSpec], state: TrainingState) -> WeightSums:
+    def sums(
+        self,
+        specs: Sequence[TensorSpec],
+        state: TrainingState,
+        curvatures: Mapping[str, Curvature | None] | None = None,
+    ) -> WeightSums:
         """Return what `of` takes sizes and means from; those of several ranks can be added.
 
         Args:
             specs: the tensors that are coded as weights.
             state: the snapshot.
+            curvatures: of these, where they are known.
         """
-        return self._sums(specs, state, self._curvatures(state, specs))
-
-    def _sums(
-        self,
-        specs: Sequence[TensorSpec],
-        state: TrainingState,
-        curvatures: Mapping[str, Curvature | None],
-    ) -> WeightSums:
+        if curvatures is None:
+            curvatures = self._curvatures(state, specs)
         own = [spec for spec in specs if spec.tag.role is not Role.AVERAGE] or specs
         many = [spec for spec in own if _finer(spec) == 1] or own
         return _sums_of([(state.tensors[spec.name], curvatures[spec.name]) for spec in many])
@@ -158,7 +158,7 @@ class WeightSteps:
             # at the widest scale it would not be exact: so it has moved, and the scale is too narrow
             return "narrow" if typical * self._options.movement_share > _NOISE * finest else "unmoved"
         if curvature is None:
-            unit = _size_of([weight])
+            unit = _sums_of([(weight, None)]).size
         else:
             octaves = (means.get(curvature.kind, curvature.level) - curvature.level) / 4
             unit = size * min(_FARTHEST, max(1 / _FARTHEST, math.exp(octaves)))
@@ -225,9 +225,9 @@ class WeightSteps:
             if role in siblings:
                 return _curvature_of("second moment", siblings[role])
         if Role.EXP_AVG in siblings:
-            return _curvature_of("momentum", _square(siblings[Role.EXP_AVG]))
+            return _curvature_of("momentum", siblings[Role.EXP_AVG].float().square())
         if gradient is not None and tuple(gradient.shape) == weight.shape:
-            return _curvature_of("gradient", _square(gradient))
+            return _curvature_of("gradient", gradient.float().square())
         return None
 
 
@@ -247,16 +247,6 @@ def _curvature_of(kind: str, tensor: torch.Tensor) -> Curvature | None:
         return None
     mean = matrix_kernels.total(widened(tensor)) / tensor.numel()
     return Curvature(kind, tensor, math.log(max(mean, _LEAST)))
-
-
-def _square(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the squares of a moment or a gradient, in fp32."""
-    return tensor.float().square()
-
-
-def _size_of(tensors: list[torch.Tensor]) -> float:
-    """Root of the mean square of all elements that are finite in sum."""
-    return _sums_of([(tensor, None) for tensor in tensors]).size
 
 
 def _sums_of(found: Sequence[tuple[torch.Tensor, Curvature | None]]) -> WeightSums:

@@ -79,7 +79,9 @@ entries = st.builds(
     json_values,
 )
 def test_any_checkpoint_comes_back(entries, tree, scheme, provenance):
-    checkpoint = Checkpoint("base", 7, tree, entries, scheme, None, provenance)
+    checkpoint = Checkpoint(
+        kind="base", step=7, tree=tree, entries=entries, scheme=scheme, parent=None, provenance=provenance
+    )
     assert read_container(write_container(checkpoint)) == checkpoint
     assert read_container(memoryview(write_container(checkpoint)), verify=False) == checkpoint
 
@@ -169,7 +171,9 @@ def test_store_that_returns_too_little_is_noticed():
 def test_same_name_twice_is_refused():
     entry = store_raw({"a": torch.zeros(1)}).entries[0]
     with pytest.raises(FormatError, match="'a' is in the checkpoint twice"):
-        Checkpoint("base", 0, {}, (entry, entry), {}, None, {})
+        Checkpoint(
+            kind="base", step=0, tree={}, entries=(entry, entry), scheme={}, parent=None, provenance={}
+        )
 
 
 @pytest.mark.parametrize(

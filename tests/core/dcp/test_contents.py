@@ -93,7 +93,9 @@ def test_what_nobody_has_stored_is_an_error() -> None:
 
 
 def header_with(own: Any) -> PartsHeader:
-    return PartsHeader("base", 0, None, None, None, None, {}, own={0: own})
+    return PartsHeader(
+        kind="base", step=0, tree=None, scheme=None, parent=None, provenance=None, tensors={}, own={0: own}
+    )
 
 
 def test_tensors_that_lie_alike_share_a_row_of_the_table() -> None:

@@ -17,7 +17,6 @@ from support.teams import in_team
 
 from shrinkpoint.arrays import Int16s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
-from shrinkpoint.entropy.lanes.trellis import MAX_WIDTH
 from shrinkpoint.errors import CorruptionError, FormatError
 
 UNIT = 256  # parts of a step in which places are expressed
@@ -124,21 +123,6 @@ def test_chunks_do_not_depend_on_threads_nor_on_each_other() -> None:
     np.testing.assert_array_equal(decoded, levels)
     first = encode_matrix(levels[: 4096 * 256], None, width=256, predictable=True)
     assert payload[3 : 3 + len(first)] == first
-
-
-def test_arguments_that_do_not_fit() -> None:
-    points, places = np.zeros(64, np.int16), np.zeros(64, np.int16)
-    for wrong in (points.astype(np.int32), points.reshape(8, 8)):
-        with pytest.raises(ValueError, match="points must be"):
-            encode_matrix(wrong, None, width=64, predictable=True)
-    for other in (places[1:], places.astype(np.int8)):
-        with pytest.raises(ValueError, match="places must be"):
-            encode_matrix(points, other, width=64, predictable=True)
-        with pytest.raises(ValueError, match="places must be"):
-            decode_matrix(b"", 64, other, width=64)
-    for width in (0, -1, MAX_WIDTH + 1):
-        with pytest.raises(ValueError, match="width must be"):
-            encode_matrix(points, None, width=width, predictable=True)
 
 
 def test_points_that_are_no_path() -> None:

@@ -249,22 +249,6 @@ def test_a_plane_that_the_payload_cannot_hold_takes_no_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"columns": 3}, "columns must divide"),
-        ({"columns": 0}, "columns must divide"),
-        ({"columns": 5, "previous": np.zeros(9, np.uint8)}, "previous must have 10 elements"),
-        ({"columns": 5, "previous": np.full(10, 4, np.uint8)}, "symbol 4 in an alphabet of 4"),
-    ],
-)
-def test_wrong_arguments(wrong: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        encode_plane(np.zeros(10, np.uint8), 4, **wrong)
-    with pytest.raises(ValueError, match="below 4"):
-        encode_plane(np.full(10, 4, np.uint8), 4, columns=5)
-
-
-@pytest.mark.parametrize(
     "wrong",
     [{"width": 6}, {"width": 0}, {"width": 1024}, {"rate": 2}, {"rate": 1.5}, {"chunk": 7}, {"chunk": True}],
 )
