@@ -210,6 +210,7 @@ class Checkpointer:
         self.saver = run.saver
         """The saver, which has the reports of the saves."""
         run.refer_to(objects.model)
+        run.make_log(objects.model, objects.given)
         run.open()
         if not self.saver.together:
             # One that is dropped before `close`: its save would wait for evaluations, and hold the model, until the process ends.
@@ -223,7 +224,7 @@ class Checkpointer:
         self._ending = self.saver.ending()
         if self._ending is not None:
             weakref.finalize(self, self._ending.close)
-        run.begin_log(objects.model, objects.given)
+        run.open_log()
 
     @property
     def step_log(self) -> "TrainingLog | None":

@@ -474,12 +474,17 @@ class TrainingSession:
             self.group().on_every(lambda: self._dry.check(capture, adapter.model, optimizers))
 
     def begin_log(self, model: Module, optimizers: Sequence[Any]) -> None:
-        """Make the step log, if one is wanted, when model and optimizers exist.
+        """Make and open the step log, if one is wanted, when model and optimizers exist.
 
         Raises:
             ConfigError: there can be no such log of this training.
             StoreError: it cannot be written.
         """
+        self.make_log(model, optimizers)
+        self.open_log()
+
+    def make_log(self, model: Module, optimizers: Sequence[Any]) -> None:
+        """Make the step log as `begin_log` does, and write nothing."""
         settings = self.settings
         if settings.step_log is None:
             return
@@ -501,7 +506,11 @@ class TrainingSession:
             config=settings.saver,
             read_base=lambda step: weights_of_step(settings.stores, step, settings.storage_options),
         )
-        self.log.open(self.group().on_first(self.saver.store.run_id))
+
+    def open_log(self) -> None:
+        """Open the step log of a run that is open."""
+        if self.log is not None:
+            self.log.open(self.group().on_first(self.saver.store.run_id))
 
     def _close_log(self) -> None:
         log, self.log = self.log, None

@@ -22,7 +22,7 @@ class SmallLogTraining:
         self.truth: dict[int, dict[str, torch.Tensor]] = {}
         more = {
             name: fields.pop(name)
-            for name in ("every", "keep_last", "scheme", "storage_options")
+            for name in ("every", "keep_last", "resume", "scheme", "storage_options")
             if name in fields
         }
         self.checkpointer = shrinkpoint.Checkpointer(

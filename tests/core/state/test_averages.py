@@ -281,8 +281,9 @@ class Run:
 
         def evaluate():
             self.modes.append(getattr(self.average, "training", None))
-            return [loss(1000 + index).item() for index in range(2)]
+            return self.losses()
 
+        self.losses = lambda: [loss(1000 + index).item() for index in range(2)]
         self.evaluate = evaluate
         self.checkpointer = Checkpointer(
             str(url),
@@ -408,7 +409,7 @@ def test_an_evaluation_that_fails_leaves_the_average_alone(tmp_path):
             raise ZeroDivisionError
         return 1.0
 
-    checkpointer._measurements._loss = fails
+    run.losses = fails
     with pytest.warns(ShrinkpointWarning, match="stored exactly"):
         checkpointer.save(1, wait=True)
     checkpointer.close()

@@ -270,8 +270,7 @@ def test_a_resume_continues_from_the_checkpoint_and_keeps_the_log(tmp_path):
 
 def test_a_log_of_another_training_is_removed(tmp_path):
     SmallLogTraining(tmp_path / "run").run(0, 18).crash()
-    fresh = SmallLogTraining(tmp_path / "run")
-    fresh.checkpointer._policy = "never"
+    fresh = SmallLogTraining(tmp_path / "run", resume="never")
     assert fresh.checkpointer.resume() == 0
     fresh.log.flush()
     assert [path.name[:8] for path in segments(tmp_path / "run")] == ["00000002"]
