@@ -71,8 +71,7 @@ def nursery(folder: Path, stores: int = 1) -> Iterator[Nursery]:
     try:
         yield Nursery(process, errors, stores)
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
+        process.kill()  # closing its input is not enough where a fork of this process has the pipe as well
         process.wait()
 
 

@@ -62,8 +62,7 @@ class _Nursery:
         assert os.WIFSIGNALED(status), self._errors.read_text()[-4000:]
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._process.kill()  # closing its input is not enough where a fork of this process has the pipe as well
         self._process.wait()
 
 

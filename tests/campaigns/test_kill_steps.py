@@ -116,8 +116,7 @@ class _Nursery:
 
     def close(self) -> None:
         """End the server."""
-        assert self._server.stdin is not None
-        self._server.stdin.close()
+        self._server.kill()  # closing its input is not enough where a fork of this process has the pipe as well
         self._server.wait()
 
 

@@ -94,7 +94,11 @@ def _context(module: str) -> Any:
     """Starts processes that have a module; a server that was started without it is replaced, since importing takes seconds."""
     context = multiprocessing.get_context("forkserver")
     if module not in _PRELOADED:
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        server = forkserver._forkserver  # type: ignore[attr-defined]
+        if server._forkserver_pid is not None:
+            # It ends by itself only once nobody has the other end of its pipe, and a loader's worker that another test left may.
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
         _PRELOADED[:] = ["shrinkpoint.checkpointer", *_PROGRAMS, module]
         context.set_forkserver_preload(_PRELOADED)
         with pytest.MonkeyPatch.context() as patch:

@@ -72,8 +72,7 @@ class Nursery:
 
     def close(self) -> None:
         """End the server."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._process.kill()  # closing its input is not enough where a fork of this process has the pipe as well
         self._process.wait()
 
 
