@@ -68,7 +68,7 @@ class Restored:
 
 
 class _Agreed(NamedTuple):
-    """What all ranks do."""
+    """A decision that all ranks have taken together."""
 
     busy: bool
     base: bool
@@ -188,7 +188,7 @@ class Saver:
 
     @property
     def together(self) -> bool:
-        """Whether several processes save through savers of this run, each its part, and make all calls at the same moments."""
+        """Return whether several processes save to this run together, each its part, and make all calls at the same moments."""
         return self._placement.together
 
     @property

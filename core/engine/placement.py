@@ -30,7 +30,7 @@ class NoMemoryError(StoreError):
 
 
 class Found(Protocol):
-    """What one process has decoded of a checkpoint."""
+    """A checkpoint, as far as one process has decoded it."""
 
     @property
     def manifest(self) -> Manifest:
@@ -38,7 +38,7 @@ class Found(Protocol):
 
     @property
     def reference(self) -> Mapping[str, ReferenceState]:
-        """What a reader of it holds."""
+        """Return the planes that a reader of it keeps for the next delta."""
 
     @property
     def own_state(self) -> TrainingState:

@@ -104,7 +104,7 @@ class EvaluationDesk:
 
     @property
     def is_active(self) -> bool:
-        """Whether a save may still ask for something; of several ranks the same on every one."""
+        """Return whether a save may still ask for something; of several ranks the same on every one."""
         return self._planning
 
     def begin(self, evaluate: Evaluate, resumed: ResumedSteps | None) -> None:
