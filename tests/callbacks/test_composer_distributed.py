@@ -102,6 +102,7 @@ def test_the_first_process_tries_steps_and_leaves_no_trace(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_three_processes_continue_bit_by_bit(tmp_path: Path) -> None:
     run_processes(tmp_path, *OF_THREE, count=3)
     for name, scenario in OF_THREE.items():

@@ -26,7 +26,7 @@ from shrinkpoint.store.writer import RunWriter
 
 FAULTED = 0.25
 FAULTED_OF_SEVERAL = 0.1
-KILLS_REAL = 12
+KILLS_REAL = 6
 
 
 def _campaign(

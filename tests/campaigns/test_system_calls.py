@@ -88,9 +88,11 @@ def test_killed_at_sampled_calls(tmp_path: Path, calls: list[Call]) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_every_call(tmp_path: Path, calls: list[Call]) -> None:
-    _each(tmp_path, calls, _kill)
-    print(f"killed at each of {len(calls)} system calls: nothing lost")
+def test_killed_at_every_call(tmp_path: Path, calls: list[Call], pytestconfig: pytest.Config) -> None:
+    """With ``--exhaustive``; else at every second."""
+    points = calls[:: 1 if pytestconfig.getoption("exhaustive") else 2]
+    _each(tmp_path, points, _kill)
+    print(f"killed at {len(points)} of {len(calls)} system calls: nothing lost")
 
 
 def _errors(calls: list[Call]) -> list[tuple[Call, str]]:
@@ -111,7 +113,8 @@ def test_failing_from_sampled_calls(tmp_path: Path, calls: list[Call]) -> None:
 
 
 @pytest.mark.slow
-def test_failing_from_every_call(tmp_path: Path, calls: list[Call]) -> None:
-    points = _errors(calls)
+def test_failing_from_every_call(tmp_path: Path, calls: list[Call], pytestconfig: pytest.Config) -> None:
+    """With ``--exhaustive``; else from every third call and error."""
+    points = _errors(calls)[:: 1 if pytestconfig.getoption("exhaustive") else 3]
     _fail(tmp_path, points)
     print(f"{len(points)} runs with failing system calls: nothing lost")

@@ -48,6 +48,8 @@ def test_memory_has_a_line_for_each_save_and_one_of_what_is_fixed() -> None:
     assert "coders and libraries" in lines[4]
 
 
+@slow
+@long
 def test_launches_have_a_line_for_each_save() -> None:
     shown = printed("launches.py", "--width", 64, "--layers", 1, "--saves", 2, "--only", "lossless")
     rows = rows_of(shown)[1:]

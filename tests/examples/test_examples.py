@@ -180,6 +180,7 @@ def test_hugging_face_is_short_and_continues_by_itself(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_demo_in_several_stores_loses_two_of_them(tmp_path):
     # as by default, a relative folder: behind a comma it is no URL by itself
     shown = run("demo.py", "--quick", "--stores", "--threads", 1, "--out", ".", cwd=tmp_path)

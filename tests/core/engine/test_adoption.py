@@ -355,6 +355,7 @@ def test_a_store_that_is_gone_ends_training_after_hours(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_store_that_stays_away_takes_no_memory(tmp_path):
     """Resident memory of a process: the median after the first six saves, and after the last six of thirty."""
     program = Path(away_program.__file__)

@@ -61,7 +61,9 @@ def campaign(coder: str, trials: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("coder", TRIALS)
+@pytest.mark.parametrize(
+    "coder", [pytest.param(name, marks=[pytest.mark.long] * (name == "lstm")) for name in TRIALS]
+)
 def test_no_payload_reads_or_writes_out_of_bounds(coder: str, tmp_path: Path) -> None:
     """With a cache of its own, whose kernels are others."""
     program = f"import runpy; print(*runpy.run_path({__file__!r})['campaign']({coder!r}, {TRIALS[coder]}))"

@@ -72,7 +72,7 @@ def test_losses_on_shards_are_those_of_the_whole_model(limit: int | None, tmp_pa
     ("kind", "world", "limit"),
     [
         pytest.param("fsdp", 3, None, marks=pytest.mark.long),
-        ("hsdp", 4, None),
+        pytest.param("hsdp", 4, None, marks=pytest.mark.long),
         ("tp", 4, None),
     ],
     ids=["fsdp", "hsdp", "tp"],
