@@ -20,6 +20,7 @@ from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.compaction import without_optimizer
 from shrinkpoint.engine.handover import Handover
+from shrinkpoint.engine.movement import is_followed
 from shrinkpoint.engine.placement import Found, NoMemoryError, Placed, Placement
 from shrinkpoint.engine.request import Job, SaveRequest, plain_step, plain_timeout
 from shrinkpoint.engine.retention import adopted_of, is_finite, is_weights_only, not_finite_text
@@ -28,7 +29,6 @@ from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError, SaveFailedError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.optimizers.updates import OptimizerKind
-from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.threads import Turns, Worker, in_turn
@@ -255,7 +255,8 @@ class Saver:
         if self.busy and not self.together:
             return  # training continues what is being saved
         self._join("begin")
-        if self.config.scheme == "lossless" or self._group.any_of(self._background.movement.knows)[0]:
+        noted = self._background.movement.step is not None
+        if self.config.scheme == "lossless" or self._group.any_of(noted)[0]:
             return
 
         def weights() -> Placed:

@@ -25,6 +25,7 @@ from shrinkpoint.engine.adopt import (
 )
 from shrinkpoint.engine.chain import Chain, Link, StoredPart, commit_parts, store_part
 from shrinkpoint.engine.handover import Handover, NotAdoptedError
+from shrinkpoint.engine.movement import MovementTracker, is_followed
 from shrinkpoint.engine.ranks import Ranks
 from shrinkpoint.engine.reporting import not_finite, provenance, report_of, with_untried
 from shrinkpoint.engine.request import Job
@@ -44,10 +45,9 @@ from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.plan import Plan, exactly
 from shrinkpoint.quality.planner import Planner
-from shrinkpoint.quantize.movement import Movement, MovementTracker, is_followed
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.memory import LARGE, give_back
-from shrinkpoint.schemes.base import ReferenceState, SaveContext
+from shrinkpoint.schemes.base import Movement, ReferenceState, SaveContext
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.scratch import PlanesLostError, Scratch, put_arrays
 from shrinkpoint.state.training import TrainingState

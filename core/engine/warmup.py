@@ -23,7 +23,7 @@ from torch import nn
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.coding.selective import decode_chain, in_memory
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.quantize.movement import MovementTracker
+from shrinkpoint.engine.movement import MovementTracker
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
 from shrinkpoint.state.roles import describe_training

@@ -16,13 +16,14 @@ import torch
 from shrinkpoint.arrays import Bools
 from shrinkpoint.coding.encode import restored_values
 from shrinkpoint.optimizers.updates import OptimizerKind, Updates, compare_updates
-from shrinkpoint.quantize.movement import sampled_elements, sampled_parameters
 from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.codec_io import plane_of
 from shrinkpoint.state.training import Role, TrainingState
 
-__all__ = ["Guard", "Verdict"]
+__all__ = ["WEIGHTS", "Guard", "Verdict", "sampled_elements", "sampled_parameters"]
+
+WEIGHTS = (Role.WEIGHT, Role.MASTER)
 
 # Steps of a chain are kept up to a noise of sqrt(1.2) of what is wanted, and rows' exponents are quarters of an octave.
 _MOST_NOISE = 1.5
@@ -35,6 +36,8 @@ _ALWAYS_LOST = 0.25  # steps; ten restores lose less than three, however close t
 # Of a first moment's error, in its own size: zeros have 1, noise of its own size has 1.41. Codecs that keep to 1 weigh
 # elements by units of their own, in which this is not measured.
 _MOST_LOST = 1.2
+_MOST_ELEMENTS = 1 << 20  # of the sampled parameters
+_GOLDEN = (math.sqrt(5) - 1) / 2
 _CERTAIN = 3.0  # standard errors by which a loss of progress must differ from chance
 
 
@@ -128,6 +131,30 @@ class Guard:
         # the moments lose more than the weights
         moments = reason is not None and lost >= 2 * progress
         return Verdict(reason, moments, lost, updates)
+
+
+def sampled_parameters(state: TrainingState) -> frozenset[str]:
+    """Parameters spread over the model, `_MOST_ELEMENTS` at most in all; at least one matrix if there is one."""
+    weights = [spec for spec in state.specs.values() if spec.tag.role in WEIGHTS and spec.numel]
+    sizes = {spec.tag.parameter: spec.numel for spec in weights if spec.tag.parameter is not None}
+    if not sizes:
+        return frozenset()
+    matrices = {spec.tag.parameter for spec in weights if len(spec.shape) >= 2}
+    first = min([name for name in sizes if name in matrices] or sizes, key=sizes.__getitem__)
+    chosen, left = {first}, _MOST_ELEMENTS - sizes[first]
+    places = {name: index * _GOLDEN % 1 for index, name in enumerate(sizes)}  # far apart, one after another
+    for name in sorted(sizes, key=places.__getitem__):
+        if name not in chosen and sizes[name] <= left:
+            chosen.add(name)
+            left -= sizes[name]
+    return frozenset(chosen)
+
+
+def sampled_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """`_MOST_ELEMENTS` of a large tensor, evenly spread over it, or all, flat."""
+    # odd: it takes all columns of a matrix that has a power of two of them
+    stride = 1 if tensor.numel() <= _MOST_ELEMENTS else tensor.numel() // _MOST_ELEMENTS | 1
+    return tensor.reshape(-1)[::stride]
 
 
 def _too_noisy(save_context: SaveContext, values: dict[str, torch.Tensor]) -> str | None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.quantize.movement import Movement
+from shrinkpoint.arrays import Float64s
 from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.state.scratch import DiskArrays
 from shrinkpoint.state.training import TensorSpec, TrainingState
@@ -18,6 +18,7 @@ __all__ = [
     "Context",
     "EncodedTensor",
     "Makers",
+    "Movement",
     "PackedPlanes",
     "Planes",
     "Rebasable",
@@ -218,6 +219,19 @@ class Rebasable(Protocol):
             spec: the tensor.
         """
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movement:
+    """How far training has moved the weights between two snapshots."""
+
+    rows: Mapping[str, Float64s]
+    """By the tensor's name: root mean square of each row's change (the first axis against all others; tensors with a
+    single axis are one row). A tensor that is new, or has another shape than before, is missing."""
+    steps: int
+    """Training steps from one to the other; at least 1."""
+    before: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Elements of some weights at the first one, by the tensor's name (`shrinkpoint.quality.guards.sampled_elements`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from torch import nn
 from shrinkpoint.coding.encode import EncodedState, encode_state
 from shrinkpoint.coding.selective import decode_chain, in_memory
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.quantize.movement import MovementTracker
+from shrinkpoint.engine.movement import MovementTracker
 from shrinkpoint.schemes.auto.options import AutoOptions
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import build

@@ -35,7 +35,7 @@ from trainings.text import CausalConvolutions, next_loss
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.coding.selective import Decoded, decode_chain, in_memory
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.quantize.movement import MovementTracker
+from shrinkpoint.engine.movement import MovementTracker
 from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.schemes.base import ReferenceState, SaveContext, Scheme
 from shrinkpoint.schemes.catalogue import build, options_of

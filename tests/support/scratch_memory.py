@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import shrinkpoint
-from shrinkpoint.quantize import movement
+from shrinkpoint.quality import guards
 from shrinkpoint.runtime.memory import give_back
 
 peak = [0]
@@ -72,7 +72,7 @@ def loop(folder: str, width: int, scratch: str | None) -> tuple[int, list[str], 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # Of which a guard tries updates: it takes up to 0.1 GB for that, whatever the state's size, which would be most of this one.
-    movement._MOST_ELEMENTS = 1 << 17
+    guards._MOST_ELEMENTS = 1 << 17
     threading.Thread(target=look, daemon=True).start()
     loop(f"{sys.argv[1]}/small", 150, None)  # loads the coders
     print(json.dumps(loop(f"{sys.argv[1]}/large", 350, sys.argv[2] or None)))

@@ -3,7 +3,7 @@
 Two limits hold for every row of a weight, and the smaller one counts:
 
 * movement: the noise of the row, root mean square, is at most ``scale * movement_share`` times what training has moved it since the
-  previous checkpoint (`shrinkpoint.quantize.movement`);
+  previous checkpoint (`SaveContext.movement`);
 * curvature: the step size is at most ``2 scale size (v / V) ** -1/4``, with `size` the root mean square of all matrices, v the row's
   and column's second moment, and V the geometric mean of all matrices' own. A matrix's own is its arithmetic mean: in an embedding,
   most rows may hardly be used, and the others must not pay for them. Biases, norms and other small tensors get an eighth of that,

@@ -8,9 +8,9 @@ from support.adopting import OPTIMIZERS, Training
 from support.chains import decode_chain
 
 from shrinkpoint.coding.encode import encode_state, stage_state
+from shrinkpoint.engine.movement import MovementTracker
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import OptimizerKind
-from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.schemes.auto.options import AutoOptions
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext

@@ -185,7 +185,7 @@ def test_between_saves_nothing_is_in_memory(tmp_path: Path, disk: Path, scheme: 
     loop = Loop(tmp_path / "run", scheme, scratch_folder=disk)
     for _ in range(3):
         loop.save()
-        link, noted = loop.background.link, loop.background.movement._before
+        link, noted = loop.background.link, loop.background.movement.noted
         assert bool(noted) == (scheme != "lossless")
         assert all(isinstance(t, DiskTensor) for t in noted.values() if t.nbytes >= 64)
         held = sum(reference.nbytes for reference in link.reference.values())
@@ -311,7 +311,7 @@ def test_without_the_weights_of_before_the_movement_is_not_known(
     tmp_path: Path, disk: Path, warned_in_background: list[Warning]
 ) -> None:
     loop = Loop(tmp_path / "run", scratch_folder=disk).save(2)
-    noted = loop.background.movement._before.values()
+    noted = loop.background.movement.noted.values()
     damaged(next(tensor for tensor in noted if isinstance(tensor, DiskTensor))._place.file)
     with pytest.warns(match=r"other bytes .*How far training has moved .* is not known at step 3"):
         loop.save()

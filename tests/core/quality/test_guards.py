@@ -14,11 +14,11 @@ from support.training import OPTIMIZERS, TinyGPT, TinyMLP, capture, train
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
+from shrinkpoint.engine.movement import MovementTracker
 from shrinkpoint.optimizers.updates import OptimizerKind
-from shrinkpoint.quality.guards import Guard, Verdict
-from shrinkpoint.quantize.movement import Movement, MovementTracker, sampled_parameters
+from shrinkpoint.quality.guards import Guard, Verdict, sampled_parameters
 from shrinkpoint.schemes.auto.scheme import Auto
-from shrinkpoint.schemes.base import EncodedTensor, SaveContext, Staged
+from shrinkpoint.schemes.base import EncodedTensor, Movement, SaveContext, Staged
 from shrinkpoint.schemes.catalogue import SCHEMES, build
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
@@ -385,7 +385,7 @@ def test_of_a_large_model_a_matrix_at_least_is_looked_at_and_no_more_than_is_qui
 
 
 def test_what_is_wrong_with_every_parameter_of_a_large_model_is_seen_in_a_sample(monkeypatch):
-    monkeypatch.setattr("shrinkpoint.quantize.movement._MOST_ELEMENTS", 3000)
+    monkeypatch.setattr("shrinkpoint.quality.guards._MOST_ELEMENTS", 3000)
     trained = Trained(model=TinyGPT)
     assert sum(trained.state.tensors[name].numel() for name in trained.movement.rows) > 30_000
     why, guard = trained.look(ChangingScheme(lambda v: v / 4, (Role.EXP_AVG_SQ,)))

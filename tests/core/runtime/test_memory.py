@@ -9,7 +9,7 @@ import torch
 from support.training import OPTIMIZERS, TinyGPT, capture, train
 
 from shrinkpoint.checkpointer import Checkpointer
-from shrinkpoint.quantize.movement import MovementTracker
+from shrinkpoint.engine.movement import MovementTracker
 from shrinkpoint.runtime import memory
 from shrinkpoint.saver import Saver, SaverConfig
 from shrinkpoint.state.snapshot import Snapshotter
@@ -66,7 +66,7 @@ def test_weights_that_last_are_not_copied() -> None:
     tracker.note(state, 1, lasting=True)
     weights = [name for name, spec in state.specs.items() if spec.tag.role is Role.WEIGHT]
     assert weights
-    assert all(tracker._before[name] is state.tensors[name] for name in weights)
+    assert all(tracker.noted[name] is state.tensors[name] for name in weights)
     moved = tracker.since(state, 2)
     assert moved is not None
     assert not any(rows.any() for rows in moved.rows.values())
@@ -87,7 +87,7 @@ def test_nothing_but_weights_and_planes_is_left_of_a_large_snapshot(
     monkeypatch.setattr(Snapshotter, "take", watched)
     checkpointer = saved(tmp_path, scheme)
     gc.collect()
-    followed = set(checkpointer.saver._background.movement._before)
+    followed = set(checkpointer.saver._background.movement.noted)
     assert bool(followed) == (scheme != "lossless")
     assert len(taken) == 3 + bool(followed)  # where training begins, too
     for snapshot in taken[:-1]:
@@ -169,7 +169,7 @@ def test_after_a_save_that_failed_less_movement_is_known_never_more(
         patched.setattr("shrinkpoint.engine.background.write_container", lambda checkpoint, **_: 1 / 0)
         with pytest.warns(match="division by zero"):
             assert checkpointer.save(2, wait=True) is None
-    assert background.movement._step == 2
+    assert background.movement.step == 2
     assert checkpointer.save(3, wait=True) is not None
     assert [(report.step, report.kind) for report in checkpointer.reports()] == [(1, "base"), (3, "base")]
     checkpointer.close()

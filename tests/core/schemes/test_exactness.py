@@ -30,10 +30,9 @@ from shrinkpoint.container.writer import write_container
 from shrinkpoint.engine.compaction import rebase_checkpoint
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.quality.guards import Verdict
-from shrinkpoint.quantize.movement import Movement
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
-from shrinkpoint.schemes.base import ReferenceState, SaveContext
+from shrinkpoint.schemes.base import Movement, ReferenceState, SaveContext
 from shrinkpoint.schemes.exact import Lossless
 from shrinkpoint.schemes.exactness import advice, explained, pack_reasons, unpack_reasons
 from shrinkpoint.schemes.published.excp import ExCP

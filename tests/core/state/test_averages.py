@@ -18,10 +18,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.coding.encode import restored_values
 from shrinkpoint.config import Advanced
+from shrinkpoint.engine.movement import MovementTracker
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.quality.comparison import mirrored_model, perturbed_model, restored_model, true_model
 from shrinkpoint.quality.guards import Guard
-from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.state.averages import AverageFinder, average_key, confirmed, live_tensors
