@@ -9,7 +9,7 @@ import numpy as np
 from shrinkpoint.arrays import Float32s, Float64s, Int32s
 from shrinkpoint.runtime.jit import jit_in_any_order
 
-__all__ = ["add_up", "log_sum", "quotients", "row_squares", "square_lengths", "square_sum", "total"]
+__all__ = ["add_up", "log_sum", "quotients", "row_squares", "square_lengths", "square_sum"]
 
 
 _BLOCK = 512  # mantissas whose product is within double precision's range
@@ -27,15 +27,6 @@ def add_up(values: Float32s, rows: Float64s, columns: Float64s) -> None:
         rows[i] = total
         for j in range(row.size):
             columns[j] += np.float64(row[j])
-
-
-@jit_in_any_order
-def total(values: Float32s) -> float:
-    """The sum of a flat array, in one thread, so that step sizes do not depend on the number of threads."""
-    found = np.float64(0)
-    for i in range(values.size):
-        found += np.float64(values[i])
-    return float(found)
 
 
 @jit_in_any_order

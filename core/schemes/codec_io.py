@@ -10,8 +10,8 @@ import torch
 
 from shrinkpoint.arrays import Float32s, widened
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.base import EncodedTensor, ReferenceState
-from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
+from shrinkpoint.state.training import Role, TensorSpec
 from shrinkpoint.state.tree import JSON
 
 __all__ = [
@@ -24,12 +24,14 @@ __all__ = [
     "emit",
     "emitted",
     "finite",
+    "flag",
     "floats",
     "integer",
     "matrix_shape",
     "normal",
     "number",
     "plane_of",
+    "second_root",
     "section",
 ]
 
@@ -133,6 +135,20 @@ def normal(values: Float32s) -> Float32s:
     return flushed.view(np.float32)
 
 
+def second_root(
+    spec: TensorSpec, context: Context, dtypes: Collection[torch.dtype] = CODED_DTYPES
+) -> Float32s | None:
+    """Return the root of the second moment at every element, as it is restored; None if there is none of such a dtype."""
+    second = context.siblings.get(Role.EXP_AVG_SQ.value)
+    if second is None or second.numel() != spec.numel or second.dtype not in dtypes:
+        return None
+    values = widened(second)
+    if values.size and not (values.min() >= 0 and values.max() < np.inf):  # also false for NaN
+        return None
+    root = normal(values)
+    return np.sqrt(root, out=root)  # IEEE 754 rounds the root correctly: the same everywhere
+
+
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of a tensor: the first axis against all others; one row for what has a single axis."""
     if len(shape) < 2:
@@ -182,6 +198,18 @@ def integer(params: Mapping[str, JSON], spec: TensorSpec, key: str, low: int, hi
     value: Any = params.get(key)
     if type(value) is not int or not low <= value <= high:
         raise FormatError(f"{spec.name}: {key!r} must be an integer from {low} to {high}, not {value!r}")
+    return value
+
+
+def flag(params: Mapping[str, JSON], spec: TensorSpec, key: str) -> bool:
+    """Return a param that must be true or false.
+
+    Raises:
+        FormatError: it is not.
+    """
+    value = params.get(key)
+    if type(value) is not bool:
+        raise FormatError(f"{spec.name}: {key!r} must be true or false, not {value!r}")
     return value
 
 

@@ -18,7 +18,16 @@ from shrinkpoint.entropy.static.rans import decode_symbols, encode_given, encode
 from shrinkpoint.entropy.static.tables import count_symbols
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, ReferenceState, Staged
-from shrinkpoint.schemes.codec_io import as_float32, floats, matrix_shape, normal, number, plane_of, section
+from shrinkpoint.schemes.codec_io import (
+    as_float32,
+    floats,
+    matrix_shape,
+    normal,
+    number,
+    plane_of,
+    second_root,
+    section,
+)
 from shrinkpoint.state.training import Role, TensorSpec
 
 __all__ = ["FirstMomentCodec", "SecondMomentCodec"]
@@ -176,7 +185,7 @@ class FirstMomentCodec(_LevelsCodec):
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `TensorCodec.stage`; first moments without a second moment of their gradient are refused."""
         values = as_float32(tensor, spec, (torch.float32,))
-        root = _root(spec, context)
+        root = second_root(spec, context, (torch.float32,))
         if root is None:
             raise CannotRepresentError(f"{spec.name} has no second moment to scale it by: stored exactly")
         unit = _M_STEP * root
@@ -193,7 +202,7 @@ class FirstMomentCodec(_LevelsCodec):
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        root = _root(spec, context)
+        root = second_root(spec, context, (torch.float32,))
         if root is None:
             raise FormatError(f"{spec.name}: the second moment that scales it is missing")
         return self._restore(planes["levels"], number(encoded.params, spec, "step") * root, spec)
@@ -202,16 +211,3 @@ class FirstMomentCodec(_LevelsCodec):
     def _restore(plane: Array, unit: Float32s, spec: TensorSpec) -> torch.Tensor:
         value = (plane.astype(np.float32) - np.float32(_M_CLIP_STEPS)) * unit
         return torch.from_numpy(value).reshape(spec.shape)
-
-
-def _root(spec: TensorSpec, context: Context) -> Float32s | None:
-    second = context.siblings.get(Role.EXP_AVG_SQ.value)
-    if second is None or second.numel() != spec.numel or second.dtype is not torch.float32:
-        return None
-    values = second.reshape(-1).numpy()
-    if values.size and not (
-        values.min() >= 0 and values.max() < np.inf
-    ):  # also false for NaN: its root cannot be a unit then
-        return None
-    root: Float32s = np.sqrt(normal(values))  # IEEE 754 rounds the root correctly: the same everywhere
-    return root

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.entropy.lanes.coder import encode_matrix
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.state.snapshot import Snapshotter
@@ -31,7 +32,7 @@ from shrinkpoint.store.local import LocalObjects
 _DEEPEST: dict[str, Callable[..., Any]] = {
     "hand-over, to the snapshot": Snapshotter.take,
     "choosing, to the quantizer": TrellisWeightCodec.stage,
-    "encoding, to the coder": TrellisWeightCodec._emit,
+    "encoding, to the coder": encode_matrix,
     "writing, to the store": LocalObjects.put_if_absent,
     "restoring, to the decoder": TrellisWeightCodec.decode,
 }

@@ -67,8 +67,6 @@ class Factors:
             values: fp32 (rows, columns), finite.
         """
         largest = np.abs(values).max(initial=0)
-        if largest == 0:
-            return cls._rounded(*_means(*row_and_column_means(values)))
         shift = int(np.frexp(largest)[1])
         squares = np.square(np.ldexp(values.astype(np.float64), -shift))
         rows, columns = _means(squares.mean(axis=1), squares.mean(axis=0))

@@ -23,7 +23,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from shrinkpoint.arrays import Float32s, Float64s, UInt8s, widened
+from shrinkpoint.arrays import Float32s, Float64s, UInt8s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.errors import CannotRepresentError, FormatError
@@ -39,8 +39,8 @@ from shrinkpoint.schemes.codec_io import (
     finite,
     integer,
     matrix_shape,
-    normal,
     number,
+    second_root,
     section,
 )
 from shrinkpoint.state.training import Role, TensorSpec
@@ -185,7 +185,7 @@ class CentroidFirstMomentCodec(_CentroidCodec):
         """Refuses moments without a second one, or that are not moments of one gradient."""
         from shrinkpoint.schemes.auto import moment_kernels  # numba
 
-        roots = _roots(spec, context)
+        roots = second_root(spec, context)
         if roots is None:
             raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
         if moment_kernels.count_beyond(values, roots, np.float32(_STRANGE)) > _STRANGERS * values.size:
@@ -194,7 +194,7 @@ class CentroidFirstMomentCodec(_CentroidCodec):
 
     def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Float32s:
         check_sections(encoded, spec, _PLANE)
-        roots = _roots(spec, context)
+        roots = second_root(spec, context)
         if roots is None:
             raise FormatError(f"{spec.name}: the second moment that it is measured by is missing")
         return roots
@@ -259,19 +259,6 @@ class _Quantized:
         return values
 
 
-def _roots(spec: TensorSpec, context: Context) -> Float32s | None:
-    """Return the root of the second moment at every element, or None if the parameter has none."""
-    second = context.siblings.get(Role.EXP_AVG_SQ.value)
-    if second is None or second.numel() != spec.numel or second.dtype not in CODED_DTYPES:
-        return None
-    values = widened(second)
-    if values.size and not (values.min() >= 0 and values.max() < np.inf):  # also false for NaN
-        return None
-    roots = normal(values)
-    np.sqrt(roots, out=roots)  # IEEE 754 rounds the root correctly: the same everywhere
-    return roots
-
-
 def _sizes(centroids: tuple[int, ...], radius: int) -> Float32s:
     """fp32 (radius + 1,): what levels stand for, in steps; whole numbers and parts of 256, all exact."""
     sizes = np.arange(radius + 1, dtype=np.float32)
@@ -317,13 +304,13 @@ def _widest(values: Float32s, units: Float32s, loss: float, *, linear: bool) -> 
     What is lost of the values themselves is mostly lost of their largest rows. Where that counts, no more of them in units may
     be lost either: so small rows keep as much as large ones.
     """
-    stride = (
-        values.size // _SAMPLE | 1
-    )  # odd: it takes all columns of a matrix that has a power of two of them
-    unit = units[::stride].astype(np.float64)
-    sizes = np.abs(values[::stride].astype(np.float64))[unit > 0] / unit[unit > 0]
-    counted = [np.zeros(0), np.square(unit[unit > 0])] if linear else [np.zeros(0)]
-    totals = [float((np.square(sizes) * (weights if weights.size else 1.0)).sum()) for weights in counted]
+    # odd: it takes all columns of a matrix that has a power of two of them
+    stride = values.size // _SAMPLE | 1
+    used = units[::stride] > 0
+    moment, unit = (each[::stride][used].astype(np.float64) for each in (values, units))
+    sizes = np.abs(moment) / unit
+    counted = [np.ones(sizes.size), *([np.square(unit)] if linear else [])]
+    totals = [float((np.square(sizes) * weights).sum()) for weights in counted]
     if not all(0 < total < math.inf for total in totals):
         return 1.0
 

@@ -43,6 +43,7 @@ from shrinkpoint.schemes.codec_io import (
     check_sections,
     emit,
     emitted,
+    flag,
     integer,
     matrix_shape,
     section,
@@ -92,25 +93,31 @@ class LogLevelsCodec:
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `TensorCodec.stage`; refuses what is not finite."""
+        from shrinkpoint.schemes.auto import log_kernels  # numba
+
         values = as_float32(tensor, spec, CODED_DTYPES)
-        before, known = _exponents_before(context.reference, spec), context.reference
-        seed = self.seed if self.seed is not None else known.params.get("seed") if known is not None else None
-        levels = _Levels(self._nearest(values, seed := seed if isinstance(seed, int) else 0), self.step, seed)
-        negative = _negative(values)
+        before, seed = _exponents_before(context.reference, spec), self.seed
+        if seed is None:
+            known = context.reference.params.get("seed") if context.reference is not None else None
+            seed = known if isinstance(known, int) else 0
+        exponents, larger = np.empty(values.size, np.int16), _shortfall(self.step) if self.divides else 0.0
+        log_kernels.nearest(values, self.step, seed, larger, exponents)
+        levels = _Levels(exponents, self.step, seed)
+        negative = values < 0 if float(values.min()) < 0 else None
         alone = Factors.of_second_moment(np.abs(values).reshape(matrix_shape(spec.shape)))
         factors: Factors | None = alone
         prediction = _by_factors(alone)
         if before is not None:
-            moved = _by_predecessor(before, _shift_between(levels.exponents, before))
+            moved = _by_predecessor(before, _shift_between(exponents, before))
             if levels.cost(moved) < levels.cost(prediction):
                 factors, prediction = None, moved
         params: dict[str, JSON] = {"step": self.step, "seed": seed, "signed": negative is not None}
         if factors is None:
             params["shift"] = prediction.shift
-        away, zeros = levels.away(prediction), levels.exponents == _NONE
+        away, zeros = levels.away(prediction), exponents == _NONE
         planes = levels.planes()
-        value = emitted(_values_of(levels.exponents, negative), spec, nonzero=values)
-        del levels, prediction  # they take as much memory as the tensor
+        value = emitted(_values_of(exponents, negative), spec, nonzero=values)
+        del levels, exponents, prediction  # they take as much memory as the tensor
 
         def emit() -> tuple[EncodedTensor, Planes]:
             sections = _encoded(away, zeros, spec)
@@ -121,14 +128,6 @@ class LogLevelsCodec:
             return EncodedTensor(self.id, params, sections, factors is None), planes
 
         return Staged(value, emit)
-
-    def _nearest(self, values: Float32s, seed: int) -> Int16s:
-        from shrinkpoint.schemes.auto import log_kernels  # numba
-
-        exponents = np.empty(values.size, np.int16)
-        larger = _shortfall(self.step) if self.divides else 0.0
-        log_kernels.nearest(values, self.step, seed, larger, exponents)
-        return exponents
 
     def rebase(
         self,
@@ -161,7 +160,7 @@ class LogLevelsCodec:
         check_moment(spec)
         step, seed = _read_step(encoded, spec)
         others = [name for name in ("zeros",) if name in encoded.sections]
-        others += ["signs"] if _is_signed(encoded, spec) else []
+        others += ["signs"] if flag(encoded.params, spec, "signed") else []
         if encoded.uses_reference:
             check_sections(encoded, spec, "levels", *others)
             before = _exponents_before(context.reference, spec)
@@ -187,7 +186,7 @@ class LogLevelsCodec:
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        negative = _read_bits(encoded, spec, "signs") if _is_signed(encoded, spec) else None
+        negative = _read_bits(encoded, spec, "signs") if flag(encoded.params, spec, "signed") else None
         return emit(_values_of(np.asarray(planes["exponent"], np.int16), negative), spec, own=True)
 
 
@@ -300,10 +299,6 @@ def _read_bits(encoded: EncodedTensor, spec: TensorSpec, name: str) -> Bools:
     return np.unpackbits(packed, count=spec.numel).astype(np.bool_)
 
 
-def _negative(values: Float32s) -> Bools | None:
-    return values < 0 if float(values.min()) < 0 else None
-
-
 def _exponents_before(reference: ReferenceState | None, spec: TensorSpec) -> Int16s | None:
     plane: npt.NDArray[Any] | None = reference.planes.get("exponent") if reference is not None else None
     right = plane is not None and plane.size == spec.numel and plane.dtype == np.int16
@@ -315,10 +310,3 @@ def _read_step(encoded: EncodedTensor, spec: TensorSpec) -> tuple[int, int]:
         integer(encoded.params, spec, "step", 1, _WIDEST),
         integer(encoded.params, spec, "seed", 0, SEEDS - 1),
     )
-
-
-def _is_signed(encoded: EncodedTensor, spec: TensorSpec) -> bool:
-    signed = encoded.params.get("signed")
-    if type(signed) is not bool:
-        raise FormatError(f"{spec.name}: 'signed' must be true or false, not {signed!r}")
-    return signed

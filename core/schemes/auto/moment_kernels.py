@@ -65,7 +65,7 @@ def explained(sizes: Float64s, weights: Float64s, step: float, clip_steps: int, 
 
     Args:
         sizes: not negative.
-        weights: how often each counts; empty for once each.
+        weights: how often each counts.
         step: distance of two levels.
         clip_steps: the farthest level.
         room: (2, clip_steps + 1).
@@ -75,9 +75,8 @@ def explained(sizes: Float64s, weights: Float64s, step: float, clip_steps: int, 
         room[1, level] = 0.0
     for i in range(sizes.size):
         level = int(min(np.rint(sizes[i] / step), np.float64(clip_steps)))
-        weight = weights[i] if weights.size else 1.0
-        room[0, level] += weight
-        room[1, level] += weight * sizes[i]
+        room[0, level] += weights[i]
+        room[1, level] += weights[i] * sizes[i]
     total = 0.0
     for level in range(1, clip_steps + 1):
         if room[0, level] > 0.0:

@@ -56,7 +56,7 @@ def memories(state: TrainingState) -> dict[str, float]:
     found: dict[str, float] = {}
     for group, moments in _moments(state):
         decays = _decays(group, state.tensors)
-        roles = {name: state.specs[name].tag.role for name in moments.values() if name in state.specs}
+        roles = {name: state.specs[name].tag.role for name in moments.values()}
         paired = _LARGEST in moments or any(role in _SECOND for role in roles.values())
         firsts = [name for name, role in roles.items() if role is Role.EXP_AVG]
         for place, name in enumerate(firsts if decays else ()):
@@ -76,8 +76,7 @@ def second_memories(state: TrainingState) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for group, moments in _moments(state):
-        names = (name for name in moments.values() if name in state.specs)
-        seconds = [name for name in names if state.specs[name].tag.role is Role.EXP_AVG_SQ]
+        seconds = [name for name in moments.values() if state.specs[name].tag.role is Role.EXP_AVG_SQ]
         decays = _decays(group, state.tensors) if seconds else []
         if len(decays) > 1:
             found |= dict.fromkeys(seconds, decays[1] / (1 - decays[1]))
@@ -111,8 +110,7 @@ def epsilons(state: TrainingState) -> dict[str, float]:
     for group, moments in _moments(state):
         epsilon = _number(group.get("eps", EPSILON), state.tensors)
         added = epsilon if epsilon is not None and 0 <= epsilon < math.inf else EPSILON
-        names = (name for name in moments.values() if name in state.specs)
-        found |= {name: added for name in names if state.specs[name].tag.role is Role.EXP_AVG_SQ}
+        found |= {name: added for name in moments.values() if state.specs[name].tag.role is Role.EXP_AVG_SQ}
     return found
 
 
@@ -128,27 +126,25 @@ def _moments(state: TrainingState) -> Iterator[tuple[Mapping[str, JSON], dict[st
     """Of each parameter that an optimizer has a state of, its group's settings and the names of that state's tensors."""
     for groups, entries in _optimizers(state.tree):
         for group in groups:
-            for index in _indices(group):
-                yield group, entries.get(index, {})
+            indices = group.get("params")
+            for index in indices if isinstance(indices, list) else ():
+                names = entries.get(index, {}) if isinstance(index, (int, str)) else {}
+                yield group, {key: name for key, name in names.items() if name in state.specs}
 
 
 def _optimizers(node: JSON) -> Iterator[tuple[list[Mapping[str, JSON]], dict[JSON, dict[str, str]]]]:
     """Parameter groups, and the names of the tensors of each parameter's state, of every optimizer below."""
-    if isinstance(node, list):
-        for child in node:
-            yield from _optimizers(child)
-    elif isinstance(node, Mapping):
-        members = _members(node)
-        groups = members.get("param_groups")
-        if isinstance(groups, list):
-            entries = {
-                index: dict(_tensor_names(entry))
-                for index, entry in _pairs(members.get("state"))
-                if isinstance(index, (int, str))
-            }
-            yield [_members(group) for group in groups], entries
-        others = {} if isinstance(groups, list) else node
-        for child in others.values():
+    members = _members(node)
+    groups = members.get("param_groups")
+    if isinstance(groups, list):
+        entries = {
+            index: dict(_tensor_names(entry))
+            for index, entry in _pairs(members.get("state"))
+            if isinstance(index, (int, str))
+        }
+        yield [_members(group) for group in groups], entries
+    elif isinstance(node, (list, Mapping)):
+        for child in node if isinstance(node, list) else node.values():
             yield from _optimizers(child)
 
 
@@ -156,12 +152,6 @@ def _tensor_names(entry: JSON) -> Iterator[tuple[str, str]]:
     for key, value in _members(entry).items():
         if isinstance(value, Mapping) and value.get("$") == "tensor":
             yield key, str(value.get("name"))
-
-
-def _indices(group: Mapping[str, JSON]) -> Iterator[int | str]:
-    parameters = group.get("params")
-    if isinstance(parameters, list):
-        yield from (index for index in parameters if isinstance(index, (int, str)))
 
 
 def _decays(group: Mapping[str, JSON], tensors: Tensors) -> list[float]:
@@ -192,14 +182,8 @@ def _pairs(node: JSON) -> list[tuple[JSON, JSON]]:
     """Keys and values of a dict of any kind."""
     if not isinstance(node, Mapping):
         return []
-    if node.get("$") not in ("dict", "odict"):
-        return list(node.items())
-    pairs = node.get("items")
-    return [(pair[0], pair[1]) for pair in pairs if _is_pair(pair)] if isinstance(pairs, list) else []
-
-
-def _is_pair(node: JSON) -> bool:
-    return isinstance(node, list) and len(node) == 2
+    is_tagged = node.get("$") in ("dict", "odict")
+    return [(key, value) for key, value in (node["items"] if is_tagged else node.items())]
 
 
 def _number(node: JSON, tensors: Tensors) -> float | None:

@@ -42,17 +42,13 @@ _LEAST_SHARE = (
 _QUARTERS = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)
 
 
-def _power(quarters: int) -> float:
-    return math.ldexp(_QUARTERS[quarters % 4], quarters // 4)
-
-
 @cache
 def _walks(code: int) -> Float64s:
     """float64 (EXPONENTS,): the walk's mean square in square steps of each exponent."""
     if code == NO_WALK:
         return np.zeros(EXPONENTS)
-    quarters = range(-2 * MAX_EXPONENT, 2 * MAX_EXPONENT + 1)
-    found = np.array([_power(code - _MIDDLE - 2 * above) for above in quarters])
+    quarters = code - _MIDDLE - 2 * np.arange(-2 * MAX_EXPONENT, 2 * MAX_EXPONENT + 1)
+    found = np.ldexp(np.array(_QUARTERS)[quarters % 4], quarters // 4)
     found.flags.writeable = False  # all callers share it
     return found
 

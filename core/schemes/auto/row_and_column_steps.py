@@ -131,24 +131,20 @@ def split_exponents(exponents: UInt8s, shape: tuple[int, int]) -> tuple[Int8s, I
     return (rows + moved).astype(np.int8), (columns - moved).astype(np.int8)
 
 
-def write_exponents(rows: Int8s, columns: Int8s) -> bytes:
+def write_exponents(exponents: UInt8s, shape: tuple[int, int]) -> bytes:
     """Return the section ``exponents``."""
-    return encode_numbers(np.concatenate([rows, columns]).view(np.uint8))
+    return encode_numbers(np.concatenate(split_exponents(exponents, shape)).view(np.uint8))
 
 
 def read_steps(
-    encoded: EncodedTensor,
-    known: tuple[np.float32, UInt8s] | None,
-    spec: TensorSpec,
-    *others: str,
+    encoded: EncodedTensor, known: tuple[np.float32, UInt8s] | None, spec: TensorSpec
 ) -> tuple[np.float32, UInt8s]:
     """Return the tensor's step, and every element's exponent as of `join_exponents`.
 
     Args:
-        encoded: of sections ``points`` and, unless they are the predecessor's, ``exponents``.
+        encoded: of sections ``points``, perhaps ``kept``, and ``exponents``, unless they are the predecessor's.
         known: the same of the predecessor, if the reader has one.
         spec: of the tensor.
-        others: further sections that there may be.
 
     Raises:
         FormatError: they are malformed, or the predecessor's and there is none.
@@ -156,13 +152,11 @@ def read_steps(
     step = number(encoded.params, spec, "step")
     if not 1e-27 < float(step) < 1e30:
         raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
-    expected = ("points", *(name for name in others if name in encoded.sections))
+    check_sections(encoded, spec, "points", *({"exponents", "kept"} & encoded.sections.keys()))
     if "exponents" not in encoded.sections:
-        check_sections(encoded, spec, *expected)
         if known is None or step != known[0]:
             raise FormatError(f"{spec.name}: section 'exponents' is missing")
         return known
-    check_sections(encoded, spec, *expected, "exponents")
     height, width = matrix_shape(spec.shape)
     data = decode_numbers(section(encoded, spec, "exponents"), height + width, np.uint8)
     stored = data.view(np.int8)

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ from shrinkpoint.schemes.base import PackedPlanes, Planes, ReferenceState
 from shrinkpoint.schemes.codec_io import integer, matrix_shape, number, plane_of
 from shrinkpoint.state.training import TensorSpec
 
+if TYPE_CHECKING:
+    from shrinkpoint.quantize.trellis_dither_kernels import Known
+
 __all__ = [
     "WIDER",
     "Grid",
@@ -25,6 +29,7 @@ __all__ = [
     "TrellisReference",
     "deviations",
     "expected_points",
+    "in_rows",
     "nearest_points",
     "packed_planes",
     "rows_of",
@@ -34,7 +39,6 @@ __all__ = [
 WIDER = (1 / 12 / NOISE) ** 0.5
 """By how much steps may be wider than those of a scalar quantizer for the same noise."""
 
-_NO_VALUES, _NO_OFFSETS, _NO_EXPONENTS = np.zeros(0, np.float32), np.zeros(0, np.int8), np.zeros(0, np.uint8)
 _ALL = np.zeros(0, np.int64)
 _BATCHES = 4  # of sixteen paths that a thread takes at a time, at least
 
@@ -67,10 +71,9 @@ class Grid:
         return out if found else None
 
     @property
-    def quarters(self) -> Float32s:
-        """fp32 (4,): the steps of exponents 64 to 67."""
-        steps: Float32s = self.step * QUARTERS
-        return steps
+    def quarters(self) -> tuple[np.float32, ...]:
+        """The steps of exponents 64 to 67."""
+        return tuple(self.step * QUARTERS)
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,25 @@ class TrellisReference:
         """Return the same for a training that went on from it: its weights were what was restored."""
         return replace(self, offsets=np.zeros_like(self.offsets), variance_code=NO_WALK)
 
-    @property
-    def quarters(self) -> Float32s:
-        """fp32 (4,): as `Grid.quarters`."""
-        steps: Float32s = self.step * QUARTERS
-        return steps
+    def known(self, rows: Indices | None = None, columns: int = 1) -> "Known":
+        """Return what kernels need of it; of some rows, or of all."""
+        from shrinkpoint.quantize.trellis_dither_kernels import Known  # numba
+
+        return Known(
+            rows_of(self.values, rows, columns),
+            rows_of(self.offsets, rows, columns),
+            rows_of(self.exponents, rows, columns),
+            tuple(self.step * QUARTERS),
+        )
+
+
+_NOTHING = TrellisReference(
+    step=np.float32(1),
+    exponents=np.zeros(0, np.uint8),
+    values=np.zeros(0, np.float32),
+    offsets=np.zeros(0, np.int8),
+    variance_code=LAST_WALK,
+)
 
 
 def zero_places(seed: int, count: int) -> Int16s:
@@ -136,17 +153,8 @@ def expected_points(grid: Grid, reference: TrellisReference | None) -> tuple[Int
     if reference is None:
         return np.zeros(size, np.int16), zero_places(grid.seed, size)
     even, places = np.empty(size, np.int16), np.empty(size, np.int16)
-    trellis_dither_kernels.expect(
-        reference.values,
-        reference.offsets,
-        reference.exponents,
-        reference.quarters,
-        grid.exponents,
-        grid.quarters,
-        grid.seed,
-        even,
-        places,
-    )
+    known = reference.known()
+    trellis_dither_kernels.expect(known, grid.exponents, grid.quarters, grid.seed, even, places)
     return even, places
 
 
@@ -167,21 +175,15 @@ def nearest_points(
         columns: of the matrix.
 
     Returns:
-        Of the rows that are coded the points, int16 in half steps from the even ones nearest to where they are expected, and the
-        places of these as in `expected_points`; of all weights the points from zero. None where one is too far from zero.
+        Of the rows that are coded the points, int16 in half steps from the even ones nearest to where they are expected; and these
+        even ones and the places, as `expected_points` gives them. None where one is too far from zero.
     """
     from shrinkpoint.quantize import trellis_dither_kernels, viterbi_kernels  # numba
 
     size = values.size if rows is None else rows.size * columns
-    width = row_width(size // max(columns, 1), columns)
-    points, places = np.empty(size, np.int16), np.empty(size, np.int16)
-    reached = np.empty(size, np.int16) if rows is None else np.zeros(values.size, np.int16)
-    known = trellis_dither_kernels.Known(
-        values=_NO_VALUES if reference is None else reference.values,
-        offsets=_NO_OFFSETS if reference is None else reference.offsets,
-        exponents=_NO_EXPONENTS if reference is None else reference.exponents,
-        quarters=grid.quarters if reference is None else reference.quarters,
-    )
+    width = row_width(size // columns, columns)
+    points, even, places = (np.empty(size, np.int16) for _ in range(3))
+    known = (_NOTHING if reference is None else reference).known()
     paths = -(-size // width)
     step = 16 * max(_BATCHES, -(-paths // 256))
 
@@ -200,17 +202,26 @@ def nearest_points(
                 viterbi_kernels.new_search(width),
                 points,
                 places,
-                reached,
+                even,
             )
         )
 
     found = map_in_threads(quantize, range(0, paths, step))
-    return (points, places, reached) if all(found) else None
+    return (points, even, places) if all(found) else None
 
 
 def rows_of(plane: npt.NDArray[T], rows: Indices | None, columns: int) -> npt.NDArray[T]:
     """Return the elements of some rows of a matrix, flat as it is; None takes all."""
     return plane if rows is None else np.ascontiguousarray(plane.reshape(-1, columns)[rows]).reshape(-1)
+
+
+def in_rows(part: npt.NDArray[T], rows: Indices | None, shape: tuple[int, int]) -> npt.NDArray[T]:
+    """Return a matrix, flat, with such rows and others of zeros; None takes all."""
+    if rows is None:
+        return part
+    whole = np.zeros(shape, part.dtype)
+    whole[rows] = part.reshape(-1, shape[1])
+    return whole.reshape(-1)
 
 
 def deviations(
@@ -221,17 +232,9 @@ def deviations(
     from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
     squares, counts = np.zeros(EXPONENTS), np.zeros(EXPONENTS)
-    trellis_dither_kernels.sum_squares(
-        rows_of(values, rows, columns),
-        rows_of(reference.values, rows, columns),
-        rows_of(reference.offsets, rows, columns),
-        rows_of(reference.exponents, rows, columns),
-        reference.quarters,
-        rows_of(grid.exponents, rows, columns),
-        grid.quarters,
-        squares,
-        counts,
-    )
+    values, exponents = rows_of(values, rows, columns), rows_of(grid.exponents, rows, columns)
+    known = reference.known(rows, columns)
+    trellis_dither_kernels.sum_squares(values, known, exponents, grid.quarters, squares, counts)
     return squares, counts
 
 
@@ -272,7 +275,7 @@ def packed_planes(
     made: dict[str, Callable[[Planes], npt.NDArray[Any]]] = {
         "value": partial(_values, step=grid.step, seed=grid.seed),
         "exponent": _exponents,
-        "offset": _offsets,
+        "offset": itemgetter("offsets"),
     }
     return PackedPlanes(points.size, parts, made)
 
@@ -287,7 +290,3 @@ def _values(parts: Planes, step: np.float32, seed: int) -> Float32s:
     if "kept" in parts:
         values.reshape(parts["rows"].size, -1)[parts["kept"]] = parts["values"]
     return values
-
-
-def _offsets(parts: Planes) -> Int8s:
-    return np.asarray(parts["offsets"], np.int8)

@@ -12,7 +12,6 @@ Rows that training has not moved are kept as they were restored before: nothing 
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -37,6 +36,7 @@ from shrinkpoint.schemes.auto.trellis import (
     TrellisReference,
     deviations,
     expected_points,
+    in_rows,
     nearest_points,
     packed_planes,
     rows_of,
@@ -56,6 +56,7 @@ from shrinkpoint.schemes.codec_io import (
     as_float32,
     emit,
     emitted,
+    flag,
     integer,
     matrix_shape,
     section,
@@ -94,23 +95,6 @@ class TrellisWeightCodec:
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `TensorCodec.stage`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
-        found = self._quantize(tensor, spec, context)
-        return Staged(emitted(found.restored(spec), spec), partial(self._emit, found, spec))
-
-    def _emit(self, found: "_Quantized", spec: TensorSpec) -> tuple[EncodedTensor, PackedPlanes]:
-        grid, is_delta = found.grid, found.offsets is not None
-        params: dict[str, JSON] = {"step": float(grid.step), "seed": grid.seed, "walk": found.walk}
-        params["variance_code"] = found.expectation.variance_code
-        if is_delta and self.after_restore:
-            params["after_restore"] = True
-        sections = {"points": _write_points(found.points, found.places, spec, predictable=is_delta)}
-        if found.has_new_steps:
-            sections["exponents"] = _write_steps(grid, spec)
-        if found.rows is not None and self.kept is not None:
-            sections["kept"] = encode_numbers(np.packbits(self.kept))
-        return EncodedTensor(self.id, params, sections, is_delta), found.planes(spec)
-
-    def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
         values, columns = as_float32(tensor, spec, CODED_DTYPES), matrix_shape(spec.shape)[1]
         reference = TrellisReference.of(context.reference, spec)
         if reference is not None and self.after_restore:
@@ -120,30 +104,39 @@ class TrellisWeightCodec:
             raise CannotRepresentError(
                 f"{spec.name}: the step {grid.step} is not of ordinary size: stored exactly"
             )
-        walk, rows, offsets, variance_code = NO_WALK, None, None, None
+        walk, rows, variance_code = NO_WALK, None, None
+        has_new_steps = True
         if reference is not None:
             if self.kept is not None and bool(self.kept.any()):
                 rows = np.flatnonzero(~self.kept)
             squares, counts = deviations(values, grid, reference, columns, rows)
-            walk = measure_walk(squares, counts, reference.variance_code)
-            offsets, variance_code = reference.offsets, reference.variance_code
-        has_new_steps, kept = not _has_steps_of(grid, reference), _kept_rows(reference, rows, spec)
+            variance_code = reference.variance_code
+            walk = measure_walk(squares, counts, variance_code)
+            has_new_steps = reference.step != grid.step or not np.array_equal(
+                reference.exponents, grid.exponents
+            )
+        kept = _kept_rows(reference, rows, spec)
         found = nearest_points(values, grid, reference, rows, columns)
         if found is None:
             raise CannotRepresentError(f"{spec.name}: the step {grid.step} is too small for its values")
-        points, places, reached = found
-        return _Quantized(
-            grid=grid,
-            points=points,
-            places=places,
-            reached=reached,
-            walk=walk,
-            expectation=Expectation(variance_code, walk),
-            rows=rows,
-            kept=kept,
-            offsets=offsets,
-            has_new_steps=has_new_steps,
-        )
+        points, even, places = found
+        reached = _reached(points, even, rows, spec)
+        quantized = _Quantized(grid, points, places, reached, Expectation(variance_code, walk), rows, kept)
+        params: dict[str, JSON] = {"step": float(grid.step), "seed": grid.seed, "walk": walk}
+        params["variance_code"] = quantized.expectation.variance_code
+        is_delta = reference is not None
+        if is_delta and self.after_restore:
+            params["after_restore"] = True
+
+        def emit() -> tuple[EncodedTensor, Planes]:
+            sections = {"points": _write_points(points, places, spec, predictable=is_delta)}
+            if has_new_steps:
+                sections["exponents"] = write_exponents(grid.exponents, matrix_shape(spec.shape))
+            if rows is not None and self.kept is not None:
+                sections["kept"] = encode_numbers(np.packbits(self.kept))
+            return EncodedTensor(self.id, params, sections, is_delta), quantized.planes(spec)
+
+        return Staged(emitted(quantized.restored(spec), spec), emit)
 
     def rebase(
         self,
@@ -167,7 +160,8 @@ class TrellisWeightCodec:
         sections = {"points": _write_points(points, places, spec, predictable=False)}
         params: dict[str, JSON] = {name: encoded.params[name] for name in ("step", "seed")}
         params |= {"walk": NO_WALK, "variance_code": LAST_WALK}
-        return EncodedTensor(self.id, params, {**sections, "exponents": _write_steps(grid, spec)})
+        sections["exponents"] = write_exponents(grid.exponents, matrix_shape(spec.shape))
+        return EncodedTensor(self.id, params, sections)
 
     def _grid(self, reference: TrellisReference | None, spec: TensorSpec) -> Grid:
         """With the steps that are wanted, or those of before while they do."""
@@ -188,42 +182,30 @@ class TrellisWeightCodec:
         reference = TrellisReference.of(context.reference, spec) if encoded.uses_reference else None
         if encoded.uses_reference and reference is None:
             raise FormatError(f"{spec.name}: its reference planes are missing")
-        if _is_after_restore(encoded, spec) and reference is not None:
+        restored = "after_restore" in encoded.params and flag(encoded.params, spec, "after_restore")
+        if restored and reference is not None:
             reference = reference.after_restore()
-        integer(
-            encoded.params, spec, "variance_code", NO_WALK, LAST_WALK
-        )  # the next delta's reader relies on it
+        # the next delta's reader relies on it
+        integer(encoded.params, spec, "variance_code", NO_WALK, LAST_WALK)
         before = None if reference is None else (reference.step, reference.exponents)
-        step, exponents = read_steps(encoded, before, spec, "kept")
+        step, exponents = read_steps(encoded, before, spec)
         grid = Grid(step=step, exponents=exponents, seed=integer(encoded.params, spec, "seed", 0, SEEDS - 1))
         rows, columns = _read_rows(encoded, reference, spec), matrix_shape(spec.shape)[1]
-        even, places = expected_points(grid, reference)
-        variance_code = None if reference is None else reference.variance_code
-        offsets, kept = None if reference is None else reference.offsets, _kept_rows(reference, rows, spec)
+        even, places = (rows_of(found, rows, columns) for found in expected_points(grid, reference))
+        expectation = Expectation(
+            None if reference is None else reference.variance_code,
+            integer(encoded.params, spec, "walk", NO_WALK, LAST_WALK),
+        )
+        kept = _kept_rows(reference, rows, spec)
         del reference  # its values take as much memory as the tensor
-        places = rows_of(places, rows, columns)
         points = decode_matrix(
             section(encoded, spec, "points"),
             places.size,
             places,
-            width=_width(places.size, columns),
+            width=row_width(places.size // columns, columns),
         )
-        reached = _reached(points, even, rows, columns)
-        if reached is None:
-            raise FormatError(f"{spec.name}: a point is beyond {_FARTHEST} half steps")
-        walk = integer(encoded.params, spec, "walk", NO_WALK, LAST_WALK)
-        return _Quantized(
-            grid=grid,
-            points=points,
-            places=places,
-            reached=reached,
-            walk=walk,
-            expectation=Expectation(variance_code, walk),
-            rows=rows,
-            kept=kept,
-            offsets=offsets,
-            has_new_steps=False,
-        ).planes(spec)
+        reached = _reached(points, even, rows, spec)
+        return _Quantized(grid, points, places, reached, expectation, rows, kept).planes(spec)
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
@@ -234,7 +216,7 @@ class TrellisWeightCodec:
         return emit(read(planes["value"], np.float32), spec, own=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Quantized:
     """A tensor on its trellis, and how it came there."""
 
@@ -245,16 +227,11 @@ class _Quantized:
     """Where they are expected, in 1/256 of a step."""
     reached: Int16s
     """From 0, of all rows; of any number in those that are kept."""
-    walk: int
     expectation: Expectation
     rows: Indices | None
     """That are coded; None for all."""
     kept: KeptRows | None
     """The others."""
-    offsets: Int8s | None
-    """Of the reference; None in a base."""
-    has_new_steps: bool
-    """Whether they are others than the reference's."""
 
     def restored(self, spec: TensorSpec) -> Float32s:
         """Return what a reader will have, before it is rounded to the tensor's dtype."""
@@ -267,28 +244,18 @@ class _Quantized:
         """Return what a reader keeps."""
         from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
-        columns = matrix_shape(spec.shape)[1]
+        shape = matrix_shape(spec.shape)
         expected = np.empty(self.points.size, np.int8)
-        exponents = rows_of(self.grid.exponents, self.rows, columns)
+        exponents = rows_of(self.grid.exponents, self.rows, shape[1])
         trellis_dither_kernels.remember(self.points, self.places, self.expectation.gains, exponents, expected)
-        offsets = expected
-        if self.rows is not None:  # a row that is kept is expected where it is
-            offsets = np.zeros(self.reached.size, np.int8)
-            offsets.reshape(-1, columns)[self.rows] = expected.reshape(-1, columns)
+        offsets = in_rows(expected, self.rows, shape)  # a row that is kept is expected where it is
         return packed_planes(self.grid, self.reached, offsets, spec.shape, self.kept)
 
 
-def _width(size: int, columns: int) -> int:
-    return row_width(size // max(columns, 1), columns)
-
-
 def _write_points(points: Int16s, places: Int16s, spec: TensorSpec, *, predictable: bool) -> bytes:
-    width = _width(points.size, matrix_shape(spec.shape)[1])
+    columns = matrix_shape(spec.shape)[1]
+    width = row_width(points.size // columns, columns)
     return encode_matrix(points, places, width=width, predictable=predictable)
-
-
-def _write_steps(grid: Grid, spec: TensorSpec) -> bytes:
-    return write_exponents(*split_exponents(grid.exponents, matrix_shape(spec.shape)))
 
 
 def _read_rows(
@@ -307,33 +274,17 @@ def _read_rows(
     return np.flatnonzero(bits[:height] == 0)
 
 
-def _is_after_restore(encoded: EncodedTensor, spec: TensorSpec) -> bool:
-    value = encoded.params.get("after_restore", False)
-    if type(value) is not bool:
-        raise FormatError(f"{spec.name}: 'after_restore' must be true or false, not {value!r}")
-    return value
+def _reached(points: Int16s, even: Int16s, rows: Indices | None, spec: TensorSpec) -> Int16s:
+    """Return the points from 0 of all rows, in the memory of the even ones; zeros in those that are not coded.
 
-
-def _reached(points: Int16s, even: Int16s, rows: Indices | None, columns: int) -> Int16s | None:
-    """Points from 0, of all rows, from those of the coded ones; None if one is too far from 0."""
+    Raises:
+        FormatError: one lies too far from 0.
+    """
     from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
-    reached = np.empty(points.size, np.int16)
-    if not trellis_dither_kernels.reach(points, rows_of(even, rows, columns), _FARTHEST, reached):
-        return None
-    if rows is None:
-        return reached
-    of_all = np.zeros(even.size, np.int16)
-    of_all.reshape(-1, columns)[rows] = reached.reshape(-1, columns)
-    return of_all
-
-
-def _has_steps_of(grid: Grid, reference: TrellisReference | None) -> bool:
-    return (
-        reference is not None
-        and reference.step == grid.step
-        and np.array_equal(reference.exponents, grid.exponents)
-    )
+    if not trellis_dither_kernels.reach(points, even, _FARTHEST):
+        raise FormatError(f"{spec.name}: a point is beyond {_FARTHEST} half steps")
+    return in_rows(even, rows, matrix_shape(spec.shape))
 
 
 def _kept_rows(reference: TrellisReference | None, rows: Indices | None, spec: TensorSpec) -> KeptRows | None:

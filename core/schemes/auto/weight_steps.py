@@ -30,7 +30,7 @@ from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
 
-__all__ = ["WeightStep", "WeightSteps", "known_movement", "narrowed"]
+__all__ = ["WeightStep", "WeightSteps", "known_movement"]
 
 _CURVED = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES)
 _FARTHEST = 64.0  # no tensor's curvature changes its steps by more
@@ -68,17 +68,38 @@ class WeightStep:
     curvature: torch.Tensor | None = None
     """What the step sizes of rows and columns follow, of the weight's shape."""
     noise: Float64s | None = None
-    """(rows,): the greatest noise of each, root mean square; None where no step size will do."""
+    """(rows,): the greatest noise of each, root mean square; None where no step size will do. Rows that may have none, or less than
+    2 ** -8 of the noisiest row's, take the finest step sizes that there are."""
     kept: Bools | None = None
     """(rows,): those that keep the values of the previous checkpoint; None for none."""
 
     def sizes(self, spec: TensorSpec) -> tuple[float, tuple[Int8s, Int8s]]:
-        """The tensor's own step size, and the exponents of those of its rows and of its columns (`Steps`)."""
+        """The tensor's own step size, and the exponents of those of its rows and of its columns (`Steps`).
+
+        Where the curvature allows every element of a row more noise than the row may have, elements have equal steps: none may have more.
+        """
         height, width = matrix_shape(spec.shape)
         exponents = (np.zeros(height, np.int8), np.zeros(width, np.int8))
         if self.curvature is not None:
             exponents = curvature_exponents(self.curvature, spec.shape)
-        return (self.step, exponents) if self.noise is None else narrowed(self.step, exponents, self.noise)
+        if self.noise is None:
+            return self.step, exponents
+        rows, columns = (side.astype(np.float64) for side in exponents)
+        with np.errstate(divide="ignore"):
+            most = _PER_OCTAVE * np.log2(self.noise / (_NOISE * self.step))
+        moved = np.flatnonzero(np.isfinite(most))
+        if not moved.size or float(rows.max() + columns.max()) <= float(most.min()):
+            return self.step, exponents
+        some = moved[:: max(1, moved.size // _ROWS)]
+        wanted = np.minimum(rows[some, None] + columns[None], most[some, None])
+        columns = np.rint(wanted.mean(axis=0) - wanted.mean())
+        # of a row, over its columns: noise goes with the square of the step size
+        spread = _PER_OCTAVE * math.log2(math.sqrt(float(np.exp2(columns / (_PER_OCTAVE / 2)).mean())))
+        rows = np.floor(np.minimum(rows + exponents[1].mean(), most - spread))
+        # the widest row takes the tensor's own step size, and the others are within reach below it
+        shift = float(rows.max())
+        sides = within(rows - shift, MAX_EXPONENT), within(columns, MAX_EXPONENT)
+        return self.step * 2.0 ** (shift / _PER_OCTAVE), sides
 
 
 class WeightSteps:
@@ -238,14 +259,13 @@ def _curvature_of(kind: str, tensor: torch.Tensor) -> Curvature | None:
         kind: see `Curvature`.
         tensor: not negative, on the host.
     """
-    from shrinkpoint.quantize import matrix_kernels  # numba
-
     if tensor.is_complex() or tensor.numel() == 0:
         return None
     least, most = torch.aminmax(tensor)
     if not (bool(least >= 0) and bool(most > 0) and bool(torch.isfinite(most))):  # NaN is neither
         return None
-    mean = matrix_kernels.total(widened(tensor)) / tensor.numel()
+    # in one thread, so that step sizes do not depend on the number of threads
+    mean = float(widened(tensor).mean(dtype=np.float64))
     return Curvature(kind, tensor, math.log(max(mean, _LEAST)))
 
 
@@ -279,39 +299,3 @@ def _least_movement(moved: Float64s) -> float:
 def _finer(spec: TensorSpec) -> int:
     few = len(spec.shape) < 2 or spec.tag.layer_type is LayerType.NORM or spec.numel < _FEW
     return _FINER if few else 1
-
-
-def narrowed(
-    step: float, exponents: tuple[Int8s, Int8s], noise: Float64s
-) -> tuple[float, tuple[Int8s, Int8s]]:
-    """Step sizes of which no row makes more noise than it may.
-
-    Where the curvature allows every element of a row more noise than that, elements have equal steps: none may have more.
-
-    Args:
-        step: the tensor's own step size, of a uniform quantizer.
-        exponents: int8 (rows,) and (columns,): quarter octaves above it.
-        noise: float64 (rows,): the greatest root mean square of a row's errors. Rows that may have none, or less than
-            2 ** -8 of the noisiest row's, take the finest step sizes that there are.
-
-    Returns:
-        The same, with narrower steps where they must be.
-    """
-    rows, columns = (side.astype(np.float64) for side in exponents)
-    with np.errstate(divide="ignore"):
-        most = _PER_OCTAVE * np.log2(noise / (_NOISE * step))
-    if float(rows.max() + columns.max()) <= float(most.min()):
-        return step, exponents
-    moved = np.flatnonzero(np.isfinite(most))
-    if not moved.size:
-        return step, exponents
-    some = moved[:: max(1, moved.size // _ROWS)]
-    wanted = np.minimum(rows[some, None] + columns[None], most[some, None])
-    columns = np.rint(wanted.mean(axis=0) - wanted.mean())
-    # of a row, over its columns: noise goes with the square of the step size
-    spread = _PER_OCTAVE * math.log2(math.sqrt(float(np.exp2(columns / (_PER_OCTAVE / 2)).mean())))
-    rows = np.floor(np.minimum(rows + exponents[1].mean(), most - spread))
-    # the widest row takes the tensor's own step size, and the others are within reach below it
-    shift = float(rows.max())
-    sides = within(rows - shift, MAX_EXPONENT), within(columns, MAX_EXPONENT)
-    return step * 2.0 ** (shift / _PER_OCTAVE), sides
