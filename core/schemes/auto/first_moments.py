@@ -275,27 +275,19 @@ def _longer(true: float, counts: Float64s, step: np.float32, sizes: Float32s) ->
 def _centroids(sums: Float64s, counts: Float64s, radius: int) -> tuple[int, ...]:
     """How far the first levels' means lie from them, in 1/256 step; the first level's is not beyond it."""
     last = min(radius, _CENTROIDS)
-    used = counts[1 : last + 1] > 0
-    away = np.zeros(last)
-    np.divide(sums[1 : last + 1], counts[1 : last + 1], out=away, where=used)
-    away = np.where(used, away - np.arange(1, last + 1), 0.0)
-    parts = np.minimum(np.maximum(np.rint(away * _PARTS), -_PARTS // 2), _PARTS // 2 - 1)
+    levels, sums, counts = np.arange(1.0, last + 1), sums[1 : last + 1], counts[1 : last + 1]
+    away = np.divide(sums, counts, out=levels.copy(), where=counts > 0) - levels
+    parts = np.clip(np.rint(away * _PARTS), -_PARTS // 2, _PARTS // 2 - 1)
     parts[:1] = np.minimum(parts[:1], 0)
     return tuple(int(part) for part in parts)
 
 
 def _read_centroids(stored: JSON, radius: int, spec: TensorSpec) -> tuple[int, ...]:
-    half = _PARTS // 2
-    if not isinstance(stored, list) or len(stored) != min(radius, _CENTROIDS):
-        raise FormatError(f"{spec.name}: 'centroids' must list {min(radius, _CENTROIDS)} integers")
-    found = []
-    for part in stored:
-        if type(part) is not int or not -half <= part < half:
-            raise FormatError(
-                f"{spec.name}: a centroid must be an integer from {-half} to {half - 1}, not {part!r}"
-            )
-        found.append(part)
-    return tuple(found)
+    half, size = _PARTS // 2, min(radius, _CENTROIDS)
+    parts = stored if isinstance(stored, list) and len(stored) == size else [None]
+    if not all(type(part) is int and -half <= part < half for part in parts):
+        raise FormatError(f"{spec.name}: 'centroids' must list {size} integers from {-half} to {half - 1}")
+    return tuple(parts)
 
 
 def _widest(values: Float32s, units: Float32s, loss: float, *, linear: bool) -> float:
