@@ -31,7 +31,7 @@ from typing import Any
 from bound_run import KEYS as BOUND_KEYS
 from bound_run import checkpointed, losses
 from bound_table import ABILITY_LIMIT, LIMIT, change, percents, rows_of
-from cells import RESULTS, Cell, Cells, fill, library_digest, machine_digest
+from cells import RESULTS, Cell, Cells, filled, library_digest, machine_digest
 from common import names, parsed, show
 from trainings import GROUPS, KINDS, Kind
 
@@ -44,8 +44,6 @@ _CLOSEST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One run."""
-
     name: str
     """Of the training."""
     seed: int
@@ -165,7 +163,7 @@ def _row(task: Task, found: Sequence[Mapping[str, Cell]], spread: float, seeds: 
 def main() -> None:
     options = parsed(
         __doc__, only=",".join(GROUPS["listed"]), saves=[10, 40], seeds=1, workers=1, quick=False, table=False, fresh=False,
-        cache=RESULTS / "adopt.csv",
+        cache="",
     )  # fmt: skip
     only = names(options.only)
     if wrong := {*only} - {*KINDS}:
@@ -175,10 +173,7 @@ def main() -> None:
         Task(name=name, seed=seed, saves=saves, way=way, quick=options.quick)
         for seed, saves, name, way in ways
     ]
-    cells = Cells(options.cache, *KEYS)
-    failed = fill(tasks, measure, cells, options)
-    table(cells, tasks)
-    sys.exit(1 if failed else 0)
+    table(filled("adopt", KEYS, tasks, measure, options), tasks)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Whether the bound holds on trainings that nobody tuned for: ten restores each, beside the undisturbed run.
 
-    python examples/benchmarks/bound.py [--only gpt,lora] [--seeds 3] [--undisturbed 8] [--parts spread,late] [--workers 2] [--quick]
+    python examples/benchmarks/bound.py [--only gpt,lora] [--seeds 3] [--undisturbed 8] [--parts spread,nudged] [--workers 2] [--quick]
         [--scheme excp] [--options '{"alpha": 0.001}'] [--config '{"search_overhead": 0.2}'] [--budget 0.005]
         [--table listed | more | fast | states | schemes | all] [--fresh] [--cache FILE]
 
-Each training is run undisturbed, and restored from the store after ten of its eleven checkpoints: those spread evenly over the
-run (`spread`), or within its last tenth (`late`). A `nudged` run restores nothing, and has an error of a millionth in its weights
+Each training is run undisturbed, and restored from the store after ten of its eleven checkpoints, which are spread evenly over the
+run (`spread`). A `nudged` run restores nothing, and has an error of a millionth in its weights
 instead. After each of them the model, the optimizers and the checkpointer are thrown away and made anew. The final losses are
 measured on data apart from the probe's. All options are the library's defaults, unless others are given: --options of the scheme,
 --config of Checkpointer and Advanced, --budget for max_degradation. Trainings that have abilities from before, or parameters that
@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).parent / "baselines"))
 from baselines import BASELINES
 from bound_run import KEYS, PARTS, Setting, Task, measure
 from bound_table import SAME, document, rows_of, schemes, states
-from cells import RESULTS, Cell, Cells, fill
+from cells import Cell, Cells, filled
 from common import names, parsed
 from trainings import GROUPS, KINDS
 
@@ -46,9 +46,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
     """List all that was asked for: the undisturbed run of each training and seed, then its restored ones."""
     for seed in range(1, max(options.seeds, options.undisturbed) + 1):
         for name in options.only:
-            kind = KINDS[name]
-            asked = options.parts or ("spread", *(("late",) if kind.late else ()))
-            parts = [part for part in asked if part != "plain" and not (part == "late" and kind.only_spread)]
+            parts = [part for part in options.parts if part != "plain"]
             for part in ("plain", *(parts if seed <= options.seeds else ())):
                 yield Task(name=name, seed=seed, part=part, quick=options.quick, setting=options.setting)
 
@@ -62,9 +60,8 @@ def _outcome(cell: Cell) -> str:
 
 
 def read(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
     options = parsed(
-        __doc__, given, only="listed", seeds=3, undisturbed=0, parts="", scheme="auto", options="{}", config="{}",
+        __doc__, given, only="listed", seeds=3, undisturbed=0, parts="spread", scheme="auto", options="{}", config="{}",
         budget=0.0, workers=1, quick=False, table="", fresh=False, cache="",
     )  # fmt: skip
     options.only = [name for asked in names(options.only) for name in GROUPS.get(asked, (asked,))]
@@ -83,20 +80,16 @@ def read(given: Sequence[str] | None = None) -> argparse.Namespace:
         options.setting.build()
     except (ConfigError, TypeError, ValueError) as error:
         sys.exit(str(error))
-    name = "bound_schemes" if options.scheme != "auto" or options.table == "schemes" else "bound"
-    folder = Path(__file__).resolve().parents[2] / "build" / "bench" if options.quick else RESULTS
-    options.cache = Path(options.cache or folder / f"{name}.csv")
     return options
 
 
 def table(cells: Cells, which: str, quick: bool) -> str:
-    """Print a page."""
     rows = rows_of(cells, quick=quick)
     if which == "schemes":
         return "\n".join(schemes(rows))
     if which == "all":
         return document(rows)
-    listed = [row for row in rows if row.training in GROUPS[which] and row.part == "spread"]
+    listed = [row for row in rows if row.training in GROUPS[which]]
     if which == "states":
         return "\n".join(states(listed))
     return document([row for row in listed if (row.scheme, row.options) == SAME])
@@ -104,11 +97,9 @@ def table(cells: Cells, which: str, quick: bool) -> str:
 
 def main() -> None:
     options = read()
-    cells = Cells(options.cache, *KEYS)
-    failed = fill(list(tasks(options)), measure, cells, options, _outcome)
+    name = "bound_schemes" if options.scheme != "auto" or options.table == "schemes" else "bound"
+    cells = filled(name, KEYS, list(tasks(options)), measure, options, _outcome)
     print(table(cells, options.table or "all", options.quick))
-    if failed:
-        sys.exit(f"{failed} cells failed: see above; the others are kept")
 
 
 if __name__ == "__main__":

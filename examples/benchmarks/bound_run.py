@@ -22,7 +22,7 @@ from shrinkpoint.reports import SaveReport
 
 KEYS = ("training", "seed", "part", "quick", "scheme", "options", "config")
 """Columns that tell cells apart."""
-PARTS = ("plain", "nudged", "spread", "late")
+PARTS = ("plain", "nudged", "spread")
 UNDISTURBED = ("plain", "nudged")
 """Those that restore nothing."""
 _SUMMED = ("bytes", "raw_bytes", "evaluations", "search_s", "blocked_s", "encode_s")
@@ -48,14 +48,11 @@ class Setting:
         return {"scheme": scheme, "advanced": Advanced(**advanced), **config}
 
     def build(self) -> SaverConfig:
-        """Make the library's own form of it."""
         return SaverConfig.of(**self.given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Which cell."""
-
     name: str
     """Of the training."""
     seed: int
@@ -65,7 +62,6 @@ class Task:
 
     @property
     def kind(self) -> Kind:
-        """The training."""
         return KINDS[self.name]
 
     @property
@@ -81,13 +77,11 @@ class Task:
 
 
 def measure(task: Task) -> Cell:
-    """Measure a cell."""
     result = plain(task) if task.part in UNDISTURBED else _restored(task)
     return {**result, "library": library_digest(), "machine": machine_digest()}
 
 
 def losses(training: Training) -> Cell:
-    """Measure what a run has come to."""
     return {
         "final": training.final(),
         "probe": training.probe(),
@@ -100,13 +94,13 @@ def plain(task: Task) -> Cell:
     """The undisturbed run; as ``nudged``, with an error of a millionth in all weights wherever others are restored."""
     kind = task.kind
     training = kind.make(task.seed, task.quick)
-    restores = set(kind.save_steps("spread", task.quick)[:-1])
+    restores = kind.save_steps(task.quick)[:-1]
     started = time.perf_counter()
     for step in range(1, kind.steps(task.quick) + 1):
         training.step(step - 1)
         if task.part == "nudged" and step in restores:
             _nudge(training.model, step - 1)
-        if kind.only_spread and step in restores and training.after_restore is not None:
+        if step in restores and training.after_restore is not None:
             training.after_restore()
     seconds = time.perf_counter() - started
     return {**losses(training), "train_s": round(seconds, 3)}
@@ -122,7 +116,7 @@ def _nudge(model: torch.nn.Module, seed: int) -> None:
 
 def _restored(task: Task) -> Cell:
     """A run that is thrown away and restored from the store after every checkpoint but the last, which is read at the end."""
-    steps, done, train_s = task.kind.save_steps(task.part, task.quick), 0, 0.0
+    steps, done, train_s = task.kind.save_steps(task.quick), 0, 0.0
     reports: list[SaveReport] = []
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")

@@ -66,7 +66,6 @@ class Row:
     """One training, restored under one setting, by seed."""
 
     training: str
-    part: str
     scheme: str
     options: str
     """Everything that is not at its default, as JSON."""
@@ -78,8 +77,7 @@ class Row:
 
     @property
     def title(self) -> str:
-        """For readers."""
-        return KINDS[self.training].title + (", ten late restores" if self.part == "late" else "")
+        return KINDS[self.training].title
 
     @property
     def ratio(self) -> float:
@@ -112,7 +110,6 @@ class Row:
 
     @property
     def mean(self) -> Mean:
-        """Of the changes of the final loss."""
         return Mean.of(self.truths.values())
 
     @property
@@ -153,8 +150,8 @@ def change(loss: float, undisturbed: float) -> float:
 
 
 def rows_of(cells: Iterable[Cell], *, quick: bool = False) -> list[Row]:
-    """Make one row for each training, part and setting, in the order of the trainings; of the quick forms or the others."""
-    rows: dict[tuple[str, str, str, str], Row] = {}
+    """Make one row for each training and setting, in the order of the trainings; of the quick forms or the others."""
+    rows: dict[tuple[str, str, str], Row] = {}
     undisturbed: dict[tuple[str, str], dict[int, Cell]] = {}
     for cell in cells:
         name, seed, part = cell["training"], int(cell["seed"]), cell["part"]
@@ -164,14 +161,14 @@ def rows_of(cells: Iterable[Cell], *, quick: bool = False) -> list[Row]:
             undisturbed.setdefault((part, name), {})[seed] = cell
             continue
         options = json.dumps({**json.loads(cell["options"]), **json.loads(cell["config"])}, sort_keys=True)
-        place = (name, part, cell["scheme"], options)
+        place = (name, cell["scheme"], options)
         rows.setdefault(place, Row(*place)).cells[seed] = cell
     for row in rows.values():
         row.plain = undisturbed.get(("plain", row.training), {})
         row.nudged = dict(sorted(undisturbed.get(("nudged", row.training), {}).items()))
         row.cells = dict(sorted(row.cells.items()))
     order = list(KINDS)
-    return sorted(rows.values(), key=lambda row: (order.index(row.training), row.part != "spread"))
+    return sorted(rows.values(), key=lambda row: order.index(row.training))
 
 
 def _percent(value: float | None) -> str:
@@ -298,10 +295,10 @@ def document(rows: Sequence[Row]) -> str:
 
 
 def schemes(rows: Sequence[Row]) -> list[str]:
-    """Make a table with one row for each scheme, and part: what ten restores do within the bound."""
+    """Make a table with one row for each scheme: what ten restores do within the bound."""
     lines = []
-    for scheme, part in dict.fromkeys((row.scheme, row.part) for row in rows):
-        mine = [row for row in rows if (row.scheme, row.part) == (scheme, part) and row.truths]
+    for scheme in dict.fromkeys(row.scheme for row in rows):
+        mine = [row for row in rows if row.scheme == scheme and row.truths]
         cells = [cell for row in mine for cell in row.cells.values()]
         ratios = sorted(row.ratio for row in mine)
         worst = max(mine, key=lambda row: row.mean.value)
@@ -314,7 +311,7 @@ def schemes(rows: Sequence[Row]) -> list[str]:
         known = [row for row in mine if row.covered is not None]
         lines.append(
             [
-                f"`{scheme}`" + (", late" if part == "late" else ""),
+                f"`{scheme}`",
                 f"{len(mine)}, {len(cells)}",
                 f"{statistics.median(ratios):.3g}x ({ratios[0]:.3g} to {ratios[-1]:.3g})",
                 f"{sum(cell['exact'] for cell in cells)} of {10 * len(cells)}",

@@ -52,11 +52,9 @@ class Cells:
                     self._cells[self._place(cell)] = {n: v for n, v in cell.items() if v is not None}
 
     def __iter__(self) -> Iterator[Cell]:
-        """All cells, with their keys."""
         return iter(self._cells.values())
 
     def get(self, key: Mapping[str, Any]) -> Cell | None:
-        """A cell, if it was measured."""
         return self._cells.get(self._place(key))
 
     def put(self, key: Mapping[str, Any], result: Mapping[str, Any]) -> None:
@@ -99,25 +97,29 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def fill(
-    planned: Sequence[Any], measure: Callable[[Any], Cell], cells: Cells, options: Any, told: Callable[[Cell], str] = lambda _: ""
-) -> int:  # fmt: skip
+def filled(
+    name: str, keys: Sequence[str], planned: Sequence[Any], measure: Callable[[Any], Cell], options: Any,
+    told: Callable[[Cell], str] = lambda _: "",
+) -> Cells:  # fmt: skip
     """Measure what is missing in processes of one thread each, and keep it.
 
     Args:
+        name: of the file in results/; in build/bench/ with ``quick``, whose small models give no real numbers.
+        keys: columns that tell cells apart.
         planned: all that is asked for.
         measure: makes a cell, in another process.
-        cells: where they are kept.
-        options: the command line's: so many ``workers``; ``fresh`` measures again what is there, ``table`` nothing at all.
+        options: the command line's: another file as ``cache``; so many ``workers``; ``fresh`` measures again what is there,
+            ``table`` nothing at all.
         told: what is to be printed of a result.
 
     Returns:
-        How many failed: what went wrong is printed, and the others are kept.
+        All cells of the file. Where some failed, what went wrong is printed, and the process ends; the others are kept.
     """
-    failed = 0
+    folder = Path(__file__).resolve().parents[2] / "build" / "bench" if options.quick else RESULTS
+    cells, failed = Cells(Path(options.cache or folder / f"{name}.csv"), *keys), 0
     missing = list({str(t.key): t for t in planned if options.fresh or cells.get(t.key) is None}.values())
     if options.table or not missing:
-        return 0
+        return cells
     with multiprocessing.get_context("spawn").Pool(
         options.workers, initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
@@ -130,7 +132,9 @@ def fill(
             cells.put(task.key, result)
             now = time.strftime("%H:%M:%S")
             print(f"{now}  {named}: {result['seconds']:.0f} s {told(result)}", file=sys.stderr, flush=True)
-    return failed
+    if failed:
+        sys.exit(f"{failed} cells failed: see above; the others are kept, and --table prints them")
+    return cells
 
 
 def _measured(measure: Callable[[_T], Cell], task: _T) -> tuple[_T, Cell | str]:

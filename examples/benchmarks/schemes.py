@@ -17,13 +17,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: cells
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from cells import RESULTS, Cells, fill
-from common import parsed
+from cells import Cell, filled
+from common import markdown_table, parsed
 from schemes_run import KEYS, MODELS, PARTS, SETTINGS, WIDE, Course, Task, chosen, known, measure
-from schemes_table import document, rows_of
+
+BOUND = 0.005
+"""Of the loss after the last mark's resumed steps."""
+RESTORES_BOUND = 0.01
+"""Of the final loss of a run that is restored from every checkpoint."""
+_TITLES = {
+    "gpt": "GPT, AdamW (0.9, 0.95)",
+    "gpt-999": "GPT, AdamW (0.9, 0.999)",
+    "conv": "Convolutional network, AdamW (0.9, 0.999)",
+}
+_OURS, _RIVAL = "auto", "excp"
+Number = Callable[[Cell], float]
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
@@ -40,14 +50,11 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 
 def read(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
     options = parsed(
         __doc__, given, quick=False, models=list(MODELS), seeds=3, every=[50, 500], only="", parts=list(PARTS),
         workers=1, cache="", fresh=False, table=False,
     )  # fmt: skip
     options.every = [8] if options.quick else options.every
-    folder = Path(__file__).resolve().parents[2] / "build" / "bench" if options.quick else RESULTS
-    options.cache = Path(options.cache or folder / "schemes.csv")
     try:
         options.only = known([options.only] if options.only else [])
     except ValueError as error:
@@ -55,14 +62,79 @@ def read(given: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+# --- tables -------------------------------------------------------------------------------------------------
+
+
+def ratio(cell: Cell) -> float:
+    """Raw bytes over stored ones, of a base and its deltas."""
+    sizes = cell["sizes"].values()
+    return sum(size["raw"] for size in sizes) / max(1, sum(size["stored"] for size in sizes))
+
+
+def delta(cell: Cell) -> float:
+    """Raw bytes over stored ones of the deltas."""
+    return ratio({"sizes": {"delta": cell["sizes"]["delta"]}})
+
+
+def smallest(cells: Iterable[Cell], part: str, rise: Number, bound: float, size: Number) -> dict[str, Cell]:
+    """Find each seed's smallest setting whose loss rises by at most `bound`; none where no setting of some seed keeps it."""
+    best: dict[str, Cell] = {}
+    there = [cell for cell in cells if cell["part"] == part]
+    for cell in there:
+        if rise(cell) <= bound and size(cell) > (size(best[cell["seed"]]) if cell["seed"] in best else 0.0):
+            best[cell["seed"]] = cell
+    return dict(sorted(best.items())) if {*best} == {cell["seed"] for cell in there} else {}
+
+
+def spread(values: Sequence[float]) -> str:
+    """Write the mean, and the least and the greatest where there are several."""
+    ends = f" ({min(values):.3g} to {max(values):.3g})" if len(values) > 1 else ""
+    return f"{sum(values) / len(values):.3g}x{ends}"
+
+
+def section(cells: Sequence[Cell], mark: int) -> Iterator[str]:
+    """Say which setting of each scheme is the smallest, and how many times ours is smaller than its strongest rival."""
+    ways: dict[str, tuple[str, Number, float, Number]] = {
+        "deltas": ("chain", lambda cell: cell["rises"][str(mark)], BOUND, delta),
+        "whole chains": ("chain", lambda cell: cell["rises"][str(mark)], BOUND, ratio),
+        "restored n times": ("restores", lambda cell: cell["rise"], RESTORES_BOUND, ratio),
+    }
+    schemes = dict.fromkeys(cell["scheme"] for cell in cells if cell["part"] == "chain")
+    found = {
+        scheme: {n: smallest([c for c in cells if c["scheme"] == scheme], *way) for n, way in ways.items()}
+        for scheme in schemes
+    }
+    for name, (*_, bound, size) in ways.items():
+        ours, theirs = (found.get(scheme, {}).get(name, {}) for scheme in (_OURS, _RIVAL))
+        if both := [size(ours[seed]) / size(theirs[seed]) for seed in ours if seed in theirs]:
+            yield f"- {name}: `{_OURS}` is **{spread(both)} smaller** than the best of `{_RIVAL}` within {bound:.1%}"
+    rows = []
+    for scheme, bests in found.items():
+        row = [scheme]
+        for name, best in bests.items():
+            settings = ", ".join(dict.fromkeys(cell["setting"] for cell in best.values()))
+            row += [spread([ways[name][3](cell) for cell in best.values()]), settings] if best else ["-", "-"]
+        rows.append(row)
+    headings = ["scheme", "delta", "setting", "chain", "setting", "restored n times: chain", "setting"]
+    yield from ("", *markdown_table(headings, rows))
+
+
+def document(cells: Iterable[Cell], mark: int, quick: bool) -> Iterator[str]:
+    """Write a section for each training: ratios of whole files within the limit `mark` steps after a restore."""
+    courses: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        if cell["quick"] == str(quick):
+            courses.setdefault((cell["model"], cell["every"]), []).append(cell)
+    for (model, every), found in courses.items():
+        yield f"\n## {_TITLES[model]}, {every} steps between checkpoints\n"
+        yield from section(found, mark)
+
+
 def main() -> None:
     options = read()
-    cells = Cells(options.cache, *KEYS)
-    failed = fill(list(tasks(options)), measure, cells, options)
-    marks = Course(model="gpt", seed=1, every=50, quick=options.quick).marks
-    print(document(rows_of(cells, quick=options.quick), marks))
-    if failed:
-        sys.exit(f"{failed} cells failed: see above; the others are kept")
+    cells = filled("schemes", KEYS, list(tasks(options)), measure, options)
+    mark = Course(model="gpt", seed=1, every=50, quick=options.quick).marks[-1]
+    print(*document(cells, mark, options.quick), sep="\n")
 
 
 if __name__ == "__main__":

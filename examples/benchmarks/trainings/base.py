@@ -116,10 +116,6 @@ class Kind:
     every: int = 30
     """Steps between two checkpoints that are spread evenly."""
     quick_every: int = 3
-    late: bool = False
-    """Whether it is also restored ten times within its last tenth, unless other parts are asked for."""
-    only_spread: bool = False
-    """Whether something happens at the steps of the evenly spread checkpoints, so that others make no sense."""
 
     SAVES = 11
     """Checkpoints of a run: the run is restored from all but the last, which is written at its end."""
@@ -138,14 +134,10 @@ class Kind:
         """Of the whole training."""
         return self.SAVES * self.interval(quick)
 
-    def save_steps(self, part: str, quick: bool) -> list[int]:
-        """The steps after which a part's checkpoints are written: ``spread``, the ``late`` last tenth, or ``plain``, none."""
-        steps, interval = self.steps(quick), self.interval(quick)
-        if part == "plain":
-            return []
-        if part == "late":
-            interval = max(1, steps // 10 // (self.SAVES - 1))
-        return [steps - interval * left for left in reversed(range(self.SAVES))]
+    def save_steps(self, quick: bool) -> range:
+        """The steps after which checkpoints are written, evenly spread."""
+        interval = self.interval(quick)
+        return range(interval, self.steps(quick) + 1, interval)
 
 
 # --- batches and losses -------------------------------------------------------------------------------------

@@ -330,12 +330,12 @@ def _vae_nadam(run: Run) -> Training:
 
 IMAGES = (
     Kind("vit", "ViT with warm-up, AdamW", _vit, 27),
-    Kind("resnet", "ResNet with BatchNorm, SGD with Nesterov's momentum, to near-zero loss", resnet, 44, late=True),
+    Kind("resnet", "ResNet with BatchNorm, SGD with Nesterov's momentum, to near-zero loss", resnet, 44),
     Kind("diffusion", "Diffusion, average inside the model, the network measured", partial(_diffusion, inside=True), 27),
     Kind(
         "diffusion-average", "Diffusion, average beside the model, only that measured", partial(_diffusion, inside=False), 27
     ),
-    Kind("vae-lion", "Variational autoencoder, Lion", _vae_lion, 80, late=True),
+    Kind("vae-lion", "Variational autoencoder, Lion", _vae_lion, 80),
 )  # fmt: skip
 _NADAM = partial(NAdam, lr=2e-3)
 _MLP = partial(_drawn, _perceptron, (32, 128), partial(NAdam, lr=1e-3, betas=(0.95, 0.999)), clamped=False)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+Named = dict[str, Any]
+
 
 class _Each(Optimizer):
     """An optimizer that updates each parameter by itself."""
@@ -26,9 +28,7 @@ class _Each(Optimizer):
                 if parameter.grad is not None:
                     self.update(parameter, parameter.grad, self.state[parameter], group)
 
-    def update(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: Named, group: Named) -> None:
         """Move one parameter."""
         raise NotImplementedError
 
@@ -38,10 +38,7 @@ class Lion(_Each):
 
     OPTIONS: ClassVar[dict[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
 
-    def update(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        """See `_Each.update`."""
+    def update(self, parameter: Tensor, gradient: Tensor, state: Named, group: Named) -> None:
         fast, slow = group["betas"]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -57,10 +54,7 @@ class Muon(_Each):
 
     OPTIONS: ClassVar[dict[str, Any]] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
 
-    def update(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        """See `_Each.update`."""
+    def update(self, parameter: Tensor, gradient: Tensor, state: Named, group: Named) -> None:
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = state["momentum_buffer"]
@@ -88,10 +82,7 @@ class AdEMAMix(_Each):
 
     OPTIONS: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999, 0.999), "alpha": 2.0}
 
-    def update(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        """See `_Each.update`."""
+    def update(self, parameter: Tensor, gradient: Tensor, state: Named, group: Named) -> None:
         fast, second, slow = group["betas"]
         if not state:
             state["step"] = 0
@@ -109,10 +100,7 @@ class AdEMAMix(_Each):
 class RenamedAdam(_Each):
     """An optimizer of nobody's, with a first and a second moment of its own names and the updates of Adam."""
 
-    def update(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        """See `_Each.update`."""
+    def update(self, parameter: Tensor, gradient: Tensor, state: Named, group: Named) -> None:
         if not state:
             state["mu"], state["nu"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["mu"].lerp_(gradient, 0.1)
@@ -135,10 +123,7 @@ class Adam8bit(_Each):
     bitsandbytes itself makes steps on GPUs only.
     """
 
-    def update(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        """See `_Each.update`."""
+    def update(self, parameter: Tensor, gradient: Tensor, state: Named, group: Named) -> None:
         if not state:
             state["step"] = 0
             for number, signed in ((1, True), (2, False)):
