@@ -16,7 +16,7 @@ NOT_ON_NEWEST = $(addprefix --ignore=tests/, campaigns examples test_documents.p
   $(addprefix sharded/test_, probing.py shared_options.py sharded_adoption.py) \
   $(addprefix session/test_, adapted_copies.py other_data.py probe.py replicated_log.py stateful_loader.py trained.py)))
 
-.PHONY: demo demo-stores demo-composer bench bench-bound bench-steps bench-cost wheels test test-newest test-llmfoundry test-slow lint imports docs format clean help
+.PHONY: demo demo-stores bench bench-bound bench-steps bench-cost wheels test test-newest test-llmfoundry test-slow lint imports docs format clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -26,9 +26,6 @@ demo: .venv-demo/ready  ## train, kill -9, resume, and print what it cost (5 min
 
 demo-stores: .venv-demo/ready  ## the same in three stores, one of which is lost in the middle, and healed
 	.venv-demo/bin/python examples/demo.py --stores
-
-demo-composer: .venv/ready  ## the same with Composer
-	.venv/bin/python examples/demo.py --framework composer
 
 bench: .venv/ready  ## every scheme on real trainings (hours; may be stopped and continued)
 	.venv/bin/python examples/benchmarks/schemes.py --workers 2

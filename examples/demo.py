@@ -1,6 +1,6 @@
 """`make demo`: train, kill -9, start again, and measure what the compressed checkpoints cost.
 
-    python examples/demo.py [--framework lightning] [--steps 600] [--seed 1] [--out demo-out] [--quick] [--stores]
+    python examples/demo.py [--steps 600] [--seed 1] [--out demo-out] [--quick] [--stores]
 
 1. A small GPT learns the Python standard library's source text, undisturbed, with ordinary checkpoints.
 2. The same training with CompressedCheckpoint gets SIGKILL at a random moment, is started again by the same
@@ -45,7 +45,6 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-FRAMEWORKS = ("lightning", "composer")
 QUICK = {"width": 64, "layers": 2, "heads": 2, "block": 64, "warmup": 10}
 
 
@@ -176,7 +175,7 @@ class Stores:
 
 
 def _warnings(log: Path, url: str) -> list[str]:
-    """What the warnings say of a store that fails; some frameworks leave out the warning's category."""
+    """What the warnings say of a store that fails."""
     said = re.compile(rf"store \d \({re.escape(os.path.abspath(url))}\).*")
     found = [f"    {line}" for line in said.findall(log.read_text(encoding="utf-8", errors="replace"))]
     if not found:
@@ -196,7 +195,6 @@ class Demo:
         self.stores = Stores(self.folder / "run", self.every * 3 // 2) if options.stores else None
         self.urls = self.stores.urls if self.stores else [str(self.folder / "run")]
         self._common: dict[str, Any] = {
-            "framework": options.framework,
             "every": self.every,
             "seed": options.seed,
             "threads": options.threads,
@@ -377,7 +375,6 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--framework", choices=FRAMEWORKS, default="lightning", help="what trains the model")
     add("--steps", type=int, help="optimizer steps of each run (default 600; 60 with --quick)")
     add("--seed", type=int, default=1, help="seeds weights, batches and the step of the kill")
     add("--out", type=Path, default=Path("demo-out"), help="folder for everything that is written")

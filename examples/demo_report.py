@@ -39,7 +39,7 @@ class DemoResult:
     """Everything measured in one demo."""
 
     versions: str
-    """Of the framework and of torch."""
+    """Of Lightning and of torch."""
     steps: int
     saves: list[Save]
     reference: Curve

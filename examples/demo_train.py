@@ -1,28 +1,37 @@
-"""One training process of the demo: the readable script of a framework, plus a log of what happens.
+"""One training process of the demo: `lightning_gpt.py`, and a log of what happens.
 
     python examples/demo_train.py SETTINGS.json EVENTS.jsonl
 
-SETTINGS names the mode: ``reference`` trains undisturbed with the framework's own checkpoints, ``compressed`` trains
+SETTINGS names the mode: ``reference`` trains undisturbed with Lightning's own checkpoints, ``compressed`` trains
 with CompressedCheckpoint, ``remeasure`` restores the newest checkpoint in a fresh process and evaluates it beside
 the true weights. Each line of EVENTS is one JSON object, flushed at once, so that a kill loses none.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
+import lightning
 import torch
 from gpt import GPT, GPTConfig, load_corpus, loss_on, val_batches
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_gpt import GPTModule, train
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from shrinkpoint import Advanced
+from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.store.urls import url_text
+
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
 
 
 class EventLog:
@@ -41,8 +50,6 @@ class Task:
     """One process's part of the demo."""
 
     mode: str
-    framework: str
-    """``lightning`` or ``composer``."""
     url: Any
     """Where the checkpoints are: one URL for ``reference``, for the others a list with one, or with several stores."""
     every: int
@@ -57,12 +64,6 @@ class Task:
     log: EventLog
     held_out: list[Tensor]
 
-    @property
-    def saving(self) -> dict[str, Any]:
-        """Options of CompressedCheckpoint that do not depend on the framework; it keeps all, so that the table can show them all."""
-        advanced = Advanced(busy=self.busy, search_overhead=0.002)
-        return {"max_degradation": 0.01, "save_top_k": -1, "advanced": advanced}
-
     @classmethod
     def read(cls, settings: Path, log: EventLog) -> Task:
         """Take the task from the file that the demo wrote."""
@@ -72,27 +73,70 @@ class Task:
         return cls(**fields, config=config, true_weights=true_weights, log=log, held_out=held_out)
 
 
-class Framework(Protocol):
-    """What demo_lightning.py and demo_composer.py have in common."""
+class LossLog(Callback):
+    """Logs where training starts and every loss after it."""
 
-    def version(self) -> str:
-        """The framework's name and version."""
+    def __init__(self, task: Task) -> None:
+        self._log, self._held_out = task.log, task.held_out
 
-    def reference(self, task: Task) -> None:
-        """Train undisturbed; the framework's own checkpoints of the same steps go to the same disk."""
+    def on_train_start(self, trainer: Trainer, pl_module: GPTModule) -> None:
+        # Evaluated right after the restore: together with the undisturbed run's loss at this step it says what
+        # restoring cost, independently of what the encoder measured when it saved.
+        loss = loss_on(pl_module.model, self._held_out) if trainer.global_step else None
+        self._log.write("start", step=trainer.global_step, val_loss=loss, threads=torch.get_num_threads())
 
-    def compressed(self, task: Task) -> GPT:
-        """Train with compressed checkpoints; nothing here knows whether this is the first start or the second."""
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Tensor, batch_idx: int
+    ) -> None:
+        self._log.write("train", step=trainer.global_step, loss=float(outputs["loss"].detach()))
 
-    def restored(self, task: Task) -> GPT:
-        """A model with the newest checkpoint's weights; nothing is trained."""
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log.write("val", step=trainer.global_step, loss=float(trainer.callback_metrics["val_loss"]))
+
+    def on_train_end(self, trainer: Trainer, pl_module: GPTModule) -> None:
+        self._log.write("end", step=trainer.global_step, val_loss=loss_on(pl_module.model, self._held_out))
 
 
-def remeasure(task: Task, restored: GPT) -> None:
-    """Compare the newest checkpoint's loss with the true weights'."""
+class TimedTorchSave(TorchCheckpointIO):
+    """Lightning's ordinary checkpoints, with their size on disk and the time they take logged."""
+
+    def __init__(self, log: EventLog) -> None:
+        super().__init__()
+        self._log = log
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        started = time.perf_counter()
+        super().save_checkpoint(checkpoint, path, storage_options)
+        seconds = time.perf_counter() - started
+        step = int(checkpoint["global_step"])
+        self._log.write("torch_save", step=step, bytes=Path(path).stat().st_size, seconds=seconds)
+
+
+def reference(task: Task) -> None:
+    """Train undisturbed; Lightning's own checkpoints of the same steps go to the same disk."""
+    every = {"every_n_train_steps": task.every, "save_top_k": 1, "enable_version_counter": False}
+    callbacks, plugins = [LossLog(task), ModelCheckpoint(task.url, **every)], [TimedTorchSave(task.log)]
+    train(task.config, callbacks, every=task.every, seed=task.seed, plugins=plugins, **QUIET)
+
+
+def compressed(task: Task) -> None:
+    """Train with compressed checkpoints; nothing here knows whether this is the first start or the second."""
+    advanced = Advanced(busy=task.busy, search_overhead=0.002)
+    # It keeps all, so that the table can show them all.
+    saving = {"max_degradation": 0.01, "save_top_k": -1, "advanced": advanced}
+    checkpoints = CompressedCheckpoint(task.url, every_n_train_steps=task.every, **saving)
+    trainer = train(task.config, [LossLog(task), checkpoints], every=task.every, seed=task.seed, **QUIET)
+    torch.save(trainer.lightning_module.model.state_dict(), task.true_weights)
+
+
+def remeasure(task: Task) -> None:
+    """Compare the newest checkpoint's loss with the true weights'; nothing is trained."""
+    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[CompressedCheckpoint(task.url)], **QUIET)
+    module, batches = GPTModule(task.config), DataLoader(task.held_out, batch_size=None)
+    trainer.validate(module, batches, ckpt_path=f"{url_text(task.url)}#newest", verbose=False)
     true = GPT(task.config)
     true.load_state_dict(torch.load(task.true_weights, weights_only=True))
-    restored_loss, true_loss = (loss_on(model, task.held_out) for model in (restored, true))
+    restored_loss, true_loss = (loss_on(model, task.held_out) for model in (module.model, true))
     task.log.write("remeasured", restored_loss=restored_loss, true_loss=true_loss)
 
 
@@ -100,16 +144,9 @@ def main() -> None:
     log = EventLog(Path(sys.argv[2]))
     task = Task.read(Path(sys.argv[1]), log)
     torch.set_num_threads(task.threads)
-    framework = cast(Framework, importlib.import_module(f"demo_{task.framework}"))
-    versions = f"{framework.version()}, torch {torch.__version__.partition('+')[0]}"
+    versions = f"Lightning {lightning.__version__}, torch {torch.__version__.partition('+')[0]}"
     log.write("process", pid=os.getpid(), mode=task.mode, versions=versions)
-    match task.mode:
-        case "reference":
-            framework.reference(task)
-        case "compressed":
-            torch.save(framework.compressed(task).state_dict(), task.true_weights)
-        case "remeasure":
-            remeasure(task, framework.restored(task))
+    {"reference": reference, "compressed": compressed, "remeasure": remeasure}[task.mode](task)
 
 
 if __name__ == "__main__":

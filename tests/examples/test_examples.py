@@ -64,17 +64,6 @@ def test_demo_kills_resumes_and_reports(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_demo_with_composer(tmp_path):
-    pytest.importorskip("composer")
-    shown = run("demo.py", "--framework", "composer", "--quick", "--threads", 1, "--out", tmp_path)
-    assert re.search(r"resumed by itself from step [1-4]0", shown)
-    assert re.search(
-        r"^\| 10 \| base \| [0-9.]+ kB \|", (tmp_path / "table.md").read_text(), flags=re.MULTILINE
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.long
 def test_ctrl_c_ends_the_demo_and_its_training(tmp_path):
     demo = subprocess.Popen(
         command("demo.py", "--quick", "--out", tmp_path),
@@ -150,15 +139,6 @@ def test_composer_script_is_short_and_continues(tmp_path):
     assert "batch 10: validation loss" in first
     again = run("composer_gpt.py", tmp_path / "run", "--steps", 15, "--every", 5)
     assert "batch 15: validation loss" in again
-
-
-@pytest.mark.slow
-def test_s3_example_resumes_from_a_bucket():
-    pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    shown = run("resume_from_s3.py")
-    assert "kill -9 after step 37" in shown
-    assert re.search(r"resumed by itself from step [123]0, finished at step 60", shown)
 
 
 @pytest.mark.slow
