@@ -595,17 +595,20 @@ class Saver:
     def newest(self) -> Manifest | None:
         """Return the newest checkpoint whose whole chain is sound, on every rank; None in an empty run.
 
-        Damaged checkpoints are skipped with a warning that says what and why.
+        A save that is under way is waited for. Damaged checkpoints are skipped with a warning that says what and why.
 
         Raises:
             ChainError: there are checkpoints, and none of them is sound.
             StoreError: the store cannot be read.
         """
+        self._settle("newest")
         self._newest = self._found(None)
         return None if self._newest is None else self._newest.manifest
 
     def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
         """Read a checkpoint, verify its whole chain, and let the next save continue it.
+
+        A save that is under way is waited for, since it may be the one; not with ``adopt=False``.
 
         Args:
             which: a manifest, or a step; None is the newest sound checkpoint.
@@ -627,6 +630,8 @@ class Saver:
         return self._restored(which, adopt=False)
 
     def _restored(self, which: Manifest | int | None, *, adopt: bool) -> Restored | None:
+        if adopt:
+            self._settle("restore")
         found = self._newest if adopt else None
         if found is None or (which is not None and which not in (found.manifest, found.manifest.step)):
             found = self._found(which)
@@ -640,6 +645,11 @@ class Saver:
             self._adopt(found)
         self._group.on_first(lambda: self._warn_of(manifest, adopts=adopt))
         return Restored(manifest, state)
+
+    def _settle(self, call: str) -> None:
+        """Wait for the save that is under way before the run is read."""
+        if self._placement.is_checked:
+            self._join(call)
 
     def _found(self, which: Manifest | int | None) -> Found | None:
         name = "newest checkpoint" if which is None else f"checkpoint of step {getattr(which, 'step', which)}"
@@ -659,7 +669,6 @@ class Saver:
     def _adopt(self, found: Found) -> None:
         """Let the next save continue a checkpoint."""
         self._require_checked()
-        self._join("restore")
         self._placement.start_over()
         self._background.adopt(
             found.manifest,

@@ -1,6 +1,6 @@
 import math
 import threading
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from shrinkpoint.errors import (
     ShrinkpointWarning,
 )
 from shrinkpoint.saver import Saver, SaverConfig
+from shrinkpoint.state.dtypes import DTYPES
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
 from shrinkpoint.store.run import RunStore
@@ -405,6 +406,36 @@ def test_a_restore_while_a_save_is_under_way_is_what_the_next_save_continues(obj
     newest = loop.saver.store.manifests()[0]
     assert newest.parent_digest == back.manifest.digest
     assert newest.meta["search"]["restores"]["restores"] == 1
+    loop.saver.close()
+
+
+def test_any_dtype_is_saved_and_restored_where_torch_is_deterministic(tmp_path):
+    bits = {
+        name: torch.randint(0, 2, (2, 8 * dtype.itemsize), dtype=torch.uint8)
+        for name, dtype in DTYPES.items()
+    }
+    state = {name: bits[name].view(dtype) for name, dtype in DTYPES.items()}
+    state |= {f"none of {name}": tensor[:0] for name, tensor in state.items()}
+    torch.use_deterministic_algorithms(True)
+    try:
+        with closing(Saver(str(tmp_path / "run"), SaverConfig(scheme="lossless"))) as saver:
+            saver.check()
+            saver.save(state, step=1, wait=True)
+            restored = saver.restore().state.to_object()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert identical(restored, state)
+
+
+@pytest.mark.parametrize("which", [None, 2])
+def test_a_save_that_is_under_way_can_be_restored(objects, which):
+    loop = Loop(scheme="auto", busy="wait")
+    for _ in range(2):
+        loop.train()
+        loop.save(evaluate=loop.evaluate)
+    assert loop.saver.busy  # nobody has evaluated yet
+    assert loop.saver.restore(which).manifest.step == 2
+    assert loop.saver.newest().step == 2
     loop.saver.close()
 
 
