@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.state.dtypes import dtype_name
+from shrinkpoint.state.dtypes import dtype_name, empty_tensor
 from shrinkpoint.state.roles import named_role
 from shrinkpoint.state.specs import block_of
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
@@ -74,7 +74,7 @@ def take_items(
         if spec.name in tensors:
             raise CannotRepresentError(f"two tensors of the state would be called {spec.name!r}: rename one")
         # always a copy: training changes its own tensors, and torch reuses the memory that it stages them in
-        tensors[spec.name] = torch.empty(spec.shape, dtype=spec.dtype).copy_(tensor.detach())
+        tensors[spec.name] = empty_tensor(spec.shape, spec.dtype).copy_(tensor.detach())
         specs[spec.name] = spec
 
     def put(place: tuple[str, ...], tensor: torch.Tensor) -> str:

@@ -39,6 +39,7 @@ from shrinkpoint.session.triggers import Schedule, Trigger
 from shrinkpoint.sharded.placement import ShardedPlacement, Targets, refuse_options
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.state.digest import tensor_digest
+from shrinkpoint.state.dtypes import empty_tensor
 from shrinkpoint.state.frozen import meta_filled
 from shrinkpoint.state.specs import whole_specs
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
@@ -931,7 +932,7 @@ class TrainingSession:
 
 
 def _new_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
+    return {name: empty_tensor(spec.shape, spec.dtype) for name, spec in specs.items()}
 
 
 def _is_copied(spec: TensorSpec) -> bool:

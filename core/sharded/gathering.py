@@ -13,6 +13,7 @@ from shrinkpoint.sharded.boxes import Box, Pieces
 from shrinkpoint.sharded.exchange import Buffers, ExchangePlan, plain_bytes
 from shrinkpoint.sharded.layout import Layout, block_box, owned_boxes
 from shrinkpoint.sharded.trees import renamed_tensors
+from shrinkpoint.state.dtypes import empty_tensor
 from shrinkpoint.state.snapshot import DeviceCopy, empty_tensors
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
@@ -110,7 +111,7 @@ class Gathering:
         if pinned and self._pinned:  # at most one save is under way: nobody reads the last one's any more
             return dict(self._pinned)
         if not pinned:
-            return {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in self._blocks.items()}
+            return {name: empty_tensor(spec.shape, spec.dtype) for name, spec in self._blocks.items()}
         like = {
             name: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
             for name, spec in self._blocks.items()

@@ -11,6 +11,7 @@ from shrinkpoint.sharded.boxes import Box, Pieces
 from shrinkpoint.sharded.exchange import Buffers, ExchangePlan
 from shrinkpoint.sharded.layout import Layout, block_box, owned_boxes
 from shrinkpoint.state.digest import state_digest, tensor_digest
+from shrinkpoint.state.dtypes import empty_tensor
 from shrinkpoint.state.training import TensorSpec, TrainingState
 
 __all__ = ["Owners", "Shards", "moved_to", "spread"]
@@ -104,7 +105,7 @@ def moved_to(
     }
     specs = {name: spec for name, (spec, owner) in same.items() if owner == group.rank}
     tensors = group.on_every(
-        lambda: {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
+        lambda: {name: empty_tensor(spec.shape, spec.dtype) for name, spec in specs.items()}
     )
     pieces: dict[str, dict[Box, torch.Tensor]] = {}
     for name, spec in specs.items():

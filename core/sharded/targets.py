@@ -12,6 +12,7 @@ from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.averages import AverageFinder
+from shrinkpoint.state.dtypes import empty_tensor
 from shrinkpoint.state.frozen import FILLED
 from shrinkpoint.state.roles import describe_training, model_tags, optimizer_parameter_names
 from shrinkpoint.state.stateful import named_buffers, named_parameters, state_of
@@ -212,7 +213,7 @@ def target_for(
     parameter = parameters.get(name)
     if parameter is not None and tuple(parameter.shape) == spec.shape:
         return torch.empty_like(parameter.detach(), dtype=spec.dtype)
-    return torch.empty(spec.shape, dtype=spec.dtype)
+    return empty_tensor(spec.shape, spec.dtype)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ __all__ = [
     "class_name",
     "dtype_from_name",
     "dtype_name",
+    "empty_tensor",
     "in_memory_order",
     "inner_tensors",
     "is_flat",
@@ -109,6 +110,14 @@ def tensor_to_bytes(tensor: torch.Tensor) -> UInt8s:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
+def empty_tensor(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Allocate a tensor without values; by bytes, since torch refuses rare dtypes where `use_deterministic_algorithms` fills memory."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.empty(size, dtype=torch.uint8, device=device).view(dtype).reshape(tuple(shape))
+
+
 def tensor_from_bytes(data: UInt8s, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the inverse of `tensor_to_bytes`; the tensor uses `data` without a copy if that is writable.
 
@@ -119,7 +128,7 @@ def tensor_from_bytes(data: UInt8s, dtype: torch.dtype, shape: tuple[int, ...]) 
     if data.size != expected:
         raise FormatError(f"a tensor of {dtype} {shape} has {expected} bytes, not {data.size}")
     if expected == 0:
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        return empty_tensor(shape, dtype)
     owned = data if data.flags.writeable and data.flags.c_contiguous else np.array(data, copy=True)
     if owned.ctypes.data % dtype.itemsize:  # torch refuses to view misaligned storage as a wider type
         owned = np.array(owned, copy=True)

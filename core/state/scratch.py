@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from shrinkpoint.arrays import UInt8s
 from shrinkpoint.errors import ConfigError, ScratchError
-from shrinkpoint.state.dtypes import tensor_to_bytes
+from shrinkpoint.state.dtypes import empty_tensor, tensor_to_bytes
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.warn import brief, warn
@@ -328,7 +328,7 @@ class DiskTensor(torch.Tensor):
             ScratchError: it cannot be read, or is not what was written.
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(mode=False):
-            made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            made = empty_tensor(self.shape, self.dtype)
         self._place.read(tensor_to_bytes(made))
         return made
 

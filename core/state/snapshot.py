@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from shrinkpoint.runtime.memory import LARGE
-from shrinkpoint.state.dtypes import PACKED, as_bits
+from shrinkpoint.state.dtypes import PACKED, as_bits, empty_tensor
 from shrinkpoint.state.training import TrainingState
 
 __all__ = ["DeviceCopy", "Snapshot", "Snapshotter", "empty_tensors"]
@@ -201,7 +201,7 @@ class Snapshotter:
 def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
     """Memory on the host, whatever `torch.set_default_device` says, which can be written to later in any mode."""
     with torch.inference_mode(False):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return empty_tensor(tensor.shape, tensor.dtype)
 
 
 @contextmanager
@@ -233,11 +233,7 @@ def empty_tensors(like: Mapping[str, torch.Tensor], *, pinned: bool) -> dict[str
     rooms = {name: -(-tensor.nbytes // _ALIGNED) * _ALIGNED for name, tensor in like.items()}
     order = sorted(rooms, key=lambda name: (-rooms[name], name))
     blocks = _best([(name, rooms[name]) for name in order if rooms[name]])
-    made = {
-        name: torch.empty(like[name].shape, dtype=like[name].dtype, device="cpu")
-        for name in order
-        if not rooms[name]
-    }
+    made = {name: empty_tensor(like[name].shape, like[name].dtype) for name in order if not rooms[name]}
     for block in blocks:
         size = _rounded(sum(rooms[name] for name in block))
         memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)

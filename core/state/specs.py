@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shrinkpoint.errors import FormatError
-from shrinkpoint.state.dtypes import as_bits, dtype_from_name, dtype_name
+from shrinkpoint.state.dtypes import as_bits, dtype_from_name, dtype_name, empty_tensor
 from shrinkpoint.state.tree import JSON
 
 __all__ = [
@@ -295,7 +295,7 @@ def _joined(name: str, blocks: list[TensorSpec], tensors: Mapping[str, torch.Ten
         raise FormatError(f"the checkpoint has {found} of the {math.prod(shape)} elements of {name!r}")
     if boxes_meet([place.offset for place in places], [spec.shape for spec in blocks]):
         raise FormatError(f"blocks of {name!r} overlap")
-    whole = torch.empty(shape, dtype=blocks[0].dtype, device=tensors[blocks[0].name].device)
+    whole = empty_tensor(shape, blocks[0].dtype, tensors[blocks[0].name].device)
     for spec, place in zip(blocks, places, strict=True):
         cut = tuple(slice(at, at + n) for at, n in zip(place.offset, spec.shape, strict=True))
         as_bits(whole)[cut] = as_bits(tensors[spec.name])
