@@ -73,7 +73,6 @@ class Chain:
         self._last: EncodedState | None = None
 
     def encode(self, save: SaveContext) -> tuple[EncodedState, bytes]:
-        """The next checkpoint, which is not kept."""
         known = {"reference": self._last and dict(self._last.reference)}
         context = SaveContext(state=save.state, step=save.step, movement=save.movement, **known)
         encoded = encode_state(
@@ -85,7 +84,6 @@ class Chain:
         return encoded, write_container(encoded.checkpoint)
 
     def add(self, save: SaveContext) -> None:
-        """Keep the next checkpoint."""
         best, encoded, data = math.inf, None, b""
         for _ in range(2):
             encoded, data = None, b""
@@ -98,11 +96,9 @@ class Chain:
         self.files.append(data)
 
     def read(self, links: int = _CHAIN) -> None:
-        """Restore the checkpoint after so many."""
         decode_chain([*map(in_memory, self.files[:links])], threads=1)
 
     def speeds(self) -> list[str]:
-        """Cells of the second table."""
         megabytes = self.size / 1e6
         base, second, last = (cpu(lambda n=n: self.read(n))[0] for n in (1, 2, _CHAIN))  # type: ignore[misc]
         link = (last - second) / (_CHAIN - 2)

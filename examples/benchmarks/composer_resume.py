@@ -41,8 +41,6 @@ Fit = Callable[..., Outcome]
 
 @dataclass(frozen=True)
 class Result:
-    """How one continued run compares."""
-
     exact: str
     again: str
 
@@ -54,7 +52,6 @@ def whole(setup: Setup) -> Outcome:
 
 @contextmanager
 def native(interval: Any) -> Iterator[Fit]:
-    """Runs with Composer's own checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         own = {"save_folder": folder, "save_interval": interval, "run_name": "run", "autoresume": True}
 
@@ -66,7 +63,6 @@ def native(interval: Any) -> Iterator[Fit]:
 
 @contextmanager
 def ours(interval: Any) -> Iterator[Fit]:
-    """Runs with shrinkpoint's checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
 
         def run(*callbacks: Any, **options: Any) -> Outcome:

@@ -33,7 +33,6 @@ def differences(bits: UInt32s, old: UInt32s) -> list[bytes]:
 
 
 def from_differences(parts: list[bytes], old: UInt32s) -> UInt32s:
-    """What `differences` coded."""
     planes = [np.frombuffer(zstandard.ZstdDecompressor().decompress(part), np.uint8) for part in parts]
     zigzag = np.ascontiguousarray(np.stack(planes, axis=1)).view(np.uint32).reshape(-1)
     found = ((zigzag >> np.uint32(1)) ^ (np.uint32(0) - (zigzag & np.uint32(1)))) + old
@@ -111,7 +110,6 @@ def _pack(bits: UInt32s, place: UInt32s, suffixes: int, places: int, indices: UI
 def _unpack(
     indices: UInt8s, rest: UInt8s, prefixes: UInt16s, suffixes: int, places: int, bits: UInt32s
 ) -> None:
-    """The other way round."""
     low, mask = np.uint64((1 << suffixes) - 1), np.uint64((1 << places) - 1)
     from_indices, from_rest = indices.view(np.uint32), rest.view(np.uint32)
     for i in range(len(bits)):

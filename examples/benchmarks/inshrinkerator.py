@@ -133,7 +133,6 @@ def boxes(sizes: Table, holds: Asked, limit: int) -> tuple[float | None, int]:
 
 
 def search(options: Any) -> None:
-    """Print how many measurements both searches need."""
     rng, rows = random.Random(0), []
     losses = {"modelled": modelled_losses, "arbitrary": arbitrary_losses}
     for spread, (name, made) in itertools.product((0.03, 0.2), losses.items()):
@@ -173,7 +172,6 @@ def seconds_of(ways: Mapping[str, Callable[[], Any]], rounds: int) -> tuple[dict
 
 
 def sketch(options: Any) -> None:
-    """Print the times of quantiles, and the sketch's error."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(options.elements, generator=generator) * 0.02).to(options.device)
     scores = weight.abs()

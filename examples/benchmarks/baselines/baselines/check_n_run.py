@@ -148,7 +148,6 @@ class CheckNRunWeightCodec:
         return levels, lows, scales
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
-        """See `TensorCodec.decode`."""
         check_sections(encoded, spec, "rows", "bounds", "levels")
         bits = integer(encoded.params, spec, "bits", 1, 8)
         if spec.numel == 0:
@@ -173,7 +172,6 @@ class CheckNRunWeightCodec:
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
-        """See `TensorCodec.reconstruct`."""
         return emit(np.asarray(planes[VALUE], np.float32), spec)
 
 
@@ -189,8 +187,6 @@ def _restore(levels: npt.NDArray[Any], low: Float32s, scale: Float32s) -> Float3
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive(WeightScheme):
-    """The scheme."""
-
     name: ClassVar[str] = "adaptive"
     codec: ClassVar[Any] = CheckNRunWeightCodec
 

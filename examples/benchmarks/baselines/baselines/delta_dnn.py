@@ -84,7 +84,6 @@ class DeltaDnnCodec(ClosedLoopCodec):
     def decode_delta(
         self, encoded: EncodedTensor, previous: Float32s, spec: TensorSpec, context: Context
     ) -> dict[str, npt.NDArray[np.generic]]:
-        """See `ClosedLoopCodec.decode_delta`."""
         check_sections(encoded, spec, "steps")
         size = integer(encoded.params, spec, "size", 1, 4)
         payload = section(encoded, spec, "steps")
@@ -110,8 +109,6 @@ def _narrow(steps: Int32s) -> tuple[int, npt.NDArray[Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaDnn(WeightScheme):
-    """The scheme."""
-
     name: ClassVar[str] = "delta-dnn"
     codec: ClassVar[Any] = DeltaDnnCodec
 

@@ -110,7 +110,6 @@ class GoboCodec:
     options: GoboOptions = field(default_factory=GoboOptions)
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `TensorCodec.stage`."""
         values = as_float32(tensor, spec)
         kept = outliers(values, self.options.threshold, self.options.standardized)
         if kept.all():
@@ -135,7 +134,6 @@ class GoboCodec:
         return Staged(value, lambda: (encoded, {_LEVELS: levels}))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
-        """See `TensorCodec.decode`."""
         check_sections(encoded, spec, "centroids", "outliers", _LEVELS)
         alphabet = integer(encoded.params, spec, "levels", 2, 129)
         previous = _previous(context.reference, spec, alphabet) if encoded.uses_reference else None
@@ -145,7 +143,6 @@ class GoboCodec:
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
-        """See `TensorCodec.reconstruct`."""
         if spec.dtype not in WEIGHT_DTYPES:
             raise FormatError(f"{spec.name}: codec {self.id!r} cannot hold {spec.dtype}")
         centroids = floats(encoded, spec, "centroids", integer(encoded.params, spec, "levels", 2, 129) - 1)
@@ -173,8 +170,6 @@ def _previous(reference: ReferenceState | None, spec: TensorSpec, alphabet: int)
 
 @dataclass(frozen=True, kw_only=True)
 class Gobo(WeightScheme):
-    """The scheme."""
-
     name: ClassVar[str] = "gobo"
     codec: ClassVar[Any] = GoboCodec
 

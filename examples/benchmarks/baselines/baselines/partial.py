@@ -86,7 +86,6 @@ class PartialCodec(ClosedLoopCodec):
     threshold: float | None = None
 
     def encode_delta(self, target: Float32s, previous: Float32s, spec: TensorSpec, context: Context) -> Delta:
-        """See `ClosedLoopCodec.encode_delta`."""
         moved = distances(target, previous, spec, rows=self.rows)
         chosen = (moved >= self._threshold(moved)) & (moved > 0)
         where = _elements(chosen, spec)
@@ -109,7 +108,6 @@ class PartialCodec(ClosedLoopCodec):
     def decode_delta(
         self, encoded: EncodedTensor, previous: Float32s, spec: TensorSpec, context: Context
     ) -> dict[str, npt.NDArray[np.generic]]:
-        """See `ClosedLoopCodec.decode_delta`."""
         check_sections(encoded, spec, "chosen", "values")
         rows = encoded.params.get("rows")
         if type(rows) is not bool:
@@ -147,7 +145,6 @@ class TopN:
     reference: Mapping[str, ReferenceState] | None = None
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
-        """See `Scheme.codecs`."""
         codec = PartialCodec(rows=self.rows, fraction=self.options.fraction, threshold=self._threshold(state))
         return weight_codecs(state, self.options, lambda _: codec)
 
@@ -167,14 +164,11 @@ class TopN:
         return sketch.threshold_below(1 - self.options.fraction)
 
     def describe(self) -> JSON:
-        """See `Scheme.describe`."""
         return described(self.name, self.options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scar(TopN):
-    """The scheme ``scar``."""
-
     name: ClassVar[str] = "scar"
     rows: ClassVar[bool] = True
 

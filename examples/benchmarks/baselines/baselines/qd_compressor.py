@@ -101,7 +101,6 @@ class UniformCodec:
         return Staged(value, lambda: (encoded, {_LEVELS: plane}))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
-        """See `TensorCodec.decode`."""
         check_sections(encoded, spec, _LEVELS)
         bits = integer(encoded.params, spec, "bits", 1, 8)
         previous = _previous(context.reference, spec, bits) if encoded.uses_reference else None
@@ -111,7 +110,6 @@ class UniformCodec:
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
-        """See `TensorCodec.reconstruct`."""
         low, step = (number(encoded.params, spec, key) for key in ("low", "step"))
         table = _table(low, step, integer(encoded.params, spec, "bits", 1, 8))
         return emit(table[np.asarray(planes[_LEVELS], np.uint8)], spec)
@@ -133,8 +131,6 @@ def _previous(reference: ReferenceState | None, spec: TensorSpec, bits: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(WeightScheme):
-    """The scheme."""
-
     name: ClassVar[str] = "uniform"
     codec: ClassVar[Any] = UniformCodec
 

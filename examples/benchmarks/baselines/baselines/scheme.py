@@ -28,9 +28,7 @@ class WeightScheme:
     options: Any
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
-        """See `Scheme.codecs`."""
         return weight_codecs(state, self.options, lambda _: self.codec(options=self.options))
 
     def describe(self) -> JSON:
-        """See `Scheme.describe`."""
         return described(self.name, self.options)
