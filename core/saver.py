@@ -7,7 +7,7 @@ training also waits for the restored values. Several processes make the same cal
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +16,7 @@ from torch import nn
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.address import Address
+from shrinkpoint.engine.adopt import AdoptingBackground
 from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.compaction import without_optimizer
@@ -32,7 +33,6 @@ from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.threads import Turns, Worker, in_turn
-from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.state.frozen import FrozenTensors, named_digests
 from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
@@ -120,15 +120,8 @@ class Saver:
         self._placement = placement(self.store, self.config)
         self._group, self._desk = self._placement.group, self._placement.desk
         self._chain = Chain(self.store, self.config) if self._group.is_first else None
-        self._background = Background(
-            self.store,
-            self.config,
-            lambda: self._desk.seconds,
-            self._chain,
-            ready=self._compiled,
-            url=self.url,
-            ranks=self._placement.ranks,
-        )
+        background = AdoptingBackground if self.config.adopt else Background
+        self._background = background(self._placement, self._chain, ready=self._compiled, url=self.url)
         self._under_way = SaveUnderWay()
         self._waits = WaitingShare()
         self._deadline = Deadline(self.config.deadline_s)
@@ -139,6 +132,7 @@ class Saver:
         self._newest: Found | None = None
         self._number = 0
         self._failed = False
+        self._is_ready = not self.together  # several processes `check` first
         self._began = time.perf_counter()
         _savers.add(self)
 
@@ -173,6 +167,7 @@ class Saver:
             if other is not self and other.store.is_same_place(self.store):
                 other.finish()
         self._placement.check(self.url, self._chain)
+        self._is_ready = True
         if self._placement.leads_node:
             self._background.look()
             self._warmup.start()
@@ -352,10 +347,11 @@ class Saver:
             blocked_s=time.perf_counter() - started - (waited_s if handover is not None else 0.0),
             handover=handover,
             number=self._number,
+            own=self._placement.own(),
+            began=self._chain.open().now() if self.together and self._chain is not None else 0.0,
             clock_s=agreed.clock_s,
         )
-        jobs = [self._placement.sealed(job)]
-        blocked_s = job.blocked_s
+        jobs, blocked_s = [job], job.blocked_s
         del snapshot, job  # the background alone has it then
         if not blind and asked.evaluate is not None:
             placed.measure(self._number, asked.evaluate, None if still else asked.resumed)
@@ -439,7 +435,7 @@ class Saver:
         return _Agreed(bool(most[1]), bool(most[2]) or newest < 0 or newest != oldest, 1e-6 * most[8])
 
     def _require_checked(self) -> None:
-        if not self._placement.is_checked:
+        if not self._is_ready:
             raise ConfigError("call check() first, on every rank")
 
     def _run(self, jobs: list[Job]) -> None:
@@ -462,7 +458,7 @@ class Saver:
         try:
             with self._waiting() if self._under_way.compiling else nullcontext():
                 while self._group.most([not handover.is_settled(pause_s)])[0]:
-                    handover.note_served(self.poll())
+                    handover.served_s += self.poll()
                     pause_s = _FIRST_LOOK_S if self._desk.is_active else min(2 * pause_s, _LONGEST_PAUSE_S)
             values = handover.values
             changed = self._group.gather(None if values is None else [*values])
@@ -501,7 +497,7 @@ class Saver:
             ConfigError: it was called by an evaluation, for which it would wait.
         """
         timeout_s = plain_timeout(timeout_s)
-        if not self._placement.is_checked:
+        if not self._is_ready:
             return True
         self._join("flush", timeout_s)
         return not self._agree(0).busy
@@ -565,7 +561,7 @@ class Saver:
         Raises:
             SaveFailedError: it could not.
         """
-        self._background.require_stored()
+        self._background.failures.require_none()
         if self.failed:
             stored = self.reports()
             newest = (
@@ -641,14 +637,16 @@ class Saver:
             self._newest = None
         manifest, follows = found.manifest, adopt and self.config.scheme != "lossless"
         state = self._placement.loaded(found, self._filled, lambda spec: follows and is_followed(spec))
-        if adopt:
-            self._adopt(found)
+        if adopt:  # the next save continues it
+            self._require_checked()
+            self._placement.begun = None
+            self._background.adopt(found)
         self._group.on_first(lambda: self._warn_of(manifest, adopts=adopt))
         return Restored(manifest, state)
 
     def _settle(self, call: str) -> None:
         """Wait for the save that is under way before the run is read."""
-        if self._placement.is_checked:
+        if self._is_ready:
             self._join(call)
 
     def _found(self, which: Manifest | int | None) -> Found | None:
@@ -661,27 +659,7 @@ class Saver:
             )
 
     def _filled(self, state: TrainingState) -> TrainingState:
-        if self._frozen is not None:
-            return self._frozen.filled(state, self.store.display)
-        self._placement.require_references(state)
-        return state
-
-    def _adopt(self, found: Found) -> None:
-        """Let the next save continue a checkpoint."""
-        self._require_checked()
-        self._placement.start_over()
-        self._background.adopt(
-            found.manifest,
-            found.reference,
-            found.own_state,
-            lasting=self.together,
-            group=self._group,
-            read=self._read_before,
-        )
-
-    def _read_before(self, manifest: Manifest) -> tuple[Mapping[str, ReferenceState], TrainingState]:
-        found = self._placement.read(lambda: manifest)
-        return found.reference, found.own_state
+        return state if self._frozen is None else self._frozen.filled(state, self.store.display)
 
     def _named(self, which: Manifest | int) -> Manifest:
         """Return the manifest of a step.
@@ -731,7 +709,7 @@ class Saver:
         """
         self._newest = None
         self._join("forget")
-        self._placement.start_over()
+        self._placement.begun = None
         self._background.start_over()
         if follows is not None and self._chain is not None:
             self._chain.follow(follows)

@@ -26,7 +26,7 @@ from shrinkpoint.container.layout import PartOf
 from shrinkpoint.dcp.contents import table_to_store, whole_state
 from shrinkpoint.dcp.items import take_items
 from shrinkpoint.engine.chain import Chain, Link, StoredPart, commit_parts, store_part
-from shrinkpoint.engine.reporting import not_finite, provenance, report_of
+from shrinkpoint.engine.reporting import provenance, report_of
 from shrinkpoint.engine.retention import lineage_of
 from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError, StoreError
@@ -85,11 +85,7 @@ class _Run:
             threads=self.config.encoder_threads,
             lasting=True,
         )
-        report = replace(
-            report_of(plan, encoded, step=self.step),
-            not_finite=not_finite(state),
-            encode_s=time.perf_counter() - started,
-        )
+        report = replace(report_of(plan, encoded, state), encode_s=time.perf_counter() - started)
         return store_part(self.store, encoded, report, place, session=self.session, tree=state.tree)
 
 

@@ -13,25 +13,30 @@ planned one, before and after a resume.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from shrinkpoint.arrays import widened
-from shrinkpoint.coding.encode import EncodedState, StagedState, stage_state
+from shrinkpoint.coding.encode import StagedState, stage_state
 from shrinkpoint.coding.selective import header_of
-from shrinkpoint.config import SaverConfig
-from shrinkpoint.engine.handover import Handover
+from shrinkpoint.engine.background import Background, Choice
+from shrinkpoint.engine.chain import Link
+from shrinkpoint.engine.handover import Handover, NotAdoptedError
+from shrinkpoint.engine.movement import is_followed
+from shrinkpoint.engine.placement import Found
 from shrinkpoint.engine.request import Job
-from shrinkpoint.engine.retention import Adopted
+from shrinkpoint.engine.retention import Adopted, adopted_of
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
+from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.plan import exactly
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
-from shrinkpoint.schemes.base import ReferenceState, Scheme
+from shrinkpoint.schemes.base import Movement, ReferenceState, Scheme
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.manifest import Manifest
@@ -39,121 +44,255 @@ from shrinkpoint.store.run import RunStore
 from shrinkpoint.version import __version__
 from shrinkpoint.warn import warn
 
-__all__ = [
-    "CARRIED",
-    "UNPLANNED",
-    "Adopting",
-    "PlannedChain",
-    "Staging",
-    "carried_in",
-    "carrying",
-    "changed_tensors",
-    "noted_settings",
-    "planned_before",
-    "still_there",
-    "warn_adopts_from",
-    "warn_unplanned",
-]
+__all__ = ["CARRIED", "AdoptingBackground", "carried_in", "carrying"]
 
-UNPLANNED = "not planned, so that the undisturbed run would not have adopted it: stored exactly"
-"""The reason of an exact checkpoint of a training that adopts."""
+_UNPLANNED = "not planned, so that the undisturbed run would not have adopted it: stored exactly"
+_OPTIONS = (
+    "max_degradation",
+    "adoptions",
+    "probe_steps",
+    "guards",
+    "key_every",
+    "search_overhead",
+)
+_STEPS_EACH = 1.2
+"""Training steps that a probe's resumed step counts as: evaluations and copies of the state included."""
 
 
-class Staging:
-    """Quantizes a state by the schemes that are considered; the guard's last one is mostly the one that is stored.
+class AdoptingBackground(Background):
+    """The background of a training that goes on from what its planned saves restore to.
 
-    Args:
-        state: host tensors that nobody changes.
-        reference: of the values adopted last; None quantizes for a base.
-        exactly: tensors that are not quantized, with the reason.
-        threads: parameters quantized side by side.
+    Its search's time is counted in training steps, which a replay counts alike.
+
+    Raises:
+        ConfigError: `adoptions` is not given.
     """
 
-    def __init__(
-        self,
-        state: TrainingState,
-        reference: Mapping[str, ReferenceState] | None,
-        exactly: Mapping[str, str],
-        *,
-        threads: int,
-    ) -> None:
-        self._state, self._reference, self._exactly = state, reference, exactly
-        self._threads = threads
-        self._last: tuple[Scheme, StagedState] | None = None
-
-    def by(self, scheme: Scheme) -> StagedState:
-        """Return the state, quantized by a scheme."""
-        if self._last is None or self._last[0] is not scheme:
-            self._last = None  # only one is in memory
-            staged = stage_state(
-                self._state,
-                scheme,
-                self._reference,
-                exactly=self._exactly,
-                threads=self._threads,
-            )
-            self._last = scheme, staged
-        return self._last[1]
-
-
-@dataclass
-class PlannedChain:
+    _last: Adopted | None = None
     """The last planned save, as the next one continues it."""
-
-    last: Adopted | None = None
-    known: Mapping[str, ReferenceState] = field(default_factory=dict)
+    _known: Mapping[str, ReferenceState] = {}
     """What a reader holds of its container; nothing while it is not stored."""
+    _settings: Mapping[str, Any] | None = None
+    _warned_of_size = False
 
-    def reference(self, noted: Mapping[str, torch.Tensor], period: int) -> dict[str, ReferenceState] | None:
-        """The reference of the next save: the values adopted last, whether their container is stored or not.
+    def _new_planner(self) -> Planner:
+        if self._config.adoptions is None:
+            raise ConfigError(
+                "adopt=True does not say how many planned saves the whole run has (total steps / every, say), among which"
+                " max_degradation is divided: give their number, as in adopt=200"
+            )
+        self._step, self._spent_steps = 0, 0.0
+        return Planner(
+            self._config,
+            lambda: self._spent_steps,
+            clock=lambda: float(self._step),
+            warns=self._chain is not None,
+        )
 
-        Args:
-            noted: the weights that were adopted last, by name.
-            period: planned saves from base to base.
-
-        Returns:
-            None where a base is due.
-        """
-        if self.last is None or self.last.count % period == 0:
-            return None
-        stand_ins = {name: _as_reference(noted[name]) for name in self.last.stand_ins if name in noted}
-        return {**self.known, **stand_ins}
+    def base_is_due(self, *, planned: bool) -> bool:
+        """See `Background.base_is_due`; every rank decides alike."""
+        return planned and self._begins_chain
 
     @property
-    def quantized(self) -> frozenset[str]:
-        """Tensors whose values must stand in for their container where a reader does not get it."""
-        return frozenset(name for name, known in self.known.items() if known.codec == TrellisWeightCodec.id)
+    def _begins_chain(self) -> bool:
+        return self._last is None or self._last.count % self._config.period == 0
 
-    def next(
-        self, step: int, staged: StagedState, settings: Mapping[str, Any], search: JSON = None
-    ) -> Adopted:
-        """Describe the next planned save; until it is stored, its values take the place of its container.
+    # ---- where a training begins, or continues
+
+    def _continue(self, found: Found) -> None:
+        """Continue the last planned save, and its search; after an exact one what the run had before that."""
+        manifest, last, group = found.manifest, adopted_of(found.manifest), self._placement.group
+        parent: Manifest | None = manifest
+        reference = found.reference
+        values: tuple[TrainingState, int] | None = found.own_state, manifest.step
+        if last is not None and not last.planned:
+            parent, reference = None, {}
+            planned = group.on_first(lambda: _planned_before(self._store, manifest, last))
+            if planned is not None:
+                before = self._placement.read(lambda: planned)
+                reference, values = before.reference, (before.own_state, last.step)
+                parent = group.on_first(lambda: self._listed(planned))
+            elif last.since is None:  # no movement is known, in an undisturbed run either
+                values = None
+            elif last.since != manifest.step:
+                carried = carried_in(found.own_state)
+                if carried is not None:
+                    values = carried, last.since
+                elif self._chain is not None and any(map(is_followed, found.own_state.specs.values())):
+                    warn(
+                        f"the last planned save before step {manifest.step} could not be stored, and with it where the weights were: the next"
+                        " save's bits differ from those of an undisturbed run. This run stays reproducible from there on"
+                    )
+        self._begin_again(last, reference, manifest.step)
+        self.link = None if parent is None else Link(parent.state_digest, dict(reference), restored=True)
+        self.movement.forget()
+        if values is not None:
+            self.movement.note(*values, lasting=self._placement.together)
+        if last is None:
+            if self._chain is not None:
+                warn(
+                    f"the training adopts its checkpoints from now on (adopt=True), which it did not up to step {manifest.step}: only from"
+                    " the next save on is a resumed run the undisturbed one"
+                )
+            self._resume_search(manifest.meta.get("search"))
+        elif last.count:
+            self._resume_search(last.search)
+        if self._chain is not None:
+            self._chain.follow(manifest)
+            self._chain.parent = parent
+
+    def _begin_again(self, last: Adopted | None, reference: Mapping[str, ReferenceState], step: int) -> None:
+        """Go on as after a restore of a checkpoint of `step`, which says this of the last planned save."""
+        self.planner = self._new_planner()
+        self._step = step if last is None else last.step
+        self._last = last if last is not None and last.count else None
+        self._settings = None if self._last is None else self._last.settings
+        self._known = dict(reference)
+
+    def _listed(self, planned: Manifest) -> Manifest | None:
+        """Return the manifest of a planned save that `_planned_before` has found, if that was not removed."""
+        key = planned.state_digest, planned.step
+        return next((m for m in self._store.manifests() if (m.state_digest, m.step) == key), None)
+
+    def start_over(self) -> None:
+        """See `Background.start_over`."""
+        super().start_over()
+        self._begin_again(None, {}, 0)
+
+    # ---- saves
+
+    def _next_link(self) -> Link | None:
+        return self.link  # it has no reference
+
+    def _choose(self, job: Job, state: TrainingState, movement: Movement | None, link: Link | None) -> Choice:
+        if job.handover is None:
+            return self._branch(job, state, link)
+        try:
+            reference = None if self._begins_chain else self._reference()
+            threads, exact = self._config.waiting_threads, job.handover.exactly
+            made: list[tuple[Scheme, StagedState]] = []
+
+            def staged_by(scheme: Scheme) -> StagedState:
+                if not made or made[0][0] is not scheme:
+                    made.clear()  # only one is in memory; the guard's last one is mostly the one that is stored
+                    staged = stage_state(state, scheme, reference, exactly=exact, threads=threads)
+                    made.append((scheme, staged))
+                return made[0][1]
+
+            guard = Guard(job.optimizers, threads, restored=lambda scheme: staged_by(scheme).state)
+            context = self._context(job, state, movement, reference)
+            context = replace(context, restored=reference is not None, adopts=True)
+            self._step = job.step
+            plan = self._plan(replace(job, resume=self._charged(job.resume)), context, guard)
+            staged = staged_by(plan.scheme)
+            changed = {n: t for n, t in staged.state.tensors.items() if t is not state.tensors[n]}
+            job.handover.offer(changed)
+        except Exception as error:
+            raise NotAdoptedError(
+                f"{error}. Training goes on from its own state, so that a replay will differ from here on"
+            ) from error
+        link = None if link is None or reference is None else replace(link, reference=dict(self._known))
+        last = self._become(job, job.handover, staged)
+        return Choice(plan, staged.state, link, staged, last, exactly=plan.reason if plan.is_exact else None)
+
+    def _branch(self, job: Job, state: TrainingState, link: Link | None) -> Choice:
+        """Return a side branch of the chain, which stays as it is.
+
+        Where the chain does not hold the last planned save (there was none, or it could not be stored), the branch carries the
+        weights that the next one is quantized by.
+        """
+        last = replace(self._last or Adopted(), planned=False, since=self.movement.step)
+        if link is not None:
+            link = replace(link, reference=dict(self._known))
+        else:
+            quantized = {name for name, known in self._known.items() if known.codec == TrellisWeightCodec.id}
+            last = replace(last, stand_ins=last.stand_ins | quantized)
+            if self.movement.step not in (None, job.step):
+                state = carrying(state, self.movement.noted)
+        return Choice(exactly(_UNPLANNED, is_explained=True), state, link, last=last)
+
+    def _reference(self) -> dict[str, ReferenceState]:
+        """Return the reference of the next save: the values adopted last, whether their container is stored or not."""
+        noted, stand_ins = self.movement.noted, frozenset() if self._last is None else self._last.stand_ins
+        return {**self._known, **{name: _as_reference(noted[name]) for name in stand_ins if name in noted}}
+
+    def _charged(self, resume: ResumedSteps | None) -> ResumedSteps | None:
+        """Return the same, counting the steps."""
+        if resume is None:
+            return None
+
+        def resumed(state: object, marks: Sequence[int]) -> Sequence[Loss]:
+            self._spent_steps += _STEPS_EACH * marks[-1]
+            return resume(state, marks)
+
+        return resumed
+
+    def _become(self, job: Job, handover: Handover, staged: StagedState) -> Adopted:
+        """Become what a process is that has just restored this save; until it is stored, values stand in for its container."""
+        more = {"measured": job.measure is not None, "probed": job.resume is not None, **handover.settings}
+        search = json.loads(json.dumps(self.planner.state_dict()))
+        self.planner.load_state_dict(search)
+        rows = staged.rows.items()
+        self._last = Adopted(
+            planned=True,
+            count=1 if self._last is None else self._last.count + 1,
+            step=job.step,
+            settings=self._noted_settings(more, job.step),
+            since=job.step,
+            stand_ins=frozenset(name for name, row in rows if row.codec.id == TrellisWeightCodec.id),
+            search=search,
+        )
+        self._known, self._settings, self.link = {}, None, None
+        self.movement.note(staged.state, job.step)
+        return self._last
+
+    def _noted_settings(self, more: Mapping[str, JSON], step: int) -> Mapping[str, Any]:
+        """Give everything but the training's state that values depend on, as a manifest has it, and warn of what has changed.
 
         Args:
+            more: the integration's own, such as the interval of saves.
             step: of the save.
-            staged: what is adopted.
-            settings: see `noted_settings`.
-            search: the planner's state; None where nothing is measured.
         """
-        count = 1 if self.last is None else self.last.count + 1
-        noted = {} if search is None else {"search": search}
-        stand_ins = frozenset(
-            name for name, row in staged.rows.items() if row.codec.id == TrellisWeightCodec.id
-        )
-        return Adopted(
-            planned=True,
-            count=count,
-            step=step,
-            settings=settings,
-            since=step,
-            stand_ins=stand_ins,
-            **noted,
-        )
+        options, before = self._config.scheme_options, self._settings
+        settings = {
+            **{name: _plain(getattr(self._config, name)) for name in _OPTIONS},
+            "options": {name: _plain(value) for name, value in asdict(options).items()} if options else {},
+            **more,
+            "shrinkpoint": __version__,
+            "torch_threads": torch.get_num_threads(),
+            "torch": str(torch.__version__),
+            "numpy": np.__version__,
+        }
+        now: Mapping[str, Any] = json.loads(json.dumps(settings))
+        changed = [
+            f"{name}={now.get(name)!r} instead of {before.get(name)!r}"
+            for name in sorted({*before, *now} if before is not None else ())
+            if before is not None and before.get(name) != now.get(name)
+        ]
+        if changed and self._chain is not None:
+            warn(
+                f"settings have changed since the checkpoint that this training continues: {'; '.join(changed)}. From step {step}"
+                " on, its bits differ from those of a run that was not stopped"
+            )
+        return now
 
-
-def changed_tensors(true: TrainingState, adopted: TrainingState) -> dict[str, torch.Tensor]:
-    """Return the tensors that quantization has given other memory."""
-    return {name: value for name, value in adopted.tensors.items() if value is not true.tensors[name]}
+    def _learn(
+        self,
+        job: Job,
+        choice: Choice,
+        reference: Mapping[str, ReferenceState],
+        digest: str,
+        report: SaveReport,
+    ) -> None:
+        if choice.staged is not None:
+            self.link = Link(digest, {}, number=job.number, restored=True)
+            self._last, self._known = choice.last, reference
+        elif self._chain is not None and not self._warned_of_size:
+            self._warned_of_size = True
+            warn(
+                f"step {report.step} was not a planned save and is stored exactly, in {report.bytes / 1e6:.3g} MB (of"
+                f" {report.raw_bytes / 1e6:.3g} MB): with adopt=True only planned saves are small. This message comes once"
+            )
 
 
 def _as_reference(value: torch.Tensor) -> ReferenceState:
@@ -167,180 +306,13 @@ def _as_reference(value: torch.Tensor) -> ReferenceState:
     return ReferenceState(TrellisWeightCodec.id, {"step": 1.0, "variance_code": 0}, planes)
 
 
-_OPTIONS = (
-    "max_degradation",
-    "adoptions",
-    "probe_steps",
-    "guards",
-    "key_every",
-    "search_overhead",
-)
-
-
-def noted_settings(
-    config: SaverConfig, more: Mapping[str, JSON], before: Mapping[str, Any] | None, *, step: int, warns: bool
-) -> Mapping[str, Any]:
-    """Give everything but the training's state that values depend on, as a manifest has it, and warn of what has changed.
-
-    Args:
-        config: of the saver.
-        more: the integration's own, such as the interval of saves.
-        before: those of the checkpoint that the training continues; None at later saves.
-        step: of the save.
-        warns: whether this process warns.
-    """
-    options = config.scheme_options
-    settings = {
-        **{name: _plain(getattr(config, name)) for name in _OPTIONS},
-        "options": {name: _plain(value) for name, value in asdict(options).items()} if options else {},
-        **more,
-        "shrinkpoint": __version__,
-        "torch_threads": torch.get_num_threads(),
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-    }
-    now: Mapping[str, Any] = json.loads(json.dumps(settings))
-    changed = [
-        f"{name}={now.get(name)!r} instead of {before.get(name)!r}"
-        for name in sorted({*before, *now} if before is not None else ())
-        if before is not None and before.get(name) != now.get(name)
-    ]
-    if changed and warns:
-        warn(
-            f"settings have changed since the checkpoint that this training continues: {'; '.join(changed)}. From step {step}"
-            " on, its bits differ from those of a run that was not stopped"
-        )
-    return now
-
-
-def warn_adopts_from(step: int) -> None:
-    """Say that a training adopts its checkpoints which did not do so before."""
-    warn(
-        f"the training adopts its checkpoints from now on (adopt=True), which it did not up to step {step}: only from"
-        " the next save on is a resumed run the undisturbed one"
-    )
-
-
-def warn_unplanned(report: SaveReport) -> None:
-    """Say that a save which was not planned is large."""
-    warn(
-        f"step {report.step} was not a planned save and is stored exactly, in {report.bytes / 1e6:.3g} MB (of"
-        f" {report.raw_bytes / 1e6:.3g} MB): with adopt=True only planned saves are small. This message comes once"
-    )
-
-
 def _plain(value: Any) -> JSON:
     is_plain = isinstance(value, str | int | bool) or value is None
     return value if is_plain or (isinstance(value, float) and math.isfinite(value)) else str(value)
 
 
-_STEPS_EACH = 1.2
-"""Training steps that a probe's resumed step counts as: evaluations and copies of the state included."""
-
-
-@dataclass
-class StepClock:
-    """The search's time: training steps, which a replay counts alike."""
-
-    step: int = 0
-    spent: float = 0.0
-
-    def now(self) -> float:
-        """Return the time, in steps."""
-        return float(self.step)
-
-    def paid(self) -> float:
-        """Steps that resumed steps have taken from training."""
-        return self.spent
-
-    def charged(self, resume: ResumedSteps | None) -> ResumedSteps | None:
-        """Return the same, counting the steps."""
-        if resume is None:
-            return None
-
-        def resumed(state: object, marks: Sequence[int]) -> Sequence[Loss]:
-            self.spent += _STEPS_EACH * marks[-1]
-            return resume(state, marks)
-
-        return resumed
-
-
-class Adopting:
-    """What a training that adopts its saves remembers from one to the next, and a resumed one finds again.
-
-    Args:
-        config: how to save.
-        warns: whether this process warns.
-
-    Raises:
-        ConfigError: `config.adoptions` is not given.
-    """
-
-    def __init__(self, config: SaverConfig, *, warns: bool) -> None:
-        if config.adoptions is None:
-            raise ConfigError(
-                "adopt=True does not say how many planned saves the whole run has (total steps / every, say), among which"
-                " max_degradation is divided: give their number, as in adopt=200"
-            )
-        self._config, self._warns = config, warns
-        self._settings: Mapping[str, Any] | None = None
-        self.clock = StepClock()
-        self.chain = PlannedChain()
-        """The last planned save, as the next one continues it."""
-        self.warned_of_size = False
-
-    def planner(self) -> Planner:
-        """Return a search of which nothing is known yet, by a clock that a replay has too."""
-        self.clock = clock = StepClock()
-        return Planner(self._config, clock.paid, clock=clock.now, warns=self._warns)
-
-    def continue_from(self, last: Adopted | None, chain: PlannedChain, *, step: int) -> None:
-        """Go on as after a restore.
-
-        Args:
-            last: what the restored checkpoint says of the last planned save; None where its training did not adopt.
-            chain: the last planned save.
-            step: of the restored checkpoint.
-        """
-        self.chain = chain
-        self.clock.step = step if last is None else last.step
-        self._settings = last.settings if last is not None and last.count else None
-
-    def adopted(self, job: Job, handover: Handover, staged: StagedState, planner: Planner) -> Adopted:
-        """Become what a process is that has just restored this save; until it is stored, values stand in for its container.
-
-        Args:
-            job: the save.
-            handover: by which training has taken the values over.
-            staged: the values.
-            planner: that has chosen how they are quantized.
-        """
-        more = {"measured": job.measure is not None, "probed": job.resume is not None, **handover.settings}
-        settings = noted_settings(self._config, more, self._settings, step=job.step, warns=self._warns)
-        self._settings = None
-        search = json.loads(json.dumps(planner.state_dict()))
-        planner.load_state_dict(search)
-        last = self.chain.next(job.step, staged, settings, search)
-        self.chain = PlannedChain(last)
-        return last
-
-    def branch(self, since: int | None, *, is_delta: bool) -> Adopted:
-        """Return the record of the last planned save, for the manifest of a save that was not planned.
-
-        Args:
-            since: step of the weights that the next save's movement is counted from.
-            is_delta: whether it builds on the last planned save.
-        """
-        last = replace(self.chain.last or Adopted(), planned=False, since=since)
-        return last if is_delta else replace(last, stand_ins=last.stand_ins | self.chain.quantized)
-
-    def stored(self, last: Adopted, encoded: EncodedState) -> None:
-        """Note that the planned save is committed."""
-        self.chain = PlannedChain(last, encoded.reference)
-
-
-def planned_before(store: RunStore, manifest: Manifest, last: Adopted) -> Manifest | None:
-    """The chain of an exact checkpoint without its own end; None where that is not the last planned save.
+def _planned_before(store: RunStore, manifest: Manifest, last: Adopted) -> Manifest | None:
+    """Return the chain of an exact checkpoint without its own end; None where that is not the last planned save.
 
     Args:
         store: the run.
@@ -364,12 +336,6 @@ def planned_before(store: RunStore, manifest: Manifest, last: Adopted) -> Manife
     )
 
 
-def still_there(store: RunStore, planned: Manifest) -> Manifest | None:
-    """Return the manifest of a planned save that `planned_before` has found, if that was not removed."""
-    found = (m for m in store.manifests() if (m.state_digest, m.step) == (planned.state_digest, planned.step))
-    return next(found, None)
-
-
 CARRIED = "adopted before/"
 """What the names of weights begin with that an exact save carries for the next planned one."""
 
@@ -381,15 +347,12 @@ def carrying(state: TrainingState, noted: Mapping[str, torch.Tensor]) -> Trainin
         state: that is stored.
         noted: weights by name, as they were at the last planned save, or where training began.
     """
-    tag = Tag(role=Role.OTHER)
+    added = {CARRIED + name: tensor for name, tensor in noted.items()}
     specs = {
-        CARRIED + name: TensorSpec(
-            name=CARRIED + name, dtype=tensor.dtype, shape=tuple(tensor.shape), tag=tag
-        )
-        for name, tensor in noted.items()
+        name: TensorSpec(name=name, dtype=one.dtype, shape=tuple(one.shape), tag=Tag(role=Role.OTHER))
+        for name, one in added.items()
     }
-    tensors = {CARRIED + name: tensor for name, tensor in noted.items()}
-    return TrainingState(state.tree, {**state.tensors, **tensors}, {**state.specs, **specs})
+    return TrainingState(state.tree, {**state.tensors, **added}, {**state.specs, **specs})
 
 
 def carried_in(state: TrainingState) -> TrainingState | None:

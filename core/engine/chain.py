@@ -314,10 +314,6 @@ class StoredPart:
     reference: Mapping[str, ReferenceState]
     report: SaveReport
     """Of this part alone."""
-    untried: str | None = None
-    """Why it is not known what a restore does to the next updates of this rank's parameters."""
-    stand_ins: Sequence[str] = ()
-    """Tensors that no container has as they were quantized, where the training adopts."""
     copied: Mapping[str, bytes] = field(default_factory=dict)
     """Its container, by the key, where it is copied to this node once it is committed."""
 
@@ -327,8 +323,6 @@ class StoredPart:
             "ref": self.part.ref.to_json(),
             "state_digest": self.part.state_digest,
             "report": asdict(self.report),
-            "untried": self.untried,
-            "stand_ins": list(self.stand_ins),
         }
 
 
@@ -340,8 +334,6 @@ def store_part(
     *,
     session: str,
     tree: JSON,
-    untried: str | None = None,
-    stand_ins: Sequence[str] = (),
 ) -> StoredPart:
     """Put a rank's tensors into the run.
 
@@ -352,8 +344,6 @@ def store_part(
         part: whose it is.
         session: of the writer.
         tree: the whole state's plain data, of the first rank; None of others.
-        untried: as of `StoredPart`.
-        stand_ins: as of `StoredPart`.
 
     Raises:
         StoreError: the store failed.
@@ -372,7 +362,7 @@ def store_part(
     )
     made = Part(ref=ref, state_digest=checkpoint.state_digest)
     copied = {ref.key: container} if store.copies_near else {}
-    return StoredPart(made, encoded.reference, report, untried, stand_ins, copied)
+    return StoredPart(made, encoded.reference, report, copied)
 
 
 def commit_parts(
@@ -388,7 +378,7 @@ def commit_parts(
 
     Args:
         chain: of the run.
-        posts: of each rank, as `StoredPart.message`.
+        posts: of each rank, as `StoredPart.message`; ``untried`` is why it is not known what a restore does to its next updates.
         link: what they build on; None for a base.
         began: the writer's clock before any part was put.
         meta: as of `Chain.commit`.
@@ -403,7 +393,7 @@ def commit_parts(
         more = f" and {len(failed) - 4} more" if len(failed) > 4 else ""
         raise StoreError("; ".join(failed[:4]) + more)
     own = [SaveReport.of_message(post["report"]) for post in posts]
-    report = merged(own, [post["untried"] for post in posts])
+    report = merged(own, [post.get("untried") for post in posts])
     parts = [Part(ref=BlobRef.from_json(post["ref"]), state_digest=post["state_digest"]) for post in posts]
     head = Head(step=report.step, parts=tuple(parts))
     noted = {"ranks": len(posts), **(meta or {})}

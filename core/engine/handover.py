@@ -47,6 +47,8 @@ class Handover:
         self.exactly = dict(exactly)
         self.settings = dict(settings)
         self.waited_s = waited_s
+        self.served_s = 0.0
+        """Seconds of evaluations that were made while training waited."""
         self.seconds = 0.0
         """How long training has waited, without evaluations; known once `offer` returns."""
         self.taken: tuple[str, ...] = ()
@@ -54,7 +56,6 @@ class Handover:
         self._changed = threading.Condition()
         self._values: Mapping[str, torch.Tensor] | None = None
         self._outcome: str | None = None
-        self._served = 0.0
 
     # ---- the worker's side
 
@@ -75,9 +76,7 @@ class Handover:
 
     def withdraw(self) -> None:
         """There is nothing to be taken over: the save has failed, or is exact."""
-        with self._changed:
-            self._outcome = self._outcome or "withdrawn"
-            self._changed.notify_all()
+        self._finish("withdrawn")
 
     # ---- the training's side
 
@@ -94,10 +93,6 @@ class Handover:
                 lambda: self._values is not None or self._outcome is not None, timeout_s
             )
 
-    def note_served(self, seconds: float) -> None:
-        """Note that an evaluation was made while training waited."""
-        self._served += seconds
-
     def accept(self, names: tuple[str, ...], *, started: float) -> None:
         """Note that the training has these tensors' values.
 
@@ -106,7 +101,7 @@ class Handover:
             started: `time.perf_counter` of when the training began to wait.
         """
         self.taken = names
-        self.seconds = time.perf_counter() - started - self._served
+        self.seconds = time.perf_counter() - started - self.served_s
         self._finish("taken")
 
     def leave(self) -> None:

@@ -1,26 +1,28 @@
 """Where the tensors of a training are: in one process here, which trains alone; `shrinkpoint.sharded.placement` has several."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from shrinkpoint.coding.selective import Decoded, decode_checkpoint
+from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.handover import Adoption, Handover, unsuitable, write
 from shrinkpoint.engine.ranks import Ranks
-from shrinkpoint.engine.request import Job
 from shrinkpoint.errors import StoreError
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Alone, Group
 from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, ResumedSteps
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.state.snapshot import Snapshot, Snapshotter
-from shrinkpoint.state.training import Describe, TensorSpec, TrainingState
+from shrinkpoint.state.training import Describe, OwnState, TensorSpec, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
+
+if TYPE_CHECKING:
+    from shrinkpoint.engine.background import Background
 
 __all__ = ["Found", "NoMemoryError", "Placed", "Placement"]
 
@@ -29,20 +31,15 @@ class NoMemoryError(StoreError):
     """A process has too little memory for a save."""
 
 
-class Found(Protocol):
+@dataclass
+class Found:
     """A checkpoint, as far as one process has decoded it."""
 
-    @property
-    def manifest(self) -> Manifest:
-        """The checkpoint."""
-
-    @property
-    def reference(self) -> Mapping[str, ReferenceState]:
-        """Return the planes that a reader of it keeps for the next delta."""
-
-    @property
-    def own_state(self) -> TrainingState:
-        """The tensors that this process will code."""
+    manifest: Manifest
+    reference: Mapping[str, ReferenceState]
+    """The planes that a reader of it keeps for the next delta."""
+    own_state: TrainingState
+    """The tensors that this process will code."""
 
 
 class Placed:
@@ -59,7 +56,7 @@ class Placed:
     def __init__(self, state: TrainingState, placement: "Placement") -> None:
         self.state, self._placement = state, placement
 
-    def snapshot(self, background: Background, *, new: bool) -> Snapshot:
+    def snapshot(self, background: "Background", *, new: bool) -> Snapshot:
         """Copy what this process codes; of several a collective.
 
         Args:
@@ -71,10 +68,10 @@ class Placed:
         """
         return self._placement.snapshotter.take(self.state)
 
-    def begin(self, background: Background, step: int) -> None:
+    def begin(self, background: "Background", step: int) -> None:
         """Let the background count the weights' movement from this state; of several processes a collective."""
         snapshot = self.snapshot(background, new=True)
-        background.begin(snapshot.wait(), step, lasting=snapshot.lasting)
+        background.note(snapshot.wait(), step, lasting=snapshot.lasting)
 
     def gradients(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy the gradients of what this process codes to the host."""
@@ -114,8 +111,8 @@ class Placement:
     group: Group
     desk: EvaluationDesk
     ranks: Ranks | None = None
-    is_checked = True
-    """Whether saves are possible: several processes `check` first."""
+    begun: tuple[object, int] | None = None
+    """Of several processes: who has the weights of where training began, and its step."""
 
     def __init__(self, store: RunStore, config: SaverConfig) -> None:
         self.store, self.config = store, config
@@ -144,17 +141,11 @@ class Placement:
         """
         return Placed(state, self)
 
-    def sealed(self, job: Job) -> Job:
-        """Return a save with what else of it is this process's own."""
-        return job
-
-    def start_over(self) -> None:
-        """Forget where the training began."""
+    def own(self) -> OwnState:
+        """Copy what this process stores for itself; one alone has nothing."""
+        return OwnState()
 
     # ---- restoring
-
-    def require_references(self, state: TrainingState) -> None:
-        """Raise where a state refers to frozen tensors and no model was given."""
 
     def newest(self) -> Found | None:
         """Read and decode the newest sound checkpoint; of several processes a collective."""
@@ -169,8 +160,9 @@ class Placement:
         """
         return self._decode(choose())
 
-    def _decode(self, manifest: Manifest) -> "_Whole":
-        return _Whole(manifest, decode_checkpoint(self.store, manifest, threads=self.config.encoder_threads))
+    def _decode(self, manifest: Manifest) -> Found:
+        decoded = decode_checkpoint(self.store, manifest, threads=self.config.encoder_threads)
+        return Found(manifest, decoded.reference, decoded.state)
 
     def loaded(
         self,
@@ -186,8 +178,3 @@ class Placement:
             keep: which tensors `found` still has afterwards.
         """
         return filled(found.own_state)
-
-
-class _Whole:
-    def __init__(self, manifest: Manifest, decoded: Decoded) -> None:
-        self.manifest, self.reference, self.own_state = manifest, decoded.reference, decoded.state

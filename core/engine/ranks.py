@@ -65,9 +65,9 @@ class Ranks:
         self._config, self._evaluations = config, evaluations
         self._number = self._count = 0
 
-    def connect(self, mailbox: Mailbox) -> None:
-        """Take what reaches the others, before the first save."""
-        self._mailbox = mailbox
+    def connect(self, mailbox: Mailbox, session: str) -> None:
+        """Take what reaches the others, before the first save; and the session of the writer, which the names of all parts have."""
+        self._mailbox, self.session = mailbox, session
 
     def begin(self, job: Job) -> None:
         """Begin a save: remove the messages of the one before, whose outcome all ranks know, since they have agreed to begin this one."""
@@ -146,22 +146,25 @@ class Ranks:
         """Tell the first rank what this one has stored, or why it has not."""
         self._mailbox.post(f"{job.number}/part/{self.rank}", message)
 
-    def outcome(self, job: Job) -> Message:
-        """Wait until the first rank says what has come of a save."""
-        return self._mailbox.wait(f"{job.number}/outcome", 2 * self._config.commit_timeout_s + _PATIENCE_S)
+    def outcome(self, job: Job, commit: Callable[[list[Message]], Message] | None) -> Message:
+        """Return what has come of a save.
 
-    def publish(self, job: Job, commit: Callable[[list[Message]], Message]) -> Message:
-        """Wait on the first rank for all parts, commit them, and send the others the outcome.
+        Args:
+            job: the save.
+            commit: on the first rank, commits the parts of all and gives the outcome for all; None on others.
 
         Raises:
             ShrinkpointError: as `commit`.
         """
+        key, patience_s = f"{job.number}/outcome", self._config.commit_timeout_s
+        if commit is None:
+            return self._mailbox.wait(key, 2 * patience_s + _PATIENCE_S)
         try:
-            outcome = commit(self._mailbox.collect(f"{job.number}/part", self._config.commit_timeout_s))
+            outcome = commit(self._mailbox.collect(f"{job.number}/part", patience_s))
         except Exception as error:
-            self._mailbox.post(f"{job.number}/outcome", {"error": str(error)})
+            self._mailbox.post(key, {"error": str(error)})
             raise
-        self._mailbox.post(f"{job.number}/outcome", outcome)
+        self._mailbox.post(key, outcome)
         return outcome
 
     # ---- messages of one plan: every rank makes the same calls in the same order

@@ -3,7 +3,7 @@
 import math
 import platform
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.version import __version__
 
-__all__ = ["LOSS_ALONE", "merged", "not_finite", "provenance", "report_of", "with_untried"]
+__all__ = ["LOSS_ALONE", "by_role", "merged", "not_finite", "provenance", "report_of", "with_untried"]
 
 LOSS_ALONE = "the held-out loss"
 """What begins the words where all tensors are finite and their loss is not."""
@@ -97,23 +97,18 @@ def with_untried(report: SaveReport, why: str, where: str = "") -> SaveReport:
     return replace(report, reason=reason)
 
 
-def report_of(
-    plan: Plan,
-    encoded: EncodedState,
-    *,
-    step: int,
-) -> SaveReport:
+def report_of(plan: Plan, encoded: EncodedState, state: TrainingState) -> SaveReport:
     """The report of a save, or of a rank's part of one, before it is committed; times and bytes are not known yet.
 
     Args:
         plan: by which it was encoded.
         encoded: the checkpoint.
-        step: training step.
+        state: as it was before it was quantized.
     """
     entries, rise, whole, verdict = encoded.checkpoint.entries, plan.rise, plan.whole, plan.verdict
     updates = None if verdict is None else verdict.updates
     return SaveReport(
-        step=step,
+        step=encoded.checkpoint.step,
         seq=-1,
         kind=encoded.checkpoint.kind,
         scheme=plan.scheme.name,
@@ -121,8 +116,8 @@ def report_of(
         reason=plan.reason,
         bytes=0,
         raw_bytes=sum(entry.spec.nbytes for entry in entries),
-        sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
-        raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
+        sections=by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
+        raw_sections=by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
         degradation=None if rise is None else rise.mean,
         degradation_low=None if rise is None else rise.low,
         degradation_high=None if rise is None else rise.high,
@@ -138,6 +133,7 @@ def report_of(
         resumed={str(steps): rise.mean for steps, rise in plan.resumed.items()},
         resumed_high={str(steps): rise.high for steps, rise in plan.resumed.items()},
         baseline=plan.baseline,
+        not_finite=not_finite(state, baseline=plan.baseline),
         overhead=plan.overhead,
         evaluations=plan.evaluations,
         blocked_s=0.0,
@@ -153,7 +149,8 @@ def report_of(
     )
 
 
-def _by_role(sizes: Sequence[tuple[TensorSpec, int]]) -> dict[str, int]:
+def by_role(sizes: Iterable[tuple[TensorSpec, int]]) -> dict[str, int]:
+    """Add up bytes of tensors by their roles."""
     totals: dict[str, int] = {}
     for spec, size in sizes:
         totals[spec.tag.role.value] = totals.get(spec.tag.role.value, 0) + size

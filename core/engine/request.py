@@ -197,8 +197,6 @@ class Job:
     """Of several ranks' saves; their messages have it in their names."""
     own: OwnState = field(default_factory=OwnState)
     """What this rank has for itself."""
-    session: str = ""
-    """The writer's, which the names of all ranks' parts have."""
     began: float = 0.0
     """The first rank's writer's clock."""
     clock_s: float = 0.0

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,30 +139,23 @@ def _called_kernels() -> Iterator[Any]:
             yield kernel
 
 
-def _names(options: Any) -> set[str]:
-    return {item.name for item in fields(options)} if options is not None else set()
-
-
 def _make_and_restore(scheme: str, options: Any) -> None:
-    if "weight_scale" in _names(options):
+    if hasattr(options, "weight_scale"):
         options = replace(options, weight_scale=0.25)  # none is given to be measured
     for dtype in (torch.float32, torch.bfloat16):
-        _make_and_restore_one(scheme, options, _SmallTraining(dtype))
-
-
-def _make_and_restore_one(scheme: str, options: Any, training: "_SmallTraining") -> None:
-    reference: Mapping[str, ReferenceState] | None = None
-    parent, chain, tracker = None, [], MovementTracker()
-    for step in range(1, _SAVES + 1):
-        state = training.go_on()
-        movement = tracker.since(state, step)
-        tracker.note(state, step)
-        save_context = SaveContext(state=state, step=step, reference=reference, movement=movement)
-        coder = build(scheme, options, save_context)
-        coded = encode_state(state, coder, step=step, reference=reference, parent=parent)
-        reference, parent = dict(coded.reference), coded.checkpoint.state_digest
-        chain.append(in_memory(write_container(coded.checkpoint)))
-    decode_chain(chain)
+        training = _SmallTraining(dtype)
+        reference: Mapping[str, ReferenceState] | None = None
+        parent, chain, tracker = None, [], MovementTracker()
+        for step in range(1, _SAVES + 1):
+            state = training.go_on()
+            movement = tracker.since(state, step)
+            tracker.note(state, step)
+            save_context = SaveContext(state=state, step=step, reference=reference, movement=movement)
+            coder = build(scheme, options, save_context)
+            coded = encode_state(state, coder, step=step, reference=reference, parent=parent)
+            reference, parent = dict(coded.reference), coded.checkpoint.state_digest
+            chain.append(in_memory(write_container(coded.checkpoint)))
+        decode_chain(chain)
 
 
 class _SmallTraining:

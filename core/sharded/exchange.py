@@ -194,44 +194,33 @@ class ExchangePlan:
             Bytes that this rank has sent to others.
         """
         sent = 0
+
+        def put(move: Move, piece: torch.Tensor) -> None:
+            into = move.into(taken)
+            into.copy_(piece, non_blocking=pinned and into.is_contiguous())
+
         with torch.no_grad():
             for bucket in self._buckets:
-                sent += self._run(group, bucket, buffers, given, taken, pinned)
+                for move in bucket.own:
+                    put(move, move.out_of(given))
+                if self._world > 1:
+                    at = 0
+                    for move in bucket.out:
+                        move.in_buffer(buffers.sending, at).copy_(move.out_of(given))
+                        at += move.room
+                    dist.all_to_all_single(
+                        buffers.receiving[: sum(bucket.sizes_in)],
+                        buffers.sending[:at],
+                        list(bucket.sizes_in),
+                        list(bucket.sizes_out),
+                        group=group.process_group,
+                    )
+                    sent, at = sent + at, 0
+                    for move in bucket.into:
+                        put(move, move.in_buffer(buffers.receiving, at))
+                        at += move.room
                 for name in bucket.names:
                     moved(name)
-        return sent
-
-    def _run(
-        self,
-        group: Distributed,
-        bucket: _Bucket,
-        buffers: Buffers,
-        given: Pieces,
-        taken: Pieces,
-        pinned: bool,
-    ) -> int:
-        for move in bucket.own:
-            into = move.into(taken)
-            into.copy_(move.out_of(given), non_blocking=pinned and into.is_contiguous())
-        if self._world == 1:
-            return 0
-        at = 0
-        for move in bucket.out:
-            move.in_buffer(buffers.sending, at).copy_(move.out_of(given))
-            at += move.room
-        sent, received = sum(bucket.sizes_out), sum(bucket.sizes_in)
-        dist.all_to_all_single(
-            buffers.receiving[:received],
-            buffers.sending[:sent],
-            list(bucket.sizes_in),
-            list(bucket.sizes_out),
-            group=group.process_group,
-        )
-        at = 0
-        for move in bucket.into:
-            into = move.into(taken)
-            into.copy_(move.in_buffer(buffers.receiving, at), non_blocking=pinned and into.is_contiguous())
-            at += move.room
         return sent
 
 

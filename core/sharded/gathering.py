@@ -1,31 +1,27 @@
-"""Brings a state from the ranks' shards to the owners of its tensors, as planned for a layout."""
+"""Brings a state from the ranks' shards to the owners of its tensors, and from these to all that hold something of them."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import xxhash
 
 from shrinkpoint.engine.placement import NoMemoryError
-from shrinkpoint.errors import CannotRepresentError, StoreError
+from shrinkpoint.errors import CannotRepresentError, StateMismatchError, StoreError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, Pieces
 from shrinkpoint.sharded.exchange import Buffers, ExchangePlan, plain_bytes
 from shrinkpoint.sharded.layout import Layout, block_box, owned_boxes
 from shrinkpoint.sharded.trees import renamed_tensors
+from shrinkpoint.state.digest import state_digest, tensor_digest
 from shrinkpoint.state.dtypes import empty_tensor
 from shrinkpoint.state.snapshot import DeviceCopy, empty_tensors
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["Gathering", "fingerprints"]
+__all__ = ["Gathering", "Owners", "Shards", "fingerprints", "moved_to", "spread"]
 
-
-class _Prepared(NamedTuple):
-    tensors: dict[str, torch.Tensor]
-    buffers: Buffers
-    fingerprints: list[int | None]
-    gpu: torch.device | None
+Owners = Mapping[str, tuple[TensorSpec, int]]
 
 
 class Gathering:
@@ -71,30 +67,30 @@ class Gathering:
         """
         # what may fail on one rank comes before the first collective that the others would wait in
         try:
-            prepared = group.on_every(lambda: self._prepared(group, pieces))
+            tensors, buffers, numbers, gpu = group.on_every(lambda: self._prepared(group, pieces))
         except StoreError as error:
             raise NoMemoryError(str(error)) from error
-        check_copies(group, self._layout.unproven, prepared.fingerprints)
+        check_copies(group, self._layout.unproven, numbers)
         self._is_new = False
         owned: dict[str, dict[Box, torch.Tensor]] = {}
-        for name, tensor in prepared.tensors.items():
+        for name, tensor in tensors.items():
             of, box = block_box(self._blocks[name])
             owned.setdefault(of, {})[box] = tensor
-        gpu = prepared.gpu
         copy = None if gpu is None else DeviceCopy(torch.cuda.current_stream(gpu))
-        moved = self._plan.run(group, prepared.buffers, pieces, owned, pinned=gpu is not None)
+        moved = self._plan.run(group, buffers, pieces, owned, pinned=gpu is not None)
         if copy is not None:
             copy.end()
-        state = TrainingState(
-            renamed_tensors(tree, self._layout.aliases), prepared.tensors, dict(self._blocks)
-        )
+        state = TrainingState(renamed_tensors(tree, self._layout.aliases), tensors, dict(self._blocks))
         return state, copy, moved
 
-    def _prepared(self, group: Distributed, pieces: Pieces) -> _Prepared:
+    def _prepared(
+        self, group: Distributed, pieces: Pieces
+    ) -> tuple[dict[str, torch.Tensor], Buffers, list[int | None], torch.device | None]:
+        """Return memory for this rank's tensors and for the exchange, `fingerprints`, and the GPU that shards are on."""
         locals_ = (local for own in pieces.values() for local in own.values())
         gpu = next((local.device for local in locals_ if local.is_cuda), None)
         try:
-            return _Prepared(
+            return (
                 self._memory(pinned=gpu is not None),
                 self._plan.buffers(group.device),
                 fingerprints(self._layout.unproven, pieces, whole=self._is_new),
@@ -108,15 +104,11 @@ class Gathering:
             ) from error
 
     def _memory(self, *, pinned: bool) -> dict[str, torch.Tensor]:
-        if pinned and self._pinned:  # at most one save is under way: nobody reads the last one's any more
-            return dict(self._pinned)
         if not pinned:
             return {name: empty_tensor(spec.shape, spec.dtype) for name, spec in self._blocks.items()}
-        like = {
-            name: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-            for name, spec in self._blocks.items()
-        }
-        self._pinned = empty_tensors(like, pinned=True)
+        if not self._pinned:  # at most one save is under way: nobody reads the last one's any more
+            like = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in self._blocks.items()}
+            self._pinned = empty_tensors(like, pinned=True)
         return dict(self._pinned)
 
 
@@ -194,3 +186,150 @@ def check_copies(group: Distributed, unproven: Unproven, own: Sequence[int | Non
 
 def _number(data: torch.Tensor) -> int:
     return xxhash.xxh3_64(data.numpy().data).intdigest() >> 2  # lets other threads run
+
+
+# ---- from owners, or from the first of copies, to all: what a training takes over, and evaluates
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Where a state's tensors are: in the shards of all ranks, and as whole ones at their owners."""
+
+    group: Distributed
+    layout: Layout
+    pieces: Pieces
+    """What this rank holds of each tensor: the training's own memory, or other memory of the same layout."""
+    owners: Owners
+    """Of each stored tensor, its spec and its owner."""
+
+
+def spread(
+    shards: Shards,
+    names: Iterable[str],
+    values: Mapping[str, torch.Tensor],
+    *,
+    proved: bool = False,
+    moved: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Write stored tensors into the pieces of everyone that holds something of them; a collective.
+
+    Args:
+        shards: where they are.
+        names: of the stored tensors, the same on every rank.
+        values: those of them that this rank owns, in whole.
+        proved: whether all ranks make sure, by digests, that every one has its owner's values.
+        moved: called with the name of each of `values` that is not needed any more.
+
+    Raises:
+        StoreError: a rank has too little memory for it; on every rank, and nothing is filled.
+        StateMismatchError: with `proved`, a rank has not; on every rank.
+    """
+    group = shards.group
+    wanted = {name: shards.owners[name] for name in names}
+    sources, holders = owned_boxes(wanted), shards.layout.holders
+    targets = {of: holders[of] for of in sources if of in holders}  # else it is tied to one that is
+    given: dict[str, dict[Box, torch.Tensor]] = {}
+    stored: dict[str, list[str]] = {}
+    for name in values.keys() & wanted.keys():
+        of, box = block_box(wanted[name][0])
+        given.setdefault(of, {})[box] = values[name]
+        stored.setdefault(of, []).append(name)
+
+    def all_moved(of: str) -> None:
+        if not proved:
+            given.pop(of, None)
+        for name in stored.get(of, ()):
+            moved(name)
+
+    def planned() -> tuple[ExchangePlan, Buffers]:
+        plan = ExchangePlan(group.rank, group.size, shards.layout.specs, sources, targets)
+        return plan, plan.buffers(group.device)
+
+    plan, buffers = group.on_every(planned)
+    plan.run(group, buffers, given, shards.pieces, all_moved)
+    if proved:
+        compare_moved(shards, plan, given)
+
+
+def moved_to(
+    group: Distributed,
+    layout: Layout,
+    before: Owners,
+    after: Owners,
+    values: Mapping[str, torch.Tensor],
+) -> TrainingState:
+    """What was stored by other owners, at those of now: the tensors that are cut as before; a collective.
+
+    Args:
+        group: all ranks.
+        layout: of the state.
+        before: the owners that have the values.
+        after: the owners that get them.
+        values: those that this rank has.
+
+    Raises:
+        StoreError: a rank has too little memory for it; on every rank.
+    """
+    same = {
+        name: own
+        for name, own in after.items()
+        if name in before and (before[name][0].shape, before[name][0].dtype) == (own[0].shape, own[0].dtype)
+    }
+    specs = {name: spec for name, (spec, owner) in same.items() if owner == group.rank}
+    tensors = group.on_every(
+        lambda: {name: empty_tensor(spec.shape, spec.dtype) for name, spec in specs.items()}
+    )
+    pieces: dict[str, dict[Box, torch.Tensor]] = {}
+    for name, spec in specs.items():
+        of, box = block_box(spec)
+        pieces.setdefault(of, {})[box] = tensors[name]
+    there = replace(layout, holders=owned_boxes(same))
+    spread(Shards(group, there, pieces, before), same, values)
+    return TrainingState(None, tensors, specs)
+
+
+def compare_moved(shards: Shards, plan: ExchangePlan, owned: Pieces) -> None:
+    """Make sure that all pieces were filled with what their owners hold, by one exchange of digests; a collective.
+
+    Args:
+        shards: where the tensors are.
+        plan: by which they were filled.
+        owned: what this rank has given.
+
+    Raises:
+        StateMismatchError: a rank holds something else, on every rank; it names the first such tensor.
+    """
+    group = shards.group
+    given: list[list[tuple[str, str]]] = [[] for _ in range(group.size)]
+    received: list[list[tuple[str, str]]] = [[] for _ in range(group.size)]
+    for move in plan.moves:
+        if move.sender == group.rank:
+            given[move.receiver].append((move.name, _digest(move.out_of(owned))))
+        if move.receiver == group.rank:
+            received[move.sender].append((move.name, _digest(move.into(shards.pieces))))
+    totals = group.gather(([*map(_total, given)], [*map(_total, received)]))
+    pairs = [(sender, receiver) for sender in range(group.size) for receiver in range(group.size)]
+    if all(totals[sender][0][receiver] == totals[receiver][1][sender] for sender, receiver in pairs):
+        return
+    pieces = group.gather((given, received))
+    wrong = {
+        name: receiver
+        for sender, receiver in pairs
+        for (name, one), (_, other) in zip(
+            pieces[sender][0][receiver], pieces[receiver][1][sender], strict=True
+        )
+        if one != other
+    }
+    first = next(name for name in shards.layout.specs if name in wrong)
+    raise StateMismatchError(
+        f"rank {wrong[first]} does not have the values of {first!r} that its owner has restored: memory or the network between them"
+        " has failed. Start the training again: it goes on from its last checkpoint"
+    )
+
+
+def _total(pieces: Sequence[tuple[str, str]]) -> str:
+    return state_digest({f"{number} {name}": digest for number, (name, digest) in enumerate(pieces)})
+
+
+def _digest(piece: torch.Tensor) -> str:
+    return tensor_digest(piece.detach().cpu().contiguous())

@@ -7,20 +7,26 @@ from typing import Any
 
 import torch
 
+from shrinkpoint.coding.selective import header_of
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.handover import Adoption, Handover, unsuitable
 from shrinkpoint.engine.placement import Found, Placed, Placement
 from shrinkpoint.engine.ranks import Ranks
-from shrinkpoint.engine.request import Job
-from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchError, StoreError
+from shrinkpoint.errors import (
+    ConfigError,
+    NoCheckpointError,
+    ShrinkpointError,
+    StateMismatchError,
+    StoreError,
+)
 from shrinkpoint.group.ending import Ending
 from shrinkpoint.group.group import Distributed, is_first_of_node
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
 from shrinkpoint.sharded.boxes import Pieces
-from shrinkpoint.sharded.gathering import Gathering
+from shrinkpoint.sharded.gathering import Gathering, Owners, Shards, moved_to, spread
 from shrinkpoint.sharded.layout import (
     Layout,
     RankTensors,
@@ -30,14 +36,13 @@ from shrinkpoint.sharded.layout import (
     owners_of,
     tensors_of_rank,
 )
-from shrinkpoint.sharded.probing import Probe, ProbedSave
-from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
-from shrinkpoint.sharded.spreading import Owners, Shards, moved_to, spread
+from shrinkpoint.sharded.probing import Probe
+from shrinkpoint.sharded.restoring import Decoded, ReadPlan, decoded, fill, plan_of
 from shrinkpoint.sharded.trees import coded_view, own_of
 from shrinkpoint.state.frozen import references
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.specs import BLOCK_ELEMENTS
-from shrinkpoint.state.training import Describe, TensorSpec, TrainingState
+from shrinkpoint.state.training import Describe, OwnState, TensorSpec, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
@@ -68,6 +73,8 @@ class ShardedPlacement(Placement):
     group: Distributed
     desk: Probe
     ranks: Ranks
+    begun: tuple[Owners, int] | None = None
+    gathering: Gathering
 
     def __init__(
         self,
@@ -89,15 +96,10 @@ class ShardedPlacement(Placement):
         self.rank_tensors: RankTensors | None = None
         self.layout: Layout | None = None
         """What all ranks hold, at the last save."""
-        self.begun: tuple[Owners, int] | None = None
-        """Where training began: who owns its weights, and its step."""
+        self.owners: Owners = {}
         self._targets, self._own, self._is_of_copies = targets, own, copied is not None
         self.copied = copied or (lambda spec: False)
-        self._owners: Owners = {}
-        self._gathering: Gathering | None = None
         self._mailbox: Mailbox | None = None
-        self._chain: Chain | None = None
-        self._session = ""
 
     # ---- beginning
 
@@ -108,24 +110,24 @@ class ShardedPlacement(Placement):
             ConfigError: they were not, or an option is not for sharded trainings.
             StoreError: the store cannot be reached or written.
         """
-        group, store, self._chain = self.group, self.store, chain
+        group, store = self.group, self.store
         group.on_every(lambda: refuse_options(self.config, copied=self._is_of_copies))
         self._require_same_arguments(url)
         group.on_every(store.try_to_write if chain is None else chain.open)
-        self._session = group.on_first(lambda: chain.open().session if chain is not None else "")
+        session = group.on_first(lambda: chain.open().session if chain is not None else "")
         run = group.on_first(store.run_id)
         group.on_every(lambda: self._require_same_run(run))
         for leads in (
             True,
             False,
-        ):  # a folder on this node, by its first process; of the first rank a writer has opened it
+        ):  # a node's folder by its first process; the first rank's writer has opened its own
             opens = chain is None and leads == self.leads_node
             group.on_every(store.open_near if opens else lambda: None)
         if self._mailbox is None:
             mailbox = Mailbox(group)
             self.desk.mailbox = group.on_every(mailbox.another)
-            self.ranks.connect(mailbox)
             self._mailbox = mailbox
+        self.ranks.connect(self._mailbox, session)
         self.desk.reopen()
 
     def _require_same_arguments(self, url: str) -> None:
@@ -155,11 +157,6 @@ class ShardedPlacement(Placement):
                 )
             time.sleep(0.2)
 
-    @property
-    def is_checked(self) -> bool:  # type: ignore[override]
-        """See `Placement.is_checked`: whether the ranks can reach each other."""
-        return self._mailbox is not None
-
     def ending(self) -> Ending:
         """See `Placement.ending`.
 
@@ -170,10 +167,6 @@ class ShardedPlacement(Placement):
         assert mailbox is not None
         return self.group.on_every(lambda: Ending(mailbox))
 
-    def start_over(self) -> None:
-        """See `Placement.start_over`."""
-        self.begun = None
-
     # ---- saving
 
     def place(self, state: TrainingState, frozen: Mapping[str, str]) -> "PlacedShards":
@@ -181,63 +174,48 @@ class ShardedPlacement(Placement):
         own, pieces = tensors_of_rank(state.tensors, state.specs, self.copied)
         return PlacedShards(state, self, replace(own, frozen=frozen), pieces)
 
-    def sealed(self, job: Job) -> Job:
-        """See `Placement.sealed`."""
-        began = self._chain.open().now() if self._chain else 0.0
-        own = own_of(self._own(), self.group.rank)
-        return replace(job, own=own, session=self._session, began=began)
-
-    def gathered(
-        self, live: TrainingState, own: RankTensors, pieces: Pieces, background: Background, *, new: bool
-    ) -> tuple[Snapshot, Shards]:
-        """Move the tensors to their owners, on the training thread.
-
-        Args:
-            live: this rank's state.
-            own: what it holds.
-            pieces: its memory.
-            background: that codes what this rank owns.
-            new: whether a rank holds something else than before.
-
-        Raises:
-            NoMemoryError: a rank has too little memory; on every rank.
-        """
-        group, started = self.group, time.perf_counter()
-        if new or self.layout is None:
-            layout = layout_of(group.gather(own))
-            owners = owners_of(layout.specs, group.size, self.limit)
-            self._gathering = group.on_every(lambda: Gathering(group.rank, group.size, layout, owners))
-            self.rank_tensors, self.layout, self._owners = own, layout, owners
-            if (
-                self.begun is not None
-            ):  # its weights go to those that own them now that the whole state is known
-                (before, step), self.begun = self.begun, None
-                state = moved_to(group, layout, before, owners, background.movement.noted)
-                background.begin(state, step, lasting=True)
-        assert self._gathering is not None
-        state, copy, _ = self._gathering.gathered(group, live.tree, pieces)
-        snapshot = Snapshot(state, time.perf_counter() - started, copy, lasting=copy is None)
-        return snapshot, Shards(group, self.layout, pieces, self._owners)
+    def own(self) -> OwnState:
+        """See `Placement.own`."""
+        return own_of(self._own(), self.group.rank)
 
     # ---- restoring
 
-    def require_references(self, state: TrainingState) -> None:
-        """See `Placement.require_references`."""
-        referred = references(state.tree)
-        if referred:
-            raise StateMismatchError(
-                f"checkpoints of {self.store.display} refer to frozen tensors, such as {min(referred)}, and do not hold them, which is not"
-                " supported for sharded models yet: continue it without shards, in one process or under DDP; there one save with"
-                " Advanced(frozen='store') makes a checkpoint that shards can continue"
-            )
-
     def newest(self) -> Decoded | None:
-        """See `Placement.newest`."""
-        return read_newest(self.store, self.group, self.config.encoder_threads, self.limit)
+        """See `Placement.newest`; it is sound on every rank, and so is an error one of every rank."""
+        newest: Decoded | None = None
+        failure: Exception | None = None
 
-    def read(self, choose: Callable[[], Manifest]) -> Decoded:
-        """See `Placement.read`."""
-        return read_one(self.store, self.group, choose, self.config.encoder_threads, self.limit)
+        def lead(manifest: Manifest) -> Decoded:
+            self.group.broadcast(True)
+            return self.read(lambda: manifest)
+
+        if self.group.is_first:
+            try:
+                found = self.store.newest_readable(lead)
+                newest = None if found is None else found[1]
+            except Exception as error:  # noqa: BLE001 - raised below, on every rank
+                failure = error
+            self.group.broadcast(False)
+        else:
+            while self.group.broadcast(False):
+                try:
+                    newest = self.read(None)
+                except ShrinkpointError:
+                    newest = None  # damaged on one rank is damaged for all: the first one tries an older one
+        self.group.raise_together(failure)
+        return newest
+
+    def read(self, choose: Callable[[], Manifest] | None) -> Decoded:
+        """See `Placement.read`; what fails on one rank fails on all. None on other ranks than the first will do."""
+        store, threads = self.store, self.config.encoder_threads
+
+        def planned() -> ReadPlan:
+            assert choose is not None
+            manifest = choose()
+            return plan_of(manifest, [header_of(store, ref) for ref in manifest.chain])
+
+        plan = self.group.on_first(planned)
+        return self.group.on_every(lambda: decoded(store, self.group, plan, threads, self.limit))
 
     def loaded(
         self,
@@ -247,14 +225,24 @@ class ShardedPlacement(Placement):
     ) -> TrainingState:
         """See `Placement.loaded`; the state is in the tensors of `targets`."""
         assert isinstance(found, Decoded)
-        frozen = self.group.on_every(lambda: filled(TrainingState(found.plan.tree, {}, {})))
+
+        def referred() -> TrainingState:
+            frozen = filled(TrainingState(found.plan.tree, {}, {}))
+            if missing := references(frozen.tree):
+                raise StateMismatchError(
+                    f"checkpoints of {self.store.display} refer to frozen tensors, such as {min(missing)}, and do not hold them, which is not"
+                    " supported for sharded models yet: continue it without shards, in one process or under DDP; there one save with"
+                    " Advanced(frozen='store') makes a checkpoint that shards can continue"
+                )
+            return frozen
+
+        frozen = self.group.on_every(referred)
 
         def targets(specs: Mapping[str, TensorSpec]) -> Mapping[str, torch.Tensor]:
             targets = self._targets({**specs, **frozen.specs})
             return {name: targets[name] for name in specs}
 
-        plan = replace(found.plan, tree=frozen.tree)
-        state = fill(self.group, replace(found, plan=plan), targets, keep)
+        state = fill(self.group, found, frozen.tree, targets, keep)
         return replace(state, tensors={**state.tensors, **frozen.tensors})
 
 
@@ -269,6 +257,8 @@ class PlacedShards(Placed):
     """
 
     _placement: ShardedPlacement
+    shards: Shards
+    """Where the tensors are, once there is a snapshot."""
 
     def __init__(
         self, state: TrainingState, placement: ShardedPlacement, own: RankTensors, pieces: Pieces
@@ -276,20 +266,22 @@ class PlacedShards(Placed):
         super().__init__(state, placement)
         self._own, self._pieces = own, pieces
         self.is_new = own != placement.rank_tensors
-        self._shards: Shards | None = None
-
-    @property
-    def shards(self) -> Shards:
-        """Where the tensors are, once there is a snapshot."""
-        assert self._shards is not None
-        return self._shards
 
     def snapshot(self, background: Background, *, new: bool) -> Snapshot:
-        """See `Placed.snapshot`."""
-        snapshot, self._shards = self._placement.gathered(
-            self.state, self._own, self._pieces, background, new=new
-        )
-        return snapshot
+        """See `Placed.snapshot`; the tensors move to their owners, on the training thread."""
+        place, group, started = self._placement, self._placement.group, time.perf_counter()
+        if new or place.layout is None:
+            layout = layout_of(group.gather(self._own))
+            owners = owners_of(layout.specs, group.size, place.limit)
+            place.gathering = group.on_every(lambda: Gathering(group.rank, group.size, layout, owners))
+            place.rank_tensors, place.layout, place.owners = self._own, layout, owners
+            if place.begun is not None:  # its weights go to those that own them in the whole state
+                (before, step), place.begun = place.begun, None
+                weights = moved_to(group, layout, before, owners, background.movement.noted)
+                background.note(weights, step, lasting=True)
+        state, copy, _ = place.gathering.gathered(group, self.state.tree, self._pieces)
+        self.shards = Shards(group, place.layout, self._pieces, place.owners)
+        return Snapshot(state, time.perf_counter() - started, copy, lasting=copy is None)
 
     def begin(self, background: Background, step: int) -> None:
         """See `Placed.begin`; each rank gets the weights that it would own if there were nothing else."""
@@ -302,7 +294,8 @@ class PlacedShards(Placed):
 
     def measure(self, number: int, evaluate: Evaluate, resumed: ResumedSteps | None) -> None:
         """See `Placed.measure`."""
-        self._placement.desk.probe(ProbedSave(number, self.shards, self.state, evaluate, resumed))
+        super().measure(number, evaluate, resumed)
+        self._placement.desk.probe(number, self.shards, self.state)
 
     def handover(self, adoption: Adoption, describe: Describe, waited_s: float) -> Handover:
         """See `Placed.handover`; the number of ranks is one of the settings."""

@@ -8,7 +8,7 @@ evaluation has failed must enter no further collective: others may still be in o
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,67 +18,25 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.evaluation import (
-    Evaluate,
     EvaluationDesk,
     EvaluationUnavailableError,
-    ResumedSteps,
     losses_of,
 )
 from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.sharded.boxes import Pieces, pieces_of
+from shrinkpoint.sharded.gathering import Shards, spread
 from shrinkpoint.sharded.layout import block_box
-from shrinkpoint.sharded.spreading import Shards, spread
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.warn import warn
 
-__all__ = ["Probe", "ProbedSave"]
+__all__ = ["Probe"]
 
 _LONGEST_S = 1800.0
 """Seconds that a rank waits for the others' losses, as long as none is known to have failed: torch's own limit of collectives."""
 _FIRST_LOOK_S = 0.002
 _LONGEST_PAUSE_S = 0.2
 _IDLE, _PLANNING, _WAITING = 0, 1, 2
-
-
-@dataclass
-class ProbedSave:
-    """What the training thread needs to evaluate the candidates of one save."""
-
-    number: int
-    """Of the save."""
-    shards: Shards
-    """Of the state that is saved."""
-    live: TrainingState
-    """The state, with DTensors: of its tensors only the layout is used."""
-    evaluate: Evaluate
-    """Gets DTensors with this rank's shards, and plain tensors, by their names in the model; a collective."""
-    resumed: ResumedSteps | None = None
-    """Steps from a state with this rank's shards; a collective. None takes none."""
-    evaluations: int = 0
-    """Made so far."""
-    names: dict[str, str] = field(default_factory=dict)
-    """The stored tensors of all ranks that an evaluation gets, and how it names them; known at the first one."""
-    speakers: tuple[int, ...] = ()
-    """On the first rank: the ranks whose losses count. Others have the same batches as these, as with tensor parallelism."""
-
-    def targets(self, names: Collection[str]) -> tuple[dict[str, torch.Tensor], Pieces]:
-        """Memory for stored tensors: tensors with the layout of the training's own, and this rank's pieces of them.
-
-        Args:
-            names: of the stored tensors.
-        """
-        tensors, pieces = {}, {}
-        for name in dict.fromkeys(block_box(self.shards.owners[stored][0])[0] for stored in names):
-            own = self.live.tensors.get(name)
-            if own is None or tuple(own.shape) != self.shards.layout.specs[name].shape:
-                continue  # this rank has no such tensor
-            mesh = getattr(own, "device_mesh", None)
-            if mesh is not None and mesh.get_coordinate() is None:
-                continue  # nor a shard of it
-            tensors[name] = torch.empty_like(own.detach())
-            pieces[name] = pieces_of(name, tensors[name])
-        return tensors, pieces
 
 
 class Probe(EvaluationDesk):
@@ -94,7 +52,14 @@ class Probe(EvaluationDesk):
         self._group, self._patience_s = group, patience_s
         self.mailbox: Mailbox | None = None
         """To the others, for the training thread alone."""
-        self._save: ProbedSave | None = None
+        self._is_active = False
+        self._shards: Shards | None = None
+        self._live: TrainingState | None = None
+        self._number = self._count = 0
+        self._names: dict[str, str] = {}
+        """The stored tensors of all ranks that an evaluation gets, and how it names them; known at the first one of a save."""
+        self._speakers: tuple[int, ...] = ()
+        """On the first rank: the ranks whose losses count. Others have the same batches as these, as with tensor parallelism."""
         self._fatal: Exception | None = None
         self._warned = False
         self._made: dict[int, int] = {}
@@ -108,16 +73,43 @@ class Probe(EvaluationDesk):
     @property
     def is_active(self) -> bool:
         """Whether a save is being planned; the same on every rank."""
-        return self._save is not None
+        return self._is_active
 
-    def probe(self, save: ProbedSave) -> None:
-        """Begin a save that is measured; on every rank, before its background thread starts."""
-        self._save, self._planning = save, True
+    def probe(self, number: int, shards: Shards, live: TrainingState) -> None:
+        """Let the save that has begun be measured by all ranks; on every rank, before its background thread starts.
+
+        Args:
+            number: of the save.
+            shards: of the state that is saved.
+            live: the state, with DTensors: of its tensors only the layout is used.
+        """
+        self._is_active, self._shards, self._live = True, shards, live
+        self._number, self._count, self._names, self._speakers = number, 0, {}, ()
+
+    def targets(self, names: Collection[str]) -> tuple[dict[str, torch.Tensor], Pieces]:
+        """Return memory for stored tensors: tensors with the layout of the training's own, and this rank's pieces of them."""
+        assert self._live is not None
+        tensors, pieces = {}, {}
+        for name in dict.fromkeys(block_box(self._saved.owners[stored][0])[0] for stored in names):
+            own = self._live.tensors.get(name)
+            if own is None or tuple(own.shape) != self._saved.layout.specs[name].shape:
+                continue  # this rank has no such tensor
+            mesh = getattr(own, "device_mesh", None)
+            if mesh is not None and mesh.get_coordinate() is None:
+                continue  # nor a shard of it
+            tensors[name] = torch.empty_like(own.detach())
+            pieces[name] = pieces_of(name, tensors[name])
+        return tensors, pieces
+
+    @property
+    def _saved(self) -> Shards:
+        assert self._shards is not None
+        return self._shards
 
     def close(self, why: str = "training has ended") -> None:
         """See `EvaluationDesk.close`; no collective."""
         super().close(why)
-        self._save = None
+        self._is_active = False
 
     def look(self, *, late: bool = False) -> tuple[float, bool]:
         """See `EvaluationDesk.look`.
@@ -126,54 +118,51 @@ class Probe(EvaluationDesk):
             ConfigError: an evaluation has failed on some ranks, and others are still in theirs.
             StoreError: the first rank is gone.
         """
-        if self._save is None:
+        if not self._is_active:
             return 0.0, False
         state = _WAITING if self.waiting else _PLANNING if self._planning else _IDLE
         most = self._group.most([state, -state, late])
         highest, lowest = most[0], -most[1]
         if lowest == _WAITING:
-            return self._served(self._save), False
+            return self._served(), False
         if highest == _WAITING and lowest == _IDLE:
             return self.serve(_refuse), False
         if highest == _IDLE:
-            self._save = None
+            self._is_active, self._shards, self._live = False, None, None
         return 0.0, bool(most[2])
 
-    def _served(self, save: ProbedSave) -> float:
+    def _served(self) -> float:
         self._began = time.perf_counter()
-        seconds = self.serve(
-            lambda weights: self._losses(save, weights),
-            lambda tensors, marks: self._steps(save, tensors, marks),
-        )
+        seconds = self.serve(self._losses, self._steps)
         if self._fatal is not None:
             fatal, self._fatal = self._fatal, None
             raise fatal
         return seconds
 
-    def _losses(self, save: ProbedSave, weights: Mapping[str, torch.Tensor]) -> Losses:
+    def _losses(self, weights: Mapping[str, torch.Tensor]) -> Losses:
         assert isinstance(weights, OwnedWeights)
-        group = self._group
-        if not save.names:
-            for names in group.gather(dict(weights.evaluated_as)):
-                save.names |= names
-        tensors = self._spread(save, save.names, weights)
+        assert self._evaluate is not None
+        if not self._names:
+            for names in self._group.gather(dict(weights.evaluated_as)):
+                self._names |= names
+        tensors = self._spread(self._names, weights)
         values = {}
-        for name, key in save.names.items():
-            of, _ = block_box(save.shards.owners[name][0])
+        for name, key in self._names.items():
+            of, _ = block_box(self._saved.owners[name][0])
             if of in tensors:
                 values[key] = tensors[of]
         own: dict[str, Any]
         try:
-            own = {"losses": [losses_of(save.evaluate(values))]}
+            own = {"losses": [losses_of(self._evaluate(values))]}
         except Exception as error:  # noqa: BLE001 - all ranks learn of it
             own = {"error": f"{type(error).__name__}: {error}", "trace": isinstance(error, TraceError)}
         del values, tensors
-        return self._of_all(save, own)[0]
+        return self._of_all(own)[0]
 
-    def _steps(self, save: ProbedSave, tensors: Any, marks: Sequence[int]) -> Sequence[Losses]:
-        assert save.resumed is not None
+    def _steps(self, tensors: Any, marks: Sequence[int]) -> Sequence[Losses]:
+        assert self._resumed is not None
         try:
-            found = self._spread(save, save.shards.owners, tensors)
+            found = self._spread(self._saved.owners, tensors)
         except Exception as error:
             self.takes_steps = False
             if self._group.rank == 0:
@@ -181,37 +170,35 @@ class Probe(EvaluationDesk):
                     f"the quality of checkpoints is measured at the restore alone: no steps can be taken from one ({error})"
                 )
             raise
-        live = save.live
+        live = self._live
+        assert live is not None
         state = TrainingState(live.tree, {**live.tensors, **found}, live.specs).to_object()
         own: dict[str, Any]
         try:
-            own = {"losses": [losses_of(loss) for loss in save.resumed(state, marks)]}
+            own = {"losses": [losses_of(loss) for loss in self._resumed(state, marks)]}
         except Exception as error:  # noqa: BLE001 - all ranks learn of it
             own = {"error": f"{type(error).__name__}: {error}"}
         del found, state
-        return self._of_all(save, own)
+        return self._of_all(own)
 
-    def _spread(
-        self, save: ProbedSave, names: Collection[str], values: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def _spread(self, names: Collection[str], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Stored tensors from their owners in this rank's shards; a collective.
 
         Args:
-            save: the save.
             names: of the stored tensors, the same on every rank.
             values: those of them that this rank owns.
         """
-        tensors, pieces = self._group.on_every(lambda: save.targets(names))
-        shards = Shards(self._group, save.shards.layout, pieces, save.shards.owners)
+        tensors, pieces = self._group.on_every(lambda: self.targets(names))
+        shards = replace(self._saved, pieces=pieces)
         spread(shards, [name for name in shards.owners if name in names], values)
         return tensors
 
-    def _of_all(self, save: ProbedSave, own: dict[str, Any]) -> list[Losses]:
+    def _of_all(self, own: dict[str, Any]) -> list[Losses]:
         """Return the losses of all ranks at each mark, from this rank's."""
-        save.evaluations += 1
-        self._made = {save.number: save.evaluations}
+        self._count += 1
+        self._made = {self._number: self._count}
         try:
-            together = self._together(save, own)
+            together = self._together(own)
         except Exception as error:
             self._fatal = error
             raise
@@ -230,14 +217,14 @@ class Probe(EvaluationDesk):
 
     # ---- what the ranks' evaluations come to
 
-    def _together(self, save: ProbedSave, own: dict[str, Any]) -> dict[str, Any]:
+    def _together(self, own: dict[str, Any]) -> dict[str, Any]:
         """Return the losses of all ranks, or why there are none.
 
         Raises:
             ConfigError: an evaluation has failed, and a rank does not leave its own.
             StoreError: the first rank is gone.
         """
-        key, rank, mailbox = _loss_key(save.number, save.evaluations), self._group.rank, self.mailbox
+        key, rank, mailbox = _loss_key(self._number, self._count), self._group.rank, self.mailbox
         assert mailbox is not None
         if rank:
             mailbox.post(f"{key}/{rank}", own)
@@ -251,7 +238,7 @@ class Probe(EvaluationDesk):
                 mailbox.post(key, {"error": str(error)})
                 raise
         seconds = self._served_s + time.perf_counter() - self._began
-        together = self._combined(save, found) | {"seconds": seconds}
+        together = self._combined(found) | {"seconds": seconds}
         mailbox.post(key, together)
         return together
 
@@ -270,15 +257,15 @@ class Probe(EvaluationDesk):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return mailbox.wait(key, self._patience_s)
 
-    def _combined(self, save: ProbedSave, found: list[dict[str, Any]]) -> dict[str, Any]:
+    def _combined(self, found: list[dict[str, Any]]) -> dict[str, Any]:
         for rank, one in enumerate(found):
             if "error" in one:
                 return {**one, "error": f"on rank {rank}: {one['error']}"}
         losses = [[tuple(at_mark) for at_mark in one["losses"]] for one in found]
-        if not save.speakers:
+        if not self._speakers:
             first = {tuple(own): rank for rank, own in reversed(list(enumerate(losses)))}
-            save.speakers = tuple(sorted(first.values()))
-        spoken = zip(*(losses[rank] for rank in save.speakers), strict=True)
+            self._speakers = tuple(sorted(first.values()))
+        spoken = zip(*(losses[rank] for rank in self._speakers), strict=True)
         return {"losses": [[loss for own in at_mark for loss in own] for at_mark in spoken]}
 
     def messages(self, number: int) -> list[str]:

@@ -8,22 +8,23 @@ from typing import Any
 import torch
 
 from shrinkpoint.coding.parts import PartsHeader
-from shrinkpoint.coding.selective import Row, decode_batches, header_of, sources_of_run
+from shrinkpoint.coding.selective import Row, decode_batches, sources_of_run
 from shrinkpoint.container.reader import Header
 from shrinkpoint.engine.adopt import CARRIED
-from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError
+from shrinkpoint.engine.placement import Found
+from shrinkpoint.errors import ChainError, CorruptionError, FormatError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import ReferenceState
+from shrinkpoint.sharded.gathering import Shards, spread
 from shrinkpoint.sharded.layout import layout_of, owners_of, tensors_of_rank
-from shrinkpoint.sharded.spreading import Shards, spread
 from shrinkpoint.state.specs import whole_specs
 from shrinkpoint.state.training import TensorSpec, TrainingState, merged_tree
 from shrinkpoint.state.tree import JSON, tensor_names
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
-__all__ = ["RANKS_KEY", "Decoded", "ReadPlan", "fill", "plan_of", "read_newest", "read_one", "rows_of"]
+__all__ = ["RANKS_KEY", "Decoded", "ReadPlan", "decoded", "fill", "plan_of", "rows_of"]
 
 RANKS_KEY = "shrinkpoint ranks"
 """The entry that a restored state has in addition: ``stored``, ``here`` and ``rank``."""
@@ -43,85 +44,14 @@ class ReadPlan:
     """Each writing rank's own data."""
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """What one rank has decoded of a checkpoint."""
+@dataclass
+class Decoded(Found):
+    """What one rank has decoded of a checkpoint; `own_state` has what is still in memory of it (see `fill`), and what an exact save carries."""
 
     plan: ReadPlan
-    values: dict[str, torch.Tensor]
-    """What is still in memory of it: see `fill`. Only read: `reference` may share the memory."""
-    reference: Mapping[str, ReferenceState]
     owners: Mapping[str, tuple[TensorSpec, int]]
-
-    @property
-    def manifest(self) -> Manifest:
-        """The checkpoint."""
-        return self.plan.manifest
-
-    @property
-    def own_state(self) -> TrainingState:
-        """The tensors that this rank owns, and what an exact save carries of these."""
-        specs = {name: spec for name, (spec, _) in self.owners.items() if name in self.values}
-        specs |= {name: self.plan.specs[name] for name in self.values if name.startswith(CARRIED)}
-        return TrainingState(None, {name: self.values[name] for name in specs}, specs)
-
-
-def read_newest(store: RunStore, group: Distributed, threads: int, limit: int) -> Decoded | None:
-    """Return the newest checkpoint that is sound on every rank; a collective. None in an empty run.
-
-    Raises:
-        ChainError: there are checkpoints, and none is sound. StoreError: the store cannot be read. On every rank.
-    """
-    newest: Decoded | None = None
-    failure: Exception | None = None
-
-    def read(manifest: Manifest | None) -> Decoded:
-        return read_one(store, group, lambda: manifest, threads, limit)
-
-    def lead(manifest: Manifest) -> Decoded:
-        group.broadcast(True)
-        return read(manifest)
-
-    if group.is_first:
-        try:
-            found = store.newest_readable(lead)
-            newest = None if found is None else found[1]
-        except Exception as error:  # noqa: BLE001 - raised below, on every rank
-            failure = error
-        group.broadcast(False)
-    else:
-        while group.broadcast(False):
-            try:
-                newest = read(None)
-            except ShrinkpointError:
-                newest = None  # damaged on one rank is damaged for all: the first one tries an older one
-    group.raise_together(failure)
-    return newest
-
-
-def read_one(
-    store: RunStore, group: Distributed, choose: Callable[[], Manifest | None], threads: int, limit: int
-) -> Decoded:
-    """Return one checkpoint; a collective.
-
-    Args:
-        store: the run.
-        group: all ranks.
-        choose: gives it, on the first rank.
-        threads: that decode.
-        limit: elements of a block.
-
-    Raises:
-        ShrinkpointError: it is damaged, or what `choose` raised; on every rank.
-    """
-
-    def planned() -> ReadPlan:
-        manifest = choose()
-        assert manifest is not None
-        return plan_of(manifest, [header_of(store, ref) for ref in manifest.chain])
-
-    plan = group.on_first(planned)
-    return group.on_every(lambda: _decode(store, group, plan, threads, limit))
+    apart: Mapping[str, torch.Tensor]
+    """What a rank of this number had for itself."""
 
 
 def plan_of(
@@ -191,23 +121,31 @@ def rows_of(store: RunStore, plan: ReadPlan, wanted: AbstractSet[str], threads: 
             memory.after(value.nbytes)
 
 
-def _decode(store: RunStore, group: Distributed, plan: ReadPlan, threads: int, limit: int) -> Decoded:
-    own = [_own_names(plan, rank) for rank in range(len(plan.own))]
-    apart = {name for names in own for name in names}
-    common = {n: spec for n, spec in plan.specs.items() if n not in apart and not n.startswith(CARRIED)}
+def decoded(store: RunStore, group: Distributed, plan: ReadPlan, threads: int, limit: int) -> Decoded:
+    """Decode what this rank will own of a checkpoint, in blocks of at most `limit` elements, and what it had for itself.
+
+    Raises:
+        ShrinkpointError: as `rows_of`.
+    """
+    names = [_own_names(plan, rank) for rank in range(len(plan.own))]
+    of_ranks = {name for own in names for name in own}
+    common = {n: spec for n, spec in plan.specs.items() if n not in of_ranks and not n.startswith(CARRIED)}
     owners = _owners(common, group.size, limit)
     wanted = {name for name, (_, owner) in owners.items() if owner == group.rank}
     wanted |= plan.specs.keys() & {CARRIED + name for name in wanted}
-    if len(own) > group.rank:
-        wanted |= own[group.rank]
-
+    own = names[group.rank] if group.rank < len(names) else set()
     values: dict[str, torch.Tensor] = {}
+    apart: dict[str, torch.Tensor] = {}
     reference: dict[str, ReferenceState] = {}
-    for entry, now, value in rows_of(store, plan, wanted, threads):
+    for entry, now, value in rows_of(store, plan, wanted | own, threads):
         reference[entry.spec.name] = now
         if entry.spec.name in wanted:
             values[entry.spec.name] = value
-    return Decoded(plan, values, reference, owners)
+        elif entry.spec.name in own:
+            apart[entry.spec.name] = value
+    specs = {name: spec for name, (spec, _) in owners.items() if name in values}
+    specs |= {name: plan.specs[name] for name in values if name.startswith(CARRIED)}
+    return Decoded(plan.manifest, reference, TrainingState(None, values, specs), plan, owners, apart)
 
 
 def _own_names(plan: ReadPlan, rank: int) -> set[str]:
@@ -233,7 +171,8 @@ def _owners(specs: Mapping[str, TensorSpec], world: int, limit: int) -> dict[str
 
 def fill(
     group: Distributed,
-    decoded: Decoded,
+    found: Decoded,
+    tree: JSON,
     targets: Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]],
     keep: Callable[[TensorSpec], bool],
 ) -> TrainingState:
@@ -241,9 +180,10 @@ def fill(
 
     Args:
         group: all ranks.
-        decoded: by each of them. Its values are forgotten as they are moved, so that no rank has them twice.
+        found: what each of them has decoded. Its tensors are forgotten as they are moved, so that no rank has them twice.
+        tree: the checkpoint's plain data.
         targets: gives the tensors to be filled, with shards or whole, by name, for the specs of whole tensors.
-        keep: which decoded tensors stay in `decoded.values` all the same.
+        keep: which decoded tensors stay in `found.own_state` all the same.
 
     Returns:
         The state, in these tensors; plain data of this rank in the place of the first rank's where it is known. The entry
@@ -252,20 +192,20 @@ def fill(
     Raises:
         ShrinkpointError: a target does not fit; on every rank, and nothing is changed then.
     """
-    plan = decoded.plan
-    common = {name: spec for name, (spec, _) in decoded.owners.items()}
-    whole = whole_specs(common.values())
+    whole = whole_specs(spec for spec, _ in found.owners.values())
     into, own, pieces = group.on_every(lambda: _targets(whole, targets))
-    memory = Returns(sum(decoded.values[name].nbytes for name in decoded.own_state.specs))
+    values, specs = dict(found.own_state.tensors), dict(found.own_state.specs)
+    found.own_state, memory = TrainingState(None, values, specs), Returns(found.own_state.nbytes)
 
     def moved(name: str) -> None:
-        if not keep(decoded.owners[name][0]):
-            memory.after(decoded.values.pop(name).nbytes)
+        if not keep(specs[name]):
+            memory.after(values.pop(name).nbytes)
+            del specs[name]
 
-    shards = Shards(group, layout_of(group.gather(own)), pieces, decoded.owners)
-    spread(shards, decoded.owners, decoded.values, moved=moved)
-    tree, own = _own_tree(plan, decoded, group)
-    return TrainingState(tree, {**into, **own}, whole)
+    shards = Shards(group, layout_of(group.gather(own)), pieces, found.owners)
+    spread(shards, found.owners, values, moved=moved)
+    apart = {name: value.clone() for name, value in found.apart.items()}
+    return TrainingState(_own_tree(found.plan, tree, group), {**into, **apart}, whole)
 
 
 def _targets(
@@ -283,16 +223,13 @@ def _targets(
     return into, own, pieces
 
 
-def _own_tree(plan: ReadPlan, decoded: Decoded, group: Distributed) -> tuple[JSON, dict[str, torch.Tensor]]:
-    """The tree for this rank, with its own values where as many ranks wrote; its generators where it is one of them."""
+def _own_tree(plan: ReadPlan, tree: JSON, group: Distributed) -> JSON:
+    """Return the tree for this rank, with its own values where as many ranks wrote; its generators where it is one of them."""
     world = max(len(plan.own), 1)
-    tree: JSON = dict(plan.tree) if isinstance(plan.tree, dict) else plan.tree
     own = plan.own[group.rank] if group.rank < len(plan.own) else None
     if isinstance(own, dict) and world != group.size:
         own = {group: values for group, values in own.items() if group == "rng"}
-    names = _own_names(plan, group.rank) if own is not None else set()
-    tensors = {name: value.clone() for name, value in decoded.values.items() if name in names}
-    tree = merged_tree(tree, own)
+    tree = merged_tree(dict(tree) if isinstance(tree, dict) else tree, own)
     if isinstance(tree, dict):
         tree[RANKS_KEY] = {"stored": world, "here": group.size, "rank": group.rank}
-    return tree, tensors
+    return tree

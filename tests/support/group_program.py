@@ -9,8 +9,8 @@ import torch.distributed as dist
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.group import Distributed, world
 from shrinkpoint.group.mailbox import Mailbox
+from shrinkpoint.sharded.gathering import Shards, spread
 from shrinkpoint.sharded.layout import layout_of, tensors_of_rank
-from shrinkpoint.sharded.spreading import Shards, spread
 from shrinkpoint.state.training import TrainingState, plain
 
 

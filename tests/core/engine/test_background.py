@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.containers import identical
@@ -10,9 +12,9 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
+from shrinkpoint.engine.placement import Placement
 from shrinkpoint.engine.request import Job
 from shrinkpoint.errors import RunMismatchError, ShrinkpointWarning
-from shrinkpoint.group.group import Alone
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.store.run import RunStore
 
@@ -35,7 +37,7 @@ class Training:
     def start(self):
         """In a process that knows nothing yet."""
         self.chain = Chain(self.store, self.config)
-        self.background = Background(self.store, self.config, lambda: 0.0, self.chain)
+        self.background = Background(Placement(self.store, self.config), self.chain)
 
     def commit(self, **options):
         train(self.model, self.optimizer, [self.steps])
@@ -46,8 +48,8 @@ class Training:
 
     def adopt(self, manifest, decoded):
         self.background.adopt(
-            manifest, decoded.reference, decoded.state, group=Alone(), read=pytest.fail
-        )  # an exact save alone, of a training that adopts, reads another checkpoint
+            SimpleNamespace(manifest=manifest, reference=decoded.reference, own_state=decoded.state)
+        )
 
 
 def test_the_report_stands_in_the_manifest(objects):

@@ -128,7 +128,7 @@ def planned(
         guard: Any = Refusing(f"rank {rank} refuses" if rank == refuses else None)
         messages = Messages(kept, rank, world)
         ranks = Ranks(messages, config, bool, lambda number: [], lambda state: state)  # type: ignore[arg-type]
-        ranks.connect(messages)
+        ranks.connect(messages, "")
 
         def measure(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
             action(rank)

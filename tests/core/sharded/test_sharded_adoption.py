@@ -48,6 +48,8 @@ def test_resumed_training_is_the_undisturbed_one(played: tuple[Path, list[Any]])
         assert min(ratio for *_, ratio in reports[1:4]) > 3
     manifests = RunStore(str(folder / "run")).manifests()[::-1]
     assert [manifest.meta["adoption"]["count"] for manifest in manifests] == list(range(1, len(planned) + 1))
+    weights = [manifest.meta["save"]["sections"]["weight"] for manifest in manifests]
+    assert max(weights[1:4]) < 0.7 * weights[0]  # deltas build on what was adopted before
 
 
 def test_measured_saves_are_continued_bit_by_bit(tmp_path: Path) -> None:
