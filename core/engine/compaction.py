@@ -5,15 +5,15 @@ It is written and verified before anything old is removed, by the ordinary colle
 run holds the old checkpoint, or both.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
-from shrinkpoint.coding.decode import required
-from shrinkpoint.coding.encode import encode_state, standing_alone
+from shrinkpoint.coding.decode import EXPANSION, required, stands_alone
+from shrinkpoint.coding.encode import standing_alone
+from shrinkpoint.coding.grouping import groups_of, mapped, siblings_of
 from shrinkpoint.coding.selective import (
     Row,
     decode_batches,
@@ -24,9 +24,9 @@ from shrinkpoint.coding.selective import (
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Header
 from shrinkpoint.container.writer import write_container
+from shrinkpoint.engine.reporting import by_role
 from shrinkpoint.engine.retention import ANCHORS, WEIGHTS_ONLY, is_weights_only, lineage_of
 from shrinkpoint.errors import (
-    CannotRepresentError,
     ChainError,
     ConfigError,
     CorruptionError,
@@ -36,11 +36,6 @@ from shrinkpoint.errors import (
 )
 from shrinkpoint.schemes.base import (
     Context,
-    EncodedTensor,
-    Planes,
-    ReferenceState,
-    Staged,
-    TensorCodec,
 )
 from shrinkpoint.schemes.catalogue import codec_for_reading
 from shrinkpoint.schemes.exact import ExactCodec
@@ -176,10 +171,7 @@ def _meta(made: Remade, how: str) -> dict[str, Any]:
     meta = dict(source.meta)
     save = meta.get("save")
     if isinstance(save, dict):
-        sections: dict[str, int] = {}
-        for entry in entries:
-            role = entry.spec.tag.role.value
-            sections[role] = sections.get(role, 0) + entry.encoded.nbytes
+        sections = by_role([(entry.spec, entry.encoded.nbytes) for entry in entries])
         size, raw = len(made.container), sum(entry.spec.nbytes for entry in entries)
         reasons = unpack_reasons(made.checkpoint.exact, [entry.spec.name for entry in entries])
         exact = exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), reasons)
@@ -219,72 +211,46 @@ def rebase_checkpoint(
     Returns:
         The base, with the same tensor digests; and the tensors that had to be stored exactly to get there.
     """
-    coded = encode_state(
-        TrainingState(
-            header.tree,
-            {entry.spec.name: value for entry, _, value in rows},
-            {entry.spec.name: entry.spec for entry, _, _ in rows},
-        ),
-        _Again(header.scheme, rows),
-        step=header.step,
-        reference=None,
-        parent=None,
-        provenance=header.provenance,
-        threads=threads,
+    by_name = {row[0].spec.name: row for row in rows}
+
+    def again(group: Sequence[TensorSpec]) -> list[tuple[Entry, bool]]:
+        """Copy the stored bytes of one parameter's tensors, or rebase them by their codecs; those that need a predecessor become exact."""
+        values: dict[str, torch.Tensor] = {}
+        made: list[tuple[Entry, bool]] = []
+        for spec in group:
+            entry, now, value = by_name[spec.name]
+            context = Context(siblings=siblings_of(values, spec, group))
+            values[spec.name] = value
+            codec = codec_for_reading(entry.encoded.codec)
+            found = standing_alone(codec, entry.encoded, now, spec, context, entry.digest)
+            if found is None or (stands_alone(found[0]) and spec.nbytes > EXPANSION * found[0].nbytes):
+                encoded, _ = ExactCodec().stage(value, spec, context).emit()
+                made.append((Entry(spec, encoded, entry.digest), True))
+            else:
+                made.append((Entry(spec, found[0], entry.digest), False))
+        return made
+
+    groups = groups_of(entry.spec for entry, _, _ in rows)
+    made = [pair for pairs in mapped(again, groups, threads) for pair in pairs]
+    names = [entry.spec.name for entry, _ in made]
+    exactly = tuple(
+        name
+        for name, (_, exact) in zip(names, made, strict=True)
+        if exact and header.tensors[name].codec != ExactCodec.id
     )
-    exactly = tuple(name for name in coded.kept_exactly if header.tensors[name].codec != ExactCodec.id)
     reasons = unpack_reasons(header.exact, list(header.tensors))
     reasons |= {name: "refused:its codec needs a predecessor" for name in exactly if name not in reasons}
-    order = (entry.spec.name for entry in coded.checkpoint.entries)
-    return replace(coded.checkpoint, exact=pack_reasons(order, reasons)), exactly
-
-
-class _Again:
-    """The scheme that stores a checkpoint's tensors by their present codecs, without references."""
-
-    name: ClassVar[str] = "again"
-
-    def __init__(self, described: JSON, rows: Sequence[Row]) -> None:
-        self._described, self._rows = described, rows
-
-    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
-        """See `Scheme.codecs`."""
-        return {entry.spec.name: partial(_AgainCodec, entry, now) for entry, now, _ in self._rows}
-
-    def describe(self) -> JSON:
-        """See `Scheme.describe`: the checkpoint's own."""
-        return self._described
-
-
-class _AgainCodec:
-    """Copies one tensor's stored bytes, or rebases them by its codec."""
-
-    id: ClassVar[str] = "again"
-    needs: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, entry: Entry, reference: ReferenceState) -> None:
-        self._entry, self._reference = entry, reference
-        self._codec = codec_for_reading(entry.encoded.codec)
-
-    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
-        """See `TensorCodec.stage`; refuses what needs a predecessor."""
-        found = standing_alone(
-            self._codec, self._entry.encoded, self._reference, spec, context, self._entry.digest
-        )
-        if found is None:
-            raise CannotRepresentError(f"{spec.name}: codec {self._codec.id!r} needs a predecessor")
-        encoded, planes, value = found
-        return Staged(value, lambda: (encoded, planes))
-
-    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
-        """See `TensorCodec.decode`."""
-        return self._codec.decode(encoded, spec, context)
-
-    def reconstruct(
-        self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
-    ) -> torch.Tensor:
-        """See `TensorCodec.reconstruct`."""
-        return self._codec.reconstruct(encoded, planes, spec, context)
+    checkpoint = Checkpoint(
+        kind="base",
+        step=header.step,
+        tree=header.tree,
+        entries=tuple(entry for entry, _ in made),
+        scheme=header.scheme,
+        parent=None,
+        provenance=header.provenance,
+        exact=pack_reasons(names, reasons),
+    )
+    return checkpoint, exactly
 
 
 # ---- weights alone

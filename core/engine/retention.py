@@ -126,35 +126,30 @@ class Adopted:
         }
 
 
-def adopted_of(manifest: "Manifest") -> Adopted | None:
+def adopted_of(manifest: Manifest) -> Adopted | None:
     """What a checkpoint's manifest says; None where its training did not adopt, or the entry is malformed."""
-    entry, search = manifest.meta.get(ADOPTION), manifest.meta.get("search")
-    if not isinstance(entry, dict):
-        return None
-    planned, count, step = (entry.get(name) for name in ("planned", "count", "step"))
-    settings, stand_ins, since = (entry.get(name) for name in ("settings", "stand_ins", "since"))
-    right = (
-        type(planned) is bool
-        and type(count) is int
-        and count >= 0
-        and type(step) is int
-        and step >= 0
-        and (since is None or (type(since) is int and since >= 0))
-        and isinstance(settings, dict)
-        and isinstance(stand_ins, list)
-        and all(type(name) is str for name in stand_ins)
-    )
-    if not right:
-        return None
-    return Adopted(
-        planned=bool(planned),
-        count=count or 0,
-        step=step or 0,
-        search=search if isinstance(search, dict) else {},
-        settings=settings or {},
-        since=since,
-        stand_ins=frozenset(stand_ins or ()),
-    )
+    search = manifest.meta.get("search")
+    match manifest.meta.get(ADOPTION):
+        case {
+            "planned": bool(planned),
+            "count": int(count),
+            "step": int(step),
+            "settings": dict(settings),
+            "since": since,
+            "stand_ins": list(names),
+        } if all(
+            type(number) is int and number >= 0 for number in (count, step, 0 if since is None else since)
+        ) and all(type(name) is str for name in names):
+            return Adopted(
+                planned=planned,
+                count=count,
+                step=step,
+                search=search if isinstance(search, dict) else {},
+                settings=settings,
+                since=since,
+                stand_ins=frozenset(names),
+            )
+    return None
 
 
 _NEWEST = 3
