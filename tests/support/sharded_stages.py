@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shrinkpoint
 from shrinkpoint.errors import StoreError
+from shrinkpoint.sharded import gathering
 from shrinkpoint.sharded.exchange import ExchangePlan
 
 warm()
@@ -90,20 +91,18 @@ def without_memory(rank: int, world: int, url: str) -> dict[str, Any]:
     warnings.simplefilter("always")
     filled = Filled(rank, world)
     checkpointer = filled.checkpointer(url)
-    empty, buffers = torch.empty, ExchangePlan.buffers
+    empty, buffers = gathering.empty_tensor, ExchangePlan.buffers
 
-    def too_much(*size: Any, **options: Any) -> torch.Tensor:
-        if options.get("dtype") is torch.float32:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return empty(*size, **options)
+    def too_much(*given: Any) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     accepted = []
     for step in (1, 2, 3):
         filled.fill(step)
         if step == 2 and rank == world - 1:
-            torch.empty = too_much
+            gathering.empty_tensor = too_much
         accepted.append(checkpointer.save(step, wait=True) is not None)
-        torch.empty = empty
+        gathering.empty_tensor = empty
     if rank == world - 1:
         ExchangePlan.buffers = lambda self, device: fails(StoreError("too little memory"))  # type: ignore[method-assign]
     restored = told(checkpointer.resume)

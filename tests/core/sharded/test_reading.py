@@ -79,12 +79,12 @@ def test_ranks_read_less_than_twice_what_they_need(
     for rank in range(world):
         counted = Counted(monkeypatch)
         ranks: Any = SimpleNamespace(rank=rank, size=world)
-        decoded = restoring._decode(store, ranks, plan, 1, BLOCK_ELEMENTS)
+        decoded = restoring.decoded(store, ranks, plan, 1, BLOCK_ELEMENTS)
         monkeypatch.undo()
         print(f"rank {rank} of {world}: read {counted.fetched}, needed {counted.needed}")
         assert 0 < counted.needed <= counted.fetched <= 2 * counted.needed
         assert counted.whole == 0
-        found |= decoded.values
+        found |= decoded.own_state.tensors
     wanted = shrinkpoint.load(run)["model"]
     assert all(torch.equal(found[f"model/{name}"], tensor) for name, tensor in wanted.items())
 
@@ -152,9 +152,9 @@ def test_values_are_forgotten_as_they_are_moved(run: Path, monkeypatch: pytest.M
     )
     manifest = store.manifests()[0]
     plan = restoring.plan_of(manifest, [header_of(store, ref) for ref in manifest.chain])
-    true = restoring._decode(store, alone, plan, 1, BLOCK_ELEMENTS).values
-    decoded = restoring._decode(store, alone, plan, 1, BLOCK_ELEMENTS)
-    references = [weakref.ref(value) for value in decoded.values.values()]
+    true = restoring.decoded(store, alone, plan, 1, BLOCK_ELEMENTS).own_state.tensors
+    decoded = restoring.decoded(store, alone, plan, 1, BLOCK_ELEMENTS)
+    references = [weakref.ref(value) for value in decoded.own_state.tensors.values()]
     alive: list[int] = []
 
     def keep(spec: TensorSpec) -> bool:
@@ -164,9 +164,9 @@ def test_values_are_forgotten_as_they_are_moved(run: Path, monkeypatch: pytest.M
     def targets(specs: Mapping[str, TensorSpec]) -> Mapping[str, torch.Tensor]:
         return {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
 
-    state = restoring.fill(alone, decoded, targets, keep)
+    state = restoring.fill(alone, decoded, decoded.plan.tree, targets, keep)
     kept = {name for name, (spec, _) in decoded.owners.items() if spec.tag.role is Role.WEIGHT}
-    assert decoded.values.keys() == kept
+    assert decoded.own_state.tensors.keys() == kept
     assert alive[0] == len(true) == len(alive)
     assert alive == sorted(alive, reverse=True)
     assert alive[-1] <= len(kept) + 1
