@@ -54,7 +54,7 @@ test: .venv/ready  ## the fast suite (20 minutes on 2 cores)
 
 test-newest: .venv-newest/ready  ## on the newest torch, what asks something of it: frameworks, states, ranks, logs, loops; Composer's skip
 	.venv-newest/bin/shrinkpoint compile
-	.venv-newest/bin/pytest -n 2 --dist worksteal $(NOT_ON_NEWEST)
+	.venv-newest/bin/pytest -n 2 --dist worksteal $(NOT_ON_NEWEST) $(UNTIL)
 
 test-llmfoundry: .venv-llmfoundry/ready  ## stores and Composer beside the old fsspec and s3fs that llm-foundry pins
 	.venv-llmfoundry/bin/python .venv/bin/pytest -n 2 --dist worksteal $(LLMFOUNDRY_TESTS)
