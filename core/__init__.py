@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch training runs, 10-60 times smaller, saved without stopping training."""
+"""Checkpoints of PyTorch training runs, about 12 times smaller (1.4 to 61 times), saved without stopping training."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -873,6 +873,7 @@ def test_another_one_of_the_same_run_waits_for_the_save_under_way(tmp_path, give
     assert second.resume() == 2
     second.step(4)
     second.close()
+    assert "a later saver of this process" in first.reports()[0].reason
     assert [report.step for report in second.reports()] == [4]
 
 

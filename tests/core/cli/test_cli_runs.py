@@ -78,8 +78,10 @@ def test_ls_tells_what_the_saver_noted(folder: Path) -> None:
     assert newest["damage"] is None
     assert report["stored_bytes"] == sum(file.stat().st_size for file in (folder / "data").iterdir())
     text = run("ls", str(folder)).stdout
-    for word in ("seq", "delta", "val_loss", "5 checkpoints"):
+    for word in ("seq", "delta", "val_loss", "5 checkpoints", " on disk instead of "):
         assert word in text
+    highs = [checkpoint["cost_high"] or 0 for checkpoint in report["checkpoints"]]
+    assert text.count("a restore may raise the loss by at most") == (max(highs) > 0)
 
 
 def at_a_terminal(*arguments: str, columns: int = 80) -> list[str]:

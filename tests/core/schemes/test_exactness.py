@@ -345,6 +345,9 @@ def test_a_file_with_a_large_exact_share_says_so(tmp_path: Any) -> None:
     with pytest.warns(ShrinkpointWarning) as warned:
         shrinkpoint.save(state, tmp_path / "a.shrink", scheme="auto", describe=describe)
     assert [w for w in warned if "optimizer state 'sq'" in str(w.message)]
+    [unmeasured] = [str(w.message) for w in warned if "cannot be checked" in str(w.message)]
+    assert "A Checkpointer measures losses" in unmeasured  # `save` has no evaluate=
+    assert "evaluate=" not in unmeasured
 
 
 @pytest.mark.filterwarnings("error")
