@@ -313,8 +313,7 @@ class Checkpointer:
             if not self._began:
                 self._begin(step)
             self._objects.step = step
-            if self._last_step in (None, self._resumed_from):
-                self._run.rehearse()
+            self._run.rehearse()
             before = self._last_step if self._last_step is not None else step - 1
             self._last_step = step
             self._last_metrics = _kept(metrics)

@@ -73,6 +73,11 @@ class ByTensor(SGD):
         return super().state_dict() | {"seen": dict.fromkeys(self.param_groups[0]["params"], 1)}
 
 
+class Later(ByTensor):
+    def state_dict(self) -> Any:
+        return super().state_dict() if len(self.param_groups) > 1 else SGD.state_dict(self)
+
+
 class OneWay(SGD):
     def state_dict(self) -> Any:
         return {"mine": super().state_dict()}
@@ -100,6 +105,23 @@ def trained(url: Path, model: Net, optimizer: Any, steps: int, every: int, **mor
             optimizer.step()
             checkpointer.step(step + 1)
     return model
+
+
+def test_a_structure_that_changes_is_tried_again_at_the_next_step(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = Later(model.one.parameters(), 0.1)
+    checkpointer = shrinkpoint.Checkpointer(
+        str(tmp_path), model, optimizer, **grouped(every=NEVER, scheme="lossless")
+    )
+    checkpointer.resume()
+    for step in (1, 2):
+        model(INPUTS).square().mean().backward()
+        optimizer.step()
+        checkpointer.step(step)
+    optimizer.add_param_group({"params": model.two.parameters()})
+    with pytest.raises(CannotRepresentError, match="seen"):
+        checkpointer.step(3)
+    checkpointer.saver.close()
 
 
 @pytest.mark.parametrize("make", [Both, lookahead, schedule_free])
