@@ -591,7 +591,7 @@ class Saver:
     def newest(self) -> Manifest | None:
         """Return the newest checkpoint whose whole chain is sound, on every rank; None in an empty run.
 
-        A save that is under way is waited for. Damaged checkpoints are skipped with a warning that says what and why.
+        The unfinished save is waited for. Damaged checkpoints are skipped with a warning that says what and why.
 
         Raises:
             ChainError: there are checkpoints, and none of them is sound.
@@ -604,7 +604,7 @@ class Saver:
     def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
         """Read a checkpoint, verify its whole chain, and let the next save continue it.
 
-        A save that is under way is waited for, since it may be the one; not with ``adopt=False``.
+        The unfinished save is waited for, since it may be the one; not with ``adopt=False``.
 
         Args:
             which: a manifest, or a step; None is the newest sound checkpoint.
@@ -645,7 +645,7 @@ class Saver:
         return Restored(manifest, state)
 
     def _settle(self, call: str) -> None:
-        """Wait for the save that is under way before the run is read."""
+        """Wait for the unfinished save before the run is read."""
         if self._is_ready:
             self._join(call)
 

@@ -60,7 +60,7 @@ _STEPS_EACH = 1.2
 
 
 class AdoptingBackground(Background):
-    """The background of a training that goes on from what its planned saves restore to.
+    """Save in the background of a training that continues from what its planned saves restore to.
 
     Its search's time is counted in training steps, which a replay counts alike.
 
@@ -228,7 +228,7 @@ class AdoptingBackground(Background):
         return resumed
 
     def _become(self, job: Job, handover: Handover, staged: StagedState) -> Adopted:
-        """Become what a process is that has just restored this save; until it is stored, values stand in for its container."""
+        """Take the state of a process that has just restored this save; until it is stored, its values replace its container."""
         more = {"measured": job.measure is not None, "probed": job.resume is not None, **handover.settings}
         search = json.loads(json.dumps(self.planner.state_dict()))
         self.planner.load_state_dict(search)

@@ -64,7 +64,7 @@ class Choice:
 
     @property
     def advances(self) -> bool:
-        """Whether the next delta builds on it: not on an exact save of a training that adopts."""
+        """Return whether the next delta builds on it: not on an exact save of a training that adopts."""
         return self.last is None or self.staged is not None
 
 
@@ -74,7 +74,7 @@ class _FailedElsewhereError(StoreError):
 
 @dataclass(frozen=True)
 class _Coded:
-    """What is ready to be stored: a whole state, or this rank's part of one."""
+    """Hold a whole state, or this rank's part of one, that is ready to be stored."""
 
     choice: Choice
     encoded: EncodedState
@@ -142,7 +142,7 @@ class Background:
         """Return whether the next checkpoint of several ranks is to be a base, as far as this one decides it.
 
         Args:
-            planned: whether training goes on from it.
+            planned: whether training takes over the restored values.
         """
         return self._ranks is not None and self._chain is not None and self._chain.base_is_due
 

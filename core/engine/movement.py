@@ -75,7 +75,7 @@ class MovementTracker:
 
 
 def is_followed(spec: TensorSpec) -> bool:
-    """Whether a tensor's movement is measured: weights, master copies and averages of dtypes that are trained."""
+    """Return whether a tensor's movement is measured: weights, master copies and averages of dtypes that are trained."""
     return spec.tag.role in (*WEIGHTS, Role.AVERAGE) and spec.dtype in TRAINED and spec.numel > 0
 
 
