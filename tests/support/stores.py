@@ -157,23 +157,13 @@ class FakeSet(StripedObjects):
             each.before = value
 
     def fail_at(self, call: int) -> None:
-        """Let all operations of all stores fail, from the ``call``-th one of the first that is there."""
-        failing = [False]
-        remaining = [call]
+        """Let every store fail from its own ``call``-th operation on, the last of three one operation later.
 
-        def before(operation: str, key: str) -> None:
-            if failing[0]:
-                raise InjectedError(f"injected failure of {operation} {key}")
-
-        def first(operation: str, key: str) -> None:
-            remaining[0] -= 1
-            failing[0] |= remaining[0] < 0
-            before(operation, key)
-
+        Each counts its own, so that what fails does not depend on which thread came first.
+        """
         there = [each for store, each in enumerate(self.each) if store not in self.gone]
-        for each in there:
-            each.before = before
-        there[0].before = first
+        for place, each in enumerate(there):
+            each.fail_at(call + (place == 2))
 
     def lose(self, store: int) -> None:
         """Let a store refuse everything until it comes back."""
