@@ -41,8 +41,6 @@ M = TypeVar("M", bound=LightningModule)
 
 Mode = Literal["min", "max"]
 
-take_addresses()
-
 
 class CompressedCheckpoint(Checkpoint):
     """Saves a Lightning run's whole state, compressed, in the background, and continues the run after a crash.
@@ -110,7 +108,6 @@ class CompressedCheckpoint(Checkpoint):
         self.save_top_k = save_top_k
         """As given."""
         self._session = Session(settings)
-        answer_words(_runs_of)
 
     def __reduce__(self) -> Any:
         return reduced(self, CompressedCheckpoint)
@@ -291,3 +288,7 @@ def load_from_checkpoint(
 
 def _runs_of(trainer: Trainer) -> list[TrainingSession]:
     return [c._session.run for c in trainer.callbacks if isinstance(c, CompressedCheckpoint)]
+
+
+take_addresses()
+answer_words(_runs_of)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import wraps
 from io import BytesIO
 from pathlib import Path
@@ -90,6 +91,9 @@ class RunCheckpointIO(CheckpointIO):
         self._runs: dict[str, Read] = {}
         self._captured: Captured | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointIO:
+        return deepcopy(self.base, memo)  # a copied trainer saves to no run
+
     @classmethod
     def install(cls, strategy: Strategy) -> "RunCheckpointIO":
         """Put one in front of the strategy's plugin, or return the one that is there already."""
@@ -174,7 +178,12 @@ class RunCheckpointIO(CheckpointIO):
             address = self._address(checkpoint_path)
             if address is None:
                 return original(checkpoint_path, *args, **kwargs)
-            return (self._runs.get(address.url) or next(iter(self._runs.values())))(address)
+            read = self._runs.get(address.url) or next(iter(self._runs.values()), None)
+            if read is None:
+                raise ConfigError(
+                    f"{address} is read into a sharded model by CompressedCheckpoint: add it to the trainer's callbacks"
+                )
+            return read(address)
 
         return load_checkpoint
 
@@ -326,12 +335,11 @@ _NAMED = 8
 
 
 def answer_words(runs_of: Callable[[Trainer], list[TrainingSession]]) -> None:
-    """Make trainers resolve ``"last"`` and ``"best"`` through shrinkpoint's callbacks.
+    """Make trainers resolve ``"last"`` and ``"best"`` through shrinkpoint's callbacks, and read addresses without one.
 
     Lightning turns the words into a path before any hook of a callback, asks ``ModelCheckpoint`` alone for the last
     one, and continues with the present weights where it finds nothing: an evaluation of untrained weights. Only its
-    connector's method can change that; it is wrapped here, once per process. A trainer without shrinkpoint's callback,
-    and every other path, is not affected.
+    connector's method can change that; it is wrapped here, once per process. Every other path is not affected.
 
     Args:
         runs_of: the runs that a trainer's callbacks save to, in their order.
@@ -342,8 +350,15 @@ def answer_words(runs_of: Callable[[Trainer], list[TrainingSession]]) -> None:
 
     @wraps(original)
     def parse(self: Any, state_fn: TrainerFn, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
-        runs = runs_of(self.trainer) if ckpt_path in ("last", "best") else []
-        if not runs or self.trainer.fast_dev_run:
+        runs = runs_of(self.trainer)
+        if not runs and Address.parse(str(ckpt_path)) is not None:
+            RunCheckpointIO.install(self.trainer.strategy)
+            if state_fn == TrainerFn.FITTING:
+                rank_zero_warn(
+                    f"{ckpt_path} is continued without CompressedCheckpoint: the place in the data and random numbers are not"
+                    " restored, and nothing is saved to the run. Add the callback to the trainer"
+                )
+        if not runs or ckpt_path not in ("last", "best") or self.trainer.fast_dev_run:
             return original(self, state_fn, ckpt_path, *args, **kwargs)
         if ckpt_path == "best":
             known = getattr(self.trainer.checkpoint_callback, "best_model_path", "")

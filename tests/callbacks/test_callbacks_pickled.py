@@ -112,6 +112,27 @@ def test_a_trainer_uses_what_was_unpickled(tmp_path: Path) -> None:
     assert [manifest.step for manifest in RunStore(tmp_path / "run").manifests()] == [6, 4]
 
 
+def test_a_lightning_trainer_is_copied_while_it_trains(tmp_path: Path) -> None:
+    """As by a user's callback that copies all callbacks, of which progress bars refer to the trainer."""
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    copies: list[Trainer] = []
+
+    class Copying(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+            copies.append(copy.deepcopy(trainer))
+
+    callbacks = [made("lightning", tmp_path / "run"), Copying()]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(max_steps=2, limit_val_batches=0, callbacks=callbacks, accelerator="cpu", **quiet)
+    trainer.fit(BoringModel())
+    [copied] = copies
+    copied.save_checkpoint(tmp_path / "copy.ckpt")
+    assert copied.global_step == 2
+    assert [manifest.step for manifest in RunStore(tmp_path / "run").manifests()] == [2]
+
+
 @pytest.mark.slow
 def test_spawned_processes_train_and_continue(tmp_path: Path) -> None:
     program = tmp_path / "program.py"

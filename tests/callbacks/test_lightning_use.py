@@ -114,6 +114,21 @@ def test_other_trainers_are_left_alone(saving: Make, tmp_path: Path) -> None:
     assert identical(dict(module.state_dict()), trained.final()["weights"])
 
 
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_a_trainer_without_the_callback_reads_addresses(saving: Make, method: str) -> None:
+    fit(saving(), max_epochs=3)
+    module, _ = evaluated(method, f"{saving().dirpath}#step=16")
+    assert identical(dict(module.state_dict()), weights_at(saving(), 16))
+
+
+def test_a_fit_without_the_callback_says_what_is_not_restored(saving: Make) -> None:
+    fit(saving(), max_epochs=2)
+    trainer = pl.Trainer(max_epochs=3, enable_checkpointing=False, **QUIET)
+    with pytest.warns(UserWarning, match="continued without CompressedCheckpoint: the place in the data"):
+        trainer.fit(Tiny(), ckpt_path=f"{saving().dirpath}#newest")
+    assert (trainer.current_epoch, trainer.global_step) == (3, 24)
+
+
 def test_a_run_of_weights_alone_goes_on_with_a_fresh_optimizer(saving: Make) -> None:
     options: dict[str, Any] = {"keep_optimizer": 0, "every_n_epochs": None, "every_n_train_steps": 5}
     fit(saving(**options), Crash(7))
