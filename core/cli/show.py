@@ -1,6 +1,6 @@
 """``shrinkpoint show``: the contents of one checkpoint, from its header alone."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +33,7 @@ from shrinkpoint.cli.runs import (
     open_run,
     parse_storage_options,
 )
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.exactness import exact_parts, explained, unpack_reasons
 from shrinkpoint.store.connect import looks_like_file, naming, read_file
 
@@ -59,7 +60,9 @@ def show(
     seq: Seq = None,
     storage_options: StorageOptions = None,
     option: Pairs = None,
+    role: Annotated[str | None, typer.Option("--role", help="Only tensors of this role.")] = None,
     sort: Annotated[Order | None, typer.Option("--sort", help="The greatest of it first.")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="One row for each layer.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Show scalars, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -84,10 +87,16 @@ def show(
         size, shown = manifest.chain[-1].total, run.display
         noted = describe_manifest(manifest)
     report = _report(header, size) | {"url": shown, "checkpoint": noted}
+    if role is not None:
+        if role not in report["totals"]:
+            raise ConfigError(f"--role {role}: there is none; there are {', '.join(report['totals'])}")
+        report["tensors"] = [tensor for tensor in report["tensors"] if tensor["role"] == role]
     if sort is not None:
         report["tensors"].sort(key=lambda tensor: -(tensor[_SORTED[sort]] or 0.0))
     if as_json:
         print_json(report)
+    elif layers:
+        _print_layers(report["tensors"], sort)
     else:
         _print(report, everything=everything)
 
@@ -143,10 +152,14 @@ def facts_of(record: "Record", why: str | None = None) -> dict[str, Any]:
 
 def _total(records: Iterable["Record"]) -> dict[str, Any]:
     records = list(records)
-    elements, coded, raw = (
-        sum(numbers)
-        for numbers in zip(*((r.spec.numel, r.nbytes, r.spec.nbytes) for r in records), strict=True)
+    return _sums(
+        sum(record.spec.numel for record in records),
+        sum(record.nbytes for record in records),
+        sum(record.spec.nbytes for record in records),
     )
+
+
+def _sums(elements: int, coded: int, raw: int) -> dict[str, Any]:
     return {
         "elements": elements,
         "bytes": coded,
@@ -154,6 +167,22 @@ def _total(records: Iterable["Record"]) -> dict[str, Any]:
         "bits_per_element": 8 * coded / elements if elements else None,
         "ratio": raw / coded if coded else None,
     }
+
+
+def _print_layers(tensors: Sequence[Mapping[str, Any]], sort: Order | None) -> None:
+    parts: dict[str, list[Mapping[str, Any]]] = {}
+    for tensor in tensors:
+        layer = (tensor["parameter"] or "").rpartition(".")[0] or "(no layer)"
+        parts.setdefault(layer, []).append(tensor)
+    sums = {
+        layer: _sums(*(sum(tensor[name] for tensor in of) for name in ("elements", "bytes", "raw_bytes")))
+        for layer, of in parts.items()
+    }
+    if sort is not None:
+        sums = dict(sorted(sums.items(), key=lambda item: -(item[1][_SORTED[sort]] or 0.0)))
+    rows = [(layer, str(total["elements"]), *_sizes(total)) for layer, total in sums.items()]
+    columns = ("layer", "elements", "bytes", "bits/element", "ratio")
+    print_table(columns, rows, left=("layer",), optional=("elements",), crop="layer")
 
 
 def _print(report: Mapping[str, Any], *, everything: bool) -> None:

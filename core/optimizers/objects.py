@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.optimizers.updates import OptimizerKind, copied_group
@@ -73,10 +74,8 @@ def _objects(entry: Any) -> dict[str, tuple[str, Any]]:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return a tensor, or the tensors in dicts, on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return {key: moved(item, device) for key, item in value.items()} if type(value) is dict else value
+    """Return a value with its tensors, in containers too, on a device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _first_state(optimizer: Any, parameter: torch.Tensor) -> Mapping[str, Any]:

@@ -4,15 +4,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.optimizers.objects import moved
+from shrinkpoint.session.attributes import changed_attributes, left_out, parts_of, places_of, put_back
 from shrinkpoint.session.identity import identities
 from shrinkpoint.state.roles import unnamed
 from shrinkpoint.state.stateful import named_buffers, named_parameters, optimizers_in, plain_names
@@ -20,10 +19,8 @@ from shrinkpoint.state.stateful import named_buffers, named_parameters, optimize
 __all__ = ["Trained", "load_trained", "require_shapes"]
 
 _NAMED = 5
-_MOST_ELEMENTS = 1 << 20  # a longer tensor that an optimizer keeps is a buffer for its work
 _NOTED = {"merged_adapters", "active_adapter", "_active_adapter", "_disable_adapters"}
 _NOTED |= {"ipt", "exp_avg_ipt", "exp_avg_unc", "rank_pattern"}
-_FIRST: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # as optimizers were first seen
 _IN_ORDER = "Change or wrap the model first, then make its optimizer, then what saves both, and then resume"
 
 
@@ -51,7 +48,7 @@ class Trained:
             ConfigError: as `require_shapes`.
         """
         require_shapes(model)
-        _changed(optimizers)
+        changed_attributes(optimizers)
         self._buffers = [(part, _sizes(part)) for part in model.modules()]
         self._parameters = {name: _Seen.of(parameter) for name, parameter in named_parameters(model)}
         self._counts = []
@@ -92,10 +89,15 @@ class Trained:
                     f" {shapes}{', ...' if len(self.outside) > _NAMED else ''}: they are saved by their places in the optimizer. Buffers of the module"
                     " that has them, as BatchNorm's statistics, are not: make it a part of the model, or give it to Checkpointer by name"
                 )
+            if large := left_out(optimizers, state):
+                self._report(
+                    f"{_some(large)} has tensors of over a million elements, which are not saved. If the optimizer's steps depend on them, keep"
+                    " them in optimizer.state, or return them from its state_dict()"
+                )
         flags = _flags({"": model, **(others or {})}, self.outside)
         frozen = [name for name, (owner, flag) in flags.items() if not getattr(owner, flag)]
         adapters = {name: owner[key] for name, (owner, key) in _adapters(model).items()}
-        attributes = _changed(optimizers)
+        attributes = changed_attributes(optimizers)
         trained = {"frozen": frozen, "attributes": attributes, "adapters": adapters, **self.values()}
         return {"identities": self._identities, "trained": trained}
 
@@ -252,15 +254,8 @@ def load_trained(
             f"{url} holds a run whose optimizer trains {_some(lacking)}, outside the model, and here it has no such parameters. Build"
             " the optimizer that the run was made with, or give this run a URL of its own"
         )
-    _changed(optimizers)
     device = next(chain(model.parameters(), [torch.empty(0)])).device
-    for optimizer, kept in zip(_inner(optimizers), stored["attributes"], strict=False):
-        for name, value in kept.items():
-            here = vars(optimizer).get(name)
-            if isinstance(here, torch.Generator):
-                here.set_state(value.cpu())
-            else:
-                setattr(optimizer, name, moved(value, here.device if torch.is_tensor(here) else device))
+    put_back(optimizers, stored["attributes"], device)
     for name, (owner, key) in _adapters(model).items():
         if name in stored["adapters"]:
             owner[key] = moved(stored["adapters"][name], device)
@@ -312,8 +307,8 @@ def _outside(
                 continue
             seen.add(id(parameter))
             if places is None:
-                places = {place for tensor in _tensors(state()) for place in _parts(tensor)}
-            if not places.issuperset(_parts(parameter)):
+                places = places_of(state())
+            if not places.issuperset(parts_of(parameter)):
                 found[unnamed(index, number)] = parameter
     shards = [name for name, parameter in found.items() if type(parameter).__name__ == "DTensor"]
     if shards:
@@ -337,53 +332,8 @@ def _adapters(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     return found
 
 
-def _inner(optimizers: Sequence[Any]) -> list[Any]:
-    return [one for optimizer in optimizers for one in optimizers_in(optimizer)]
-
-
-def _changed(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
-    """The numbers, tensors and generators that optimizers keep as attributes, without numbers that are as they were first seen.
-
-    Flags and words are left out: they may stand for what a process has set up.
-    """
-    found = []
-    for optimizer in _inner(optimizers):
-        own = {name: _plain(value) for name, value in vars(optimizer).items()}
-        numbers = {name: value for name, value in own.items() if not torch.is_tensor(value)}
-        first = _FIRST.setdefault(optimizer, numbers)
-        same = {name for name, value in numbers.items() if value in (None, first.get(name))}
-        found.append({name: value for name, value in own.items() if name not in same})
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if type(value) is torch.Tensor and value.layout is torch.strided and value.numel() <= _MOST_ELEMENTS:
-        return value.detach()
-    return value if type(value) in (int, float) else None
-
-
 def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
-
-
-def _tensors(node: object) -> Iterator[torch.Tensor]:
-    if isinstance(node, torch.Tensor):
-        yield node
-    elif isinstance(node, Mapping):
-        yield from chain.from_iterable(map(_tensors, node.values()))
-    elif isinstance(node, (list, tuple)):
-        yield from chain.from_iterable(map(_tensors, node))
-
-
-def _parts(tensor: Any) -> Iterator[object]:
-    """Yield where a tensor's elements are: that of ties and views of all of it is the same."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
-    elif tensor.numel():
-        yield tensor.device, tensor.data_ptr(), tensor.numel()
 
 
 def _some(names: Sequence[str]) -> str:

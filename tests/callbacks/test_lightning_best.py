@@ -253,6 +253,22 @@ def test_what_model_checkpoint_ranks_is_ranked_alike(
             assert step_of(theirs.best_model_path) == best or theirs.best_model_score != ours.best_model_score
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("top", [1, 2, 3])
+def test_what_model_checkpoint_removes_is_removed(top: int, mode: str, tmp_path: Path) -> None:
+    """Beside the newest, which always stays; of metrics that are NaN none is ranked."""
+    nan = float("nan")
+    module = Scripted({4: nan, 8: 7.0, 12: 0.5, 16: 2.5, 20: nan, 24: 1.1, 28: 0.4, 32: 7.0, 36: 3.0})
+    rule: Any = {"monitor": "val_loss", "mode": mode, "save_top_k": top}
+    theirs = ModelCheckpoint(tmp_path / "theirs", "{step}", **rule)
+    ours = saving(tmp_path / "ours", keep_last=1, **rule)
+    fit(module, theirs, ours, max_epochs=9)
+    best = sorted(map(step_of, theirs.best_k_models))
+    assert sorted(map(step_of, ours.best_k_models)) == best
+    assert kept(tmp_path / "ours") == sorted({*best, 36})
+    assert step_of(ours.best_model_path) == step_of(theirs.best_model_path)
+
+
 def test_what_the_hook_at_an_epochs_end_changes_is_stored(tmp_path: Path) -> None:
     callback = saving(tmp_path / "run", every_n_epochs=1)
     fit(Scripted({}), callback, max_epochs=2)

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
@@ -88,16 +89,25 @@ class Counting(torch.optim.Optimizer):
         super().__init__(params, {"lr": 1e-2})
         self.steps, self.mean, self.late = 0, torch.zeros(()), None
         self.generator = torch.Generator().manual_seed(torch.initial_seed())
+        self.numpy = np.random.default_rng(torch.initial_seed())
+        self.legacy = np.random.RandomState(torch.initial_seed())
+        self.python = random.Random(torch.initial_seed())
+        self.norms, self.by_shape, self.past = deque(maxlen=4), {"(16,)": [0, None, True]}, []
 
     @torch.no_grad()
     def step(self, closure=None):
         self.steps += 1
         self.late = torch.ones(2) if self.late is None else self.late + 1
+        drawn = self.numpy.random() + self.legacy.random() + self.python.gauss(0, 1)
         for group in self.param_groups:
             for parameter in group["params"]:
                 noise = torch.randn(parameter.shape, generator=self.generator)
                 self.mean = 0.9 * self.mean + parameter.grad.mean()
-                factor = self.steps + self.mean + self.late[0]
+                self.norms.append(parameter.grad.norm().item())
+                self.past.append(parameter.grad.mean())
+                self.by_shape.setdefault(str(tuple(parameter.shape)), [0, None, False])[0] += 1
+                counted = sum(count for count, _, early in self.by_shape.values() if early)
+                factor = self.steps + self.mean + self.late[0] + drawn + sum(self.norms) + sum(self.past) + counted
                 parameter.sub_(group["lr"] * factor * (parameter.grad + noise))
 
 
@@ -118,6 +128,25 @@ def test_what_an_optimizer_keeps_on_itself_goes_on(tmp_path, saved):
     train(tmp_path, *built(Counting, 1), until=3)
     train(tmp_path, *built(Counting, 2), until=saved)
     assert all(map(torch.equal, train(tmp_path, *built(Counting, 3), until=9), undisturbed))
+
+
+class Flat(torch.optim.SGD):
+    """Keeps a view of a weight, and a large tensor that no state has."""
+
+    def __init__(self, params):
+        super().__init__(params, 1e-2)
+        self.view, self.shadow = self.param_groups[0]["params"][0].data.view(-1), [torch.zeros(1 << 21)]
+
+
+def test_a_large_tensor_that_an_optimizer_keeps_on_itself_is_told(tmp_path):
+    model = nn.Linear(1 << 10, 1 << 11)
+    optimizer = Flat(model.parameters())
+    with pytest.warns(shrinkpoint.ShrinkpointWarning, match=r"Flat\.shadow has tensors of over a million") as told:
+        with shrinkpoint.Checkpointer(tmp_path, model, optimizer, scheme="lossless") as checkpointer:
+            model(torch.ones(1 << 10)).sum().backward()
+            optimizer.step()
+            checkpointer.save(1, wait=True)
+    assert not any("Flat.view" in str(each.message) for each in told)
 
 
 def test_sparse_moments_go_on(tmp_path):

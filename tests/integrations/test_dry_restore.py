@@ -1,13 +1,16 @@
 """What could not be continued is refused after the first step, long before a save is due."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.options import grouped
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader
 
@@ -124,7 +127,19 @@ def test_a_structure_that_changes_is_tried_again_at_the_next_step(tmp_path: Path
     checkpointer.saver.close()
 
 
-@pytest.mark.parametrize("make", [Both, lookahead, schedule_free])
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def zero(model: Net) -> Any:
+    return ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.01)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("make", [Both, lookahead, schedule_free, zero])
 def test_optimizers_of_other_forms_are_continued(tmp_path: Path, make: Any) -> None:
     for url, steps in (("run", 3), ("run", 6), ("whole", 6)):
         model = Net()

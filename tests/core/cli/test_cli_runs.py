@@ -113,9 +113,13 @@ def test_every_row_is_one_line_of_80_columns(folder: Path, command: str) -> None
     assert any(("checkpoints in" if command == "ls" else "scalars") in line for line in lines[count:])
 
 
-def test_show_sorts_and_sums_up(folder: Path) -> None:
-    tensors = run_json("show", str(folder), "--sort", "bytes")["tensors"]
-    assert [t["bytes"] for t in tensors] == sorted((t["bytes"] for t in tensors), reverse=True)
+def test_show_sorts_filters_and_sums_up(folder: Path) -> None:
+    weights = run_json("show", str(folder), "--role", "weight", "--sort", "bytes")["tensors"]
+    assert {tensor["role"] for tensor in weights} == {"weight"}
+    assert [t["bytes"] for t in weights] == sorted((t["bytes"] for t in weights), reverse=True)
+    assert "there are" in run("show", str(folder), "--role", "wieght", code=2).stderr
+    layers = run("show", str(folder), "--layers").stdout.splitlines()
+    assert [line.split()[0] for line in layers[1:3]] == ["embedding", "norm"]
     everything = run_json("show", str(folder))["tensors"]
     scalars = [tensor["name"] for tensor in everything if tensor["elements"] == 1]
     assert scalars

@@ -1,0 +1,147 @@
+"""What optimizers keep as attributes of their own, beside their ``state`` and ``param_groups``: counters, tensors, generators, lists."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from shrinkpoint.optimizers.objects import moved
+from shrinkpoint.state.stateful import optimizers_in
+
+__all__ = ["changed_attributes", "left_out", "parts_of", "places_of", "put_back"]
+
+_MOST_ELEMENTS, _MOST_ITEMS, _DEPTH = 1 << 20, 10_000, 5  # larger and deeper ones are not saved
+_OWN, _NOT_PLAIN = {"param_groups", "state", "defaults"}, object()
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_FIRST: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # as optimizers were first seen
+
+
+def changed_attributes(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return numbers, tensors, generators and containers of them that are attributes, without numbers that are as first seen.
+
+    Flags and words are left out: they may stand for what a process has set up.
+
+    Args:
+        optimizers: without wrappers.
+
+    Returns:
+        For each optimizer, and each inside it, the values by name, as `put_back` takes them.
+    """
+    found = []
+    for optimizer in _inner(optimizers):
+        own = {name: value for name, value in vars(optimizer).items() if name not in _OWN}
+        kept = {name: plain for name, value in own.items() if (plain := _plain(value)) is not _NOT_PLAIN}
+        numbers = {name: value for name, value in kept.items() if not _changes(own[name])}
+        first = _FIRST.setdefault(optimizer, numbers)
+        same = {name for name, value in numbers.items() if value == first.get(name, _NOT_PLAIN)}
+        found.append({name: value for name, value in kept.items() if name not in same})
+    return found
+
+
+def put_back(optimizers: Sequence[Any], stored: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    """Give optimizers the attributes from `changed_attributes`; lists, dicts and generators stay the objects that they are."""
+    changed_attributes(optimizers)
+    for optimizer, values in zip(_inner(optimizers), stored, strict=False):
+        for name, value in values.items():
+            _put_back(optimizer, name, value, device)
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return what a checkpoint holds of an attribute, without references to lists and dicts of it; else `_NOT_PLAIN`."""
+    kind = type(value)
+    if kind in (int, float) or (depth and kind in (bool, str, type(None))):
+        return value
+    if isinstance(value, (np.integer, np.floating)):
+        return value.item()
+    if kind is torch.Tensor and value.layout is torch.strided and value.numel() <= _MOST_ELEMENTS:
+        return value.detach()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if kind is np.random.Generator:
+        return value.bit_generator.state
+    if kind is np.random.RandomState:
+        return value.get_state(legacy=False)
+    if kind is random.Random:
+        return list(value.getstate())
+    if kind not in (list, tuple, deque, dict) or len(value) > _MOST_ITEMS or depth > _DEPTH:
+        return _NOT_PLAIN
+    items = [_plain(item, depth + 1) for item in (value.values() if kind is dict else value)]
+    keys = list(value) if kind is dict else []
+    if any(item is _NOT_PLAIN for item in items) or not {type(key) for key in keys} <= {str, int}:
+        return _NOT_PLAIN
+    return dict(zip(keys, items, strict=True)) if kind is dict else tuple(items) if kind is tuple else items
+
+
+def _put_back(optimizer: Any, name: str, value: Any, device: torch.device) -> None:
+    here = vars(optimizer).get(name)
+    if isinstance(here, torch.Generator):
+        here.set_state(value.cpu())
+    elif isinstance(here, np.random.Generator):
+        here.bit_generator.state = value
+    elif isinstance(here, np.random.RandomState):
+        here.set_state(value)
+    elif isinstance(here, random.Random):
+        version, words, gauss = value
+        here.setstate((version, tuple(words), gauss))
+    elif isinstance(here, (list, deque)) and isinstance(value, list):
+        here.clear()
+        here.extend(moved(value, device))
+    elif isinstance(here, dict) and isinstance(value, dict):
+        here.clear()
+        here.update(moved(value, device))
+    else:
+        setattr(optimizer, name, moved(value, here.device if torch.is_tensor(here) else device))
+
+
+def left_out(optimizers: Sequence[Any], state: Callable[[], object]) -> list[str]:
+    """Name the attributes whose tensors are too large to be stored, and are no views of what a state has."""
+    large = {
+        f"{type(optimizer).__name__}.{name}": tensors
+        for optimizer in _inner(optimizers)
+        for name, value in vars(optimizer).items()
+        if name not in _OWN and (tensors := [t for t in tree_leaves(value) if _is_large(t)])
+    }
+    places = places_of(state()) if large else set()
+    return [
+        name
+        for name, tensors in large.items()
+        if not all(places.issuperset(parts_of(tensor)) for tensor in tensors)
+    ]
+
+
+def places_of(state: object) -> set[object]:
+    """Return where the elements of all tensors in a state are, by `parts_of`."""
+    if isinstance(state, torch.Tensor):
+        return set(parts_of(state))
+    nodes = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    return set().union(*map(places_of, nodes))
+
+
+def parts_of(tensor: Any) -> Iterator[object]:
+    """Yield where a tensor's elements are: that of ties and views of all of it is the same."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(tensor, name))
+    elif tensor.numel():
+        yield tensor.device, tensor.data_ptr(), tensor.numel()
+
+
+def _is_large(value: object) -> bool:
+    return (
+        type(value) is torch.Tensor and value.layout is torch.strided and value.numel() > _MOST_ELEMENTS
+    )
+
+
+def _changes(value: object) -> bool:
+    """Return whether a value is always stored: with tensors in it, which are not compared, or a generator."""
+    return any(isinstance(leaf, (torch.Tensor, *_GENERATORS)) for leaf in tree_leaves(value))
+
+
+def _inner(optimizers: Sequence[Any]) -> list[Any]:
+    return [one for optimizer in optimizers for one in optimizers_in(optimizer)]
