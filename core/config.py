@@ -111,8 +111,8 @@ class Advanced:
     """Names of signals that mean the same as a SIGTERM, such as ``["SIGUSR2"]``. Set it where the cluster warns by another signal."""
     deadline_s: float | None = None
     """Seconds that a save at a signal may take. Set it to the time between the cluster's warning and the end, less what comes first: the
-    rest of the step, its evaluation, and a save under way. What would take longer is saved with the settings of planned saves, or the
-    weights alone, with a warning."""
+    rest of the step, its evaluation, and a save under way. What would take longer is saved as raw bytes, with the settings of planned
+    saves, or the weights alone, with a warning."""
     threads: int | None = None
     """Threads that encode and decode; None takes half of the processors. Lower it where the training needs them."""
     scratch_folder: str | os.PathLike[str] | None = None

@@ -25,7 +25,7 @@ from shrinkpoint.engine.movement import is_followed
 from shrinkpoint.engine.placement import Found, NoMemoryError, Placed, Placement
 from shrinkpoint.engine.request import Job, SaveRequest, plain_step, plain_timeout
 from shrinkpoint.engine.retention import adopted_of, is_finite, is_weights_only, not_finite_text
-from shrinkpoint.engine.under_way import Deadline, SaveUnderWay, WaitingShare
+from shrinkpoint.engine.under_way import Deadline, SaveUnderWay, WaitingShare, Way
 from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError, SaveFailedError
 from shrinkpoint.group.ending import Ending
@@ -306,7 +306,7 @@ class Saver:
         waited_s = time.perf_counter() - started
         self._newest = None  # a later `restore` finds this checkpoint, or a newer one
         live, error = _attempt(lambda: self._captured(asked.state, asked.describe))
-        exact, alone = self._way(live, exact=asked.exact)
+        exact, raw, alone = self._way(live, exact=asked.exact)
         weights_only = alone or self.config.weights_only
         placed, second = _attempt(lambda: self._placed(live, weights_only=weights_only))
         # after a restore of weights alone, a fresh optimizer makes the steps
@@ -343,6 +343,7 @@ class Saver:
             gradients=placed.gradients(asked.gradients or {}),
             optimizers=() if weights_only else tuple(OptimizerKind.of(one) for one in asked.optimizers),
             exact=exact,
+            raw=raw,
             weights_only=weights_only,
             blocked_s=time.perf_counter() - started - (waited_s if handover is not None else 0.0),
             handover=handover,
@@ -393,11 +394,11 @@ class Saver:
             and (request.adoption is not None or not self.config.adopt)
         )
 
-    def _way(self, live: TrainingState | None, *, exact: bool) -> tuple[bool, bool]:
-        """Return whether to save bit-exactly, and whether the weights alone; of several ranks as the first one decides."""
+    def _way(self, live: TrainingState | None, *, exact: bool) -> Way:
+        """Return how to save; of several ranks as the first one decides."""
+        own = Way(exact)
         if self.config.deadline_s is None:
-            return exact, False
-        own = exact, False
+            return own
         if live is not None and self._group.is_first:
             own = self._deadline.choose(live, self.reports(), exact=exact)
         return self._group.broadcast(own)

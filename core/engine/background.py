@@ -34,6 +34,7 @@ from shrinkpoint.quality.planner import Planner
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.memory import LARGE, give_back
 from shrinkpoint.schemes.base import Movement, ReferenceState, SaveContext
+from shrinkpoint.schemes.exact import Lossless
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.scratch import PlanesLostError, Scratch, put_arrays
 from shrinkpoint.state.training import OwnState, TrainingState
@@ -393,7 +394,7 @@ class Background:
             started = time.perf_counter()
         encoded = encode_state(
             TrainingState(values.tree, {**values.tensors, **own.tensors}, {**values.specs, **own.specs}),
-            plan.scheme,
+            Lossless(raw=True) if job.raw else plan.scheme,
             step=job.step,
             reference=link.reference if link else None,
             parent=link.digest if link else None,

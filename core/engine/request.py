@@ -188,6 +188,8 @@ class Job:
     gradients: Mapping[str, torch.Tensor] | None = None
     optimizers: Sequence[OptimizerKind] = ()
     exact: bool = False
+    raw: bool = False
+    """Whether there is no time to code what is stored exactly."""
     weights_only: bool = False
     blocked_s: float = 0.0
     handover: Handover | None = None

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
+from typing import NamedTuple
 
 import torch
 
@@ -16,13 +17,22 @@ from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.objects import CredentialsError
 from shrinkpoint.warn import warn
 
-__all__ = ["Deadline", "Failures", "SaveUnderWay", "WaitingShare"]
+__all__ = ["Deadline", "Failures", "SaveUnderWay", "WaitingShare", "Way"]
 
-_EXACTLY, _LOSSILY, _WEIGHTS = (
+_EXACTLY, _RAW, _LOSSILY, _WEIGHTS = (
     "bit-exactly",
+    "as raw bytes",
     "with the settings of planned saves",
     "without the optimizer's state",
 )
+
+
+class Way(NamedTuple):
+    """How a state is saved: bit-exactly or as planned, uncoded where it is exact, the weights alone."""
+
+    exact: bool
+    raw: bool = False
+    weights_only: bool = False
 
 
 class Deadline:
@@ -35,21 +45,16 @@ class Deadline:
     def __init__(self, seconds: float | None) -> None:
         self._seconds, self._warned = seconds, False
 
-    def choose(
-        self, state: TrainingState, reports: Sequence[SaveReport], *, exact: bool
-    ) -> tuple[bool, bool]:
+    def choose(self, state: TrainingState, reports: Sequence[SaveReport], *, exact: bool) -> Way:
         """Return how to save now; warns beforehand where no way would fit.
 
         Args:
             state: to be saved.
             reports: of this run's saves so far.
             exact: whether a bit-exact save is asked for, as at a signal.
-
-        Returns:
-            Whether to save bit-exactly, and whether the weights alone.
         """
         if self._seconds is None or not reports:
-            return exact, False
+            return Way(exact)
         needed = _needed(state, reports)
         fitting = [way for way, seconds in needed.items() if seconds <= self._seconds]
         fastest = min(needed, key=lambda way: needed[way])
@@ -64,17 +69,18 @@ class Deadline:
             warn(
                 f"deadline_s={self._seconds:g}: {_EXACTLY} would take {needed[_EXACTLY]:.3g} s; this save is made {way}"
             )
-        return exact and way != _LOSSILY, exact and way == _WEIGHTS
+        uncoded = way == _RAW or (way == _WEIGHTS and needed[_RAW] < needed[_EXACTLY])
+        return Way(exact and way != _LOSSILY, exact and uncoded, exact and way == _WEIGHTS)
 
 
 def _needed(state: TrainingState, reports: Sequence[SaveReport]) -> dict[str, float]:
     last = {report.measured == "exact": report.encode_s + report.write_s for report in reports}
     newest = reports[-1]
-    raw_s = newest.encode_s + newest.raw_bytes * newest.write_s / max(newest.bytes, 1)
-    exactly = last.get(True, raw_s)
+    raw = newest.raw_bytes * newest.write_s / max(newest.bytes, 1)
+    exactly = last.get(True, newest.encode_s + raw)
     share = _bytes(without_optimizer(state).tensors) / max(_bytes(state.tensors), 1)
     lossily = {_LOSSILY: last[False]} if False in last else {}
-    return {_EXACTLY: exactly, **lossily, _WEIGHTS: share * exactly}
+    return {_EXACTLY: exactly, _RAW: raw, **lossily, _WEIGHTS: share * min(raw, exactly)}
 
 
 def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -48,17 +48,19 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def encode_numbers(numbers: Unsigned) -> bytes:
+def encode_numbers(numbers: Unsigned, *, raw: bool = False) -> bytes:
     """Code numbers exactly.
 
     Args:
         numbers: of any shape, unsigned and of 1, 2, 4 or 8 bytes: bit patterns.
+        raw: store them as they are, in the time of a copy.
 
     Returns:
         The payload; its length, the dtype and how many numbers there are is the caller's to store.
     """
     flat = np.ascontiguousarray(numbers).reshape(-1)
-    coded = map_in_threads(_encode, [flat[part] for part in parts_of(flat.size, _CHUNK)])
+    encode = _plain if raw else _encode
+    coded = map_in_threads(encode, [flat[part] for part in parts_of(flat.size, _CHUNK)])
     head = bytearray()
     for method, chunk in coded:
         head.append(method)
@@ -98,9 +100,17 @@ def decode_numbers(payload: Payload, size: int, dtype: npt.DTypeLike) -> Unsigne
     return out
 
 
+def _little(numbers: Unsigned) -> Unsigned:
+    return numbers.astype(numbers.dtype.newbyteorder("<"), copy=False)
+
+
+def _plain(numbers: Unsigned) -> tuple[int, bytes]:
+    return _RAW, to_bytes(_little(numbers))
+
+
 def _encode(numbers: Unsigned) -> tuple[int, bytes]:
     """Return the shortest coding and its method."""
-    plain = numbers.astype(numbers.dtype.newbyteorder("<"), copy=False)
+    plain = _little(numbers)
     config = ChunkConfig(
         compression_level=_LEVEL,
         mode_spec=ModeSpec.classic(),

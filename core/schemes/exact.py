@@ -36,10 +36,15 @@ _PER_OCTAVE = 1 << 12
 
 @dataclass(frozen=True, kw_only=True)
 class ExactCodec:
-    """Stores a tensor's bytes losslessly, whatever its dtype; non-finite values included."""
+    """Stores a tensor's bytes losslessly, whatever its dtype; non-finite values included.
+
+    Attributes:
+        raw: as they are, where a save has no time for more.
+    """
 
     id: ClassVar[str] = "exact"
     needs: ClassVar[tuple[str, ...]] = ()
+    raw: bool = False
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `TensorCodec.stage`; accepts every tensor."""
@@ -52,7 +57,9 @@ class ExactCodec:
             delta, scale = self._choose(bits, previous, spec.dtype, _known(context.reference, bits.size))
             stored = delta_bits(bits, _scaled(previous, scale), _floating(spec.dtype)) if delta else bits
             params: dict[str, JSON] = {} if scale is None else {"scale": scale}
-            return EncodedTensor(self.id, params, {"bits": encode_numbers(stored)}, delta), {"bits": bits}
+            return EncodedTensor(self.id, params, {"bits": encode_numbers(stored, raw=self.raw)}, delta), {
+                "bits": bits
+            }
 
         return Staged(_tensor(bits, spec, context), emit)
 
@@ -61,7 +68,7 @@ class ExactCodec:
     ) -> tuple[bool, float | None]:
         """Whether the difference codes shorter, and to what multiple of the previous tensor, by a sample from the middle of the
         `known` elements. New elements take about as much either way."""
-        if previous is None:
+        if previous is None or self.raw:
             return False, None
         if bits.size < _LEAST:
             return np.array_equal(bits, previous), None
@@ -108,13 +115,17 @@ class Lossless:
     """Stores every tensor bit-exactly by `ExactCodec`; the fallback when no lossy configuration keeps the bound.
 
     Follows FastCheck (Engineering ITEE 27(2):250034) in its differences of weights to the previous checkpoint; the coder is pcodec's.
+
+    Args:
+        raw: store bytes as they are.
     """
 
     name: ClassVar[str] = "lossless"
+    raw: bool = False
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
-        """None: what no codec takes is stored exactly."""
-        return {}
+        """Return none, since what no codec takes is stored exactly; for raw bytes the codec of each tensor."""
+        return dict.fromkeys(state.specs, lambda: ExactCodec(raw=True)) if self.raw else {}
 
     def describe(self) -> JSON:
         """See `Scheme.describe`."""

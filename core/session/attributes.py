@@ -1,4 +1,4 @@
-"""What optimizers keep as attributes of their own, beside their ``state`` and ``param_groups``: counters, tensors, generators, lists."""
+"""Attributes of optimizers that are neither in their ``state`` nor in ``param_groups``: counters, tensors, generators, lists."""
 
 import random
 from collections import deque
@@ -119,7 +119,9 @@ def places_of(state: object) -> set[object]:
     """Return where the elements of all tensors in a state are, by `parts_of`."""
     if isinstance(state, torch.Tensor):
         return set(parts_of(state))
-    nodes = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    nodes = (
+        state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    )
     return set().union(*map(places_of, nodes))
 
 
@@ -133,9 +135,7 @@ def parts_of(tensor: Any) -> Iterator[object]:
 
 
 def _is_large(value: object) -> bool:
-    return (
-        type(value) is torch.Tensor and value.layout is torch.strided and value.numel() > _MOST_ELEMENTS
-    )
+    return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() > _MOST_ELEMENTS
 
 
 def _changes(value: object) -> bool:

@@ -14,7 +14,7 @@ from shrinkpoint.optimizers.objects import moved
 from shrinkpoint.session.attributes import changed_attributes, left_out, parts_of, places_of, put_back
 from shrinkpoint.session.identity import identities
 from shrinkpoint.state.roles import unnamed
-from shrinkpoint.state.stateful import named_buffers, named_parameters, optimizers_in, plain_names
+from shrinkpoint.state.stateful import named_buffers, named_parameters, plain_names
 
 __all__ = ["Trained", "load_trained", "require_shapes"]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import fsspec
+import pcodec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
@@ -51,11 +52,16 @@ def _checkpointer(**options: Any) -> Any:
     given = {"every": 1, "evaluate": lambda: float(model(inputs).square().mean())}
     made = shrinkpoint.Checkpointer("slow://bucket/run", model, optimizer, **grouped(**{**given, **options}))
     made.train = train
+    made.values = lambda: [
+        model.weight,
+        model.bias,
+        *(value for p in model.parameters() for value in optimizer.state[p].values()),
+    ]
     return made
 
 
 def _at_a_signal(**options: Any) -> Any:
-    """The manifest and the report of a save at a signal, after a planned one."""
+    """The reports of a planned save and of one at a signal, the latter's manifest, and what was saved."""
     checkpointer = _checkpointer(**options)
     checkpointer.resume()
     checkpointer.step(1)
@@ -66,7 +72,7 @@ def _at_a_signal(**options: Any) -> Any:
         checkpointer.step(2)
     first, last = checkpointer.reports()
     assert (first.step, last.step) == (1, 2)
-    return first, last, checkpointer.saver.store.manifests()[0]
+    return first, last, checkpointer.saver.store.manifests()[0], checkpointer.values()
 
 
 # 64 * 256 weights and biases in fp32 and two moments of each: 200 kB, of which 67 kB are weights.
@@ -81,14 +87,14 @@ WAYS: dict[str, tuple[float | None, Callable[[Any, Any], bool]]] = {
 @pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
 def test_the_most_exact_way_that_fits_is_taken(way: str) -> None:
     deadline_s, right = WAYS[way]
-    first, last, manifest = _at_a_signal(deadline_s=deadline_s)
+    first, last, manifest, _ = _at_a_signal(deadline_s=deadline_s)
     assert first.measured != "exact"
     assert right(last, manifest.meta)
 
 
 def test_where_nothing_fits_it_is_said_beforehand_and_the_weights_alone_are_saved() -> None:
     with pytest.warns(ShrinkpointWarning) as caught:
-        _, last, manifest = _at_a_signal(scheme="lossless", deadline_s=1.0)
+        _, last, manifest, _ = _at_a_signal(scheme="lossless", deadline_s=1.0)
     said = [str(warning.message) for warning in caught]
     assert any("will not fit into deadline_s=1" in line for line in said)
     assert any("is made without the optimizer's state" in line for line in said)
@@ -97,6 +103,25 @@ def test_where_nothing_fits_it_is_said_beforehand_and_the_weights_alone_are_save
     resumed = _checkpointer(scheme="lossless")
     with pytest.warns(ShrinkpointWarning, match="optimizer"):
         assert resumed.resume() == 2
+
+
+def test_raw_bytes_are_saved_where_coding_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store takes 200 seconds for the state's bytes, and coding another 100 or more."""
+    compress = pcodec.standalone.simple_compress
+
+    def slowly(*arguments: Any) -> Any:
+        Slow.now += 100
+        return compress(*arguments)
+
+    monkeypatch.setattr(pcodec.standalone, "simple_compress", slowly)
+    with pytest.warns(ShrinkpointWarning, match="this save is made as raw bytes"):
+        first, last, manifest, saved = _at_a_signal(scheme="lossless", deadline_s=250.0)
+    assert first.bytes < first.raw_bytes <= last.bytes < 1.1 * last.raw_bytes
+    assert last.measured == "exact"
+    assert not manifest.meta.get("weights_only")
+    resumed = _checkpointer(scheme="lossless")
+    assert resumed.resume() == 2
+    assert all(map(torch.equal, resumed.values(), saved))
 
 
 def test_what_is_no_time_is_refused() -> None:
