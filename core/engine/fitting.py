@@ -334,15 +334,20 @@ class DryRestore:
     def __init__(self) -> None:
         self._known: object = None
 
-    def knows(self, optimizers: Sequence[Any]) -> bool:
-        """Whether the state's structure, of which the optimizers' is looked at, is the one that was rehearsed."""
-        return _structure(optimizers) == self._known
+    def knows(self, optimizers: Sequence[Any], *, shards: bool = False) -> bool:
+        """Return whether the state's structure, of which the optimizers' is looked at, is the one that was rehearsed.
+
+        Ranks that have shards may see different structures, and are asked together: once.
+        """
+        return self._known is not None and (shards or _structure(optimizers) == self._known)
 
     def check(
         self,
         capture: Callable[[], tuple[TrainingState, Callable[[Any], tuple[Any, Sequence[Any]]]]],
         model: nn.Module,
         optimizers: Sequence[Any],
+        *,
+        shards: bool = False,
     ) -> None:
         """Refuse a training whose state could not be continued; free of cost where its structure is known.
 
@@ -350,14 +355,18 @@ class DryRestore:
             capture: gives the state as a save would, and what takes the model's and the optimizers' states out of it.
             model: live.
             optimizers: live, in the order of their states.
+            shards: the tensors are parts of others, and no copy could take them.
 
         Raises:
             CannotRepresentError: a part cannot be stored; the message names it.
             StateMismatchError: an object would not take its state back, or the state lacks an inner optimizer's.
         """
-        if self.knows(optimizers):
+        if self.knows(optimizers, shards=shards):
             return
         found, parts = capture()
+        if shards:
+            self._known = _structure(optimizers)
+            return
         weights, states = parts(found.to_object(own_tensors=True))
         kept = {tensor.data_ptr() for tensor in found.tensors.values()}
         fitted(weights, model, "this run")

@@ -19,7 +19,7 @@ from shrinkpoint.engine.placement import Placement
 from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.engine.resume import resume_from
 from shrinkpoint.engine.retention import is_finite, lineage_of
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.errors import ConfigError, ShrinkpointError
 from shrinkpoint.group.group import Group, world
 from shrinkpoint.io.loading import weights_of_step
 from shrinkpoint.quality.resumed_steps import UntilFailure
@@ -458,7 +458,7 @@ class TrainingSession:
     def rehearse(self) -> None:
         """Refuse a training whose state could not be continued; once, and again when its structure has changed.
 
-        Shards are compared with the checkpoint's tensors at a resume.
+        Of shards each rank's state is captured, once. What takes them is compared with the checkpoint's tensors at a resume.
 
         Raises:
             CannotRepresentError, StateMismatchError: as `DryRestore.check`; on every rank.
@@ -468,11 +468,17 @@ class TrainingSession:
         def capture() -> tuple[TrainingState, Any]:
             self.trained.require_room(adapter.model)
             state = adapter.bare_state()
-            return TrainingState.capture(state, adapter.describe(state)), adapter.parts
+            return TrainingState.capture(state, adapter.describe(state), shards=self.shards), adapter.parts
 
-        optimizers = adapter.optimizers
-        if not (self.shards or self._dry.knows(optimizers)):
-            self.group().on_every(lambda: self._dry.check(capture, adapter.model, optimizers))
+        optimizers, shards = adapter.optimizers, self.shards
+        if not self._dry.knows(optimizers, shards=shards):
+            try:
+                self.group().on_every(
+                    lambda: self._dry.check(capture, adapter.model, optimizers, shards=shards)
+                )
+            except ShrinkpointError:
+                self._dry = DryRestore()  # on every rank, so that all ask together again
+                raise
 
     def begin_log(self, model: Module, optimizers: Sequence[Any]) -> None:
         """Make and open the step log, if one is wanted, when model and optimizers exist.

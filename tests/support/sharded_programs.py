@@ -161,7 +161,7 @@ class Filled:
 
     def checkpointer(self, url: str | Stores, **options: Any) -> Any:
         given = {"scheme": "lossless", "busy": "wait", "threads": 1} | options
-        return shrinkpoint.Checkpointer(url, self.model, self.optimizer, **grouped(every=1, **given))
+        return shrinkpoint.Checkpointer(url, self.model, self.optimizer, **grouped(**{"every": 1, **given}))
 
 
 POINTS: dict[str, tuple[type, str, bool]] = {

@@ -35,6 +35,8 @@ def test_deepspeed_and_fsdp1_are_refused_by_name(tmp_path: Path) -> None:
 def test_what_one_rank_cannot_represent_is_refused_on_all(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     for seen in launch(unrepresentable, 2, tmp_path, url):
+        assert seen["first step"].startswith("CannotRepresentError")
+        assert "odd" in seen["first step"]
         assert (
             "the ranks' shards of model/scale do not make up a tensor of shape (3,): some overlap"
             in seen["mesh"]
