@@ -8,6 +8,7 @@ import torch
 from support.options import grouped, leave
 from support.sharded import warm
 from support.sharded_adopting import damage_exchange
+from support.traced_loop import trained
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +29,7 @@ __all__ = [
     "journey",
     "logged",
     "spoiled",
+    "traced",
 ]
 
 EVERY, STEPS = 3, 14
@@ -210,3 +212,8 @@ def differing(rank: int, world: int, url: str) -> str:
     except Exception as error:  # noqa: BLE001 - compared
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def traced(rank: int, world: int, url: str | None) -> Any:
+    """Train a model that every rank has a copy of, each on its own batches."""
+    return trained(url, seed=1 + rank, wrap=DistributedDataParallel)
