@@ -41,6 +41,7 @@ def test_what_cannot_be_put_back_is_named_once_and_ends_measuring(tmp_path: Path
     assert undisturbed < calls <= undisturbed + 2
 
 
+@pytest.mark.slow
 def test_what_each_of_two_ranks_writes_down_is_as_without_the_callback(tmp_path: Path) -> None:
     plain = launch(traced, 2, tmp_path, tmp_path, "0", False)
     for (seen, weights, calls), saved in zip(
