@@ -25,7 +25,7 @@ _FIRST: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # as optim
 def changed_attributes(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
     """Return numbers, tensors, generators and containers of them that are attributes, without numbers that are as first seen.
 
-    Flags and words are left out: they may stand for what a process has set up.
+    Flags and words are left out: they may stand for what a process has set up. So are views of parameters and of their state.
 
     Args:
         optimizers: without wrappers.
@@ -36,8 +36,14 @@ def changed_attributes(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
     found = []
     for optimizer in _inner(optimizers):
         own = {name: value for name, value in vars(optimizer).items() if name not in _OWN}
-        kept = {name: plain for name, value in own.items() if (plain := _plain(value)) is not _NOT_PLAIN}
-        numbers = {name: value for name, value in kept.items() if not _changes(own[name])}
+        plain = {name: _plain(value) for name, value in own.items()}
+        elsewhere = _memory(optimizer) if any(map(_has_tensors, plain.values())) else set()
+        kept = {
+            name: value
+            for name, value in plain.items()
+            if value is not _NOT_PLAIN and elsewhere.isdisjoint(_storages(value))
+        }
+        numbers = {name: value for name, value in kept.items() if not _has_tensors(own[name])}
         first = _FIRST.setdefault(optimizer, numbers)
         same = {name for name, value in numbers.items() if value == first.get(name, _NOT_PLAIN)}
         found.append({name: value for name, value in kept.items() if name not in same})
@@ -138,9 +144,25 @@ def _is_large(value: object) -> bool:
     return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() > _MOST_ELEMENTS
 
 
-def _changes(value: object) -> bool:
-    """Return whether a value is always stored: with tensors in it, which are not compared, or a generator."""
+def _has_tensors(value: object) -> bool:
+    """Return whether there is something in a value that is not compared, and so always stored: tensors, generators."""
     return any(isinstance(leaf, (torch.Tensor, *_GENERATORS)) for leaf in tree_leaves(value))
+
+
+def _memory(optimizer: Any) -> set[int]:
+    """Return the addresses of what the optimizer trains and keeps for it."""
+    parameters = [group["params"] for group in optimizer.param_groups]
+    return _storages([parameters, [*optimizer.state.values()]])
+
+
+def _storages(value: object) -> set[int]:
+    found: set[int] = set()
+    for leaf in tree_leaves(value):
+        if is_traceable_wrapper_subclass(leaf):
+            found |= _storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
+            found.add(leaf.untyped_storage().data_ptr())
+    return found
 
 
 def _inner(optimizers: Sequence[Any]) -> list[Any]:

@@ -93,6 +93,7 @@ class Counting(torch.optim.Optimizer):
         self.legacy = np.random.RandomState(torch.initial_seed())
         self.python = random.Random(torch.initial_seed())
         self.norms, self.by_shape, self.past = deque(maxlen=4), {"(16,)": [0, None, True]}, []
+        self.views = [parameter.data.view(-1) for parameter in self.param_groups[0]["params"]]
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -100,7 +101,7 @@ class Counting(torch.optim.Optimizer):
         self.late = torch.ones(2) if self.late is None else self.late + 1
         drawn = self.numpy.random() + self.legacy.random() + self.python.gauss(0, 1)
         for group in self.param_groups:
-            for parameter in group["params"]:
+            for parameter, view in zip(group["params"], self.views, strict=True):
                 noise = torch.randn(parameter.shape, generator=self.generator)
                 self.mean = 0.9 * self.mean + parameter.grad.mean()
                 self.norms.append(parameter.grad.norm().item())
@@ -110,7 +111,7 @@ class Counting(torch.optim.Optimizer):
                 factor = (
                     self.steps + self.mean + self.late[0] + drawn + sum(self.norms) + sum(self.past) + counted
                 )
-                parameter.sub_(group["lr"] * factor * (parameter.grad + noise))
+                view.sub_((group["lr"] * factor * (parameter.grad + noise)).view(-1))
 
 
 @pytest.mark.filterwarnings("ignore")
