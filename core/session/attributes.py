@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,12 +19,15 @@ __all__ = ["changed_attributes", "left_out", "parts_of", "places_of", "put_back"
 
 _MOST_ELEMENTS, _MOST_ITEMS, _DEPTH = 1 << 20, 10_000, 5  # larger and deeper ones are not saved
 _OWN, _NOT_PLAIN = {"param_groups", "state", "defaults"}, object()
+_OTHERS = (type, ModuleType, torch.nn.Module, torch.optim.Optimizer)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_FIRST: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # as optimizers were first seen
+# As optimizers were first seen: their own numbers, and those in objects of theirs that have no state.
+_FIRST: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+_OBJECTS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 def changed_attributes(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return numbers, tensors, generators and containers of them that are attributes, without numbers that are as first seen.
+    """Return numbers, tensors, generators, containers and states of objects that are attributes, without numbers that are as first seen.
 
     Flags and words are left out: they may stand for what a process has set up. So are views of parameters and of their state.
 
@@ -43,8 +47,9 @@ def changed_attributes(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
             for name, value in plain.items()
             if value is not _NOT_PLAIN and elsewhere.isdisjoint(_storages(value))
         }
-        numbers = {name: value for name, value in kept.items() if not _has_tensors(own[name])}
+        numbers = {name: value for name, value in kept.items() if not _has_tensors([own[name], value])}
         first = _FIRST.setdefault(optimizer, numbers)
+        _OBJECTS.setdefault(optimizer, {name: _numbers_of(own[name]) for name in own.keys() - kept.keys()})
         same = {name for name, value in numbers.items() if value == first.get(name, _NOT_PLAIN)}
         found.append({name: value for name, value in kept.items() if name not in same})
     return found
@@ -75,6 +80,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return value.get_state(legacy=False)
     if kind is random.Random:
         return list(value.getstate())
+    if _has_state(value) and not depth:
+        return _plain(value.state_dict(), 1)
     if kind not in (list, tuple, deque, dict) or len(value) > _MOST_ITEMS or depth > _DEPTH:
         return _NOT_PLAIN
     items = [_plain(item, depth + 1) for item in (value.values() if kind is dict else value)]
@@ -95,6 +102,8 @@ def _put_back(optimizer: Any, name: str, value: Any, device: torch.device) -> No
     elif isinstance(here, random.Random):
         version, words, gauss = value
         here.setstate((version, tuple(words), gauss))
+    elif _has_state(here):
+        here.load_state_dict(moved(value, device))
     elif isinstance(here, (list, deque)) and isinstance(value, list):
         here.clear()
         here.extend(moved(value, device))
@@ -106,7 +115,7 @@ def _put_back(optimizer: Any, name: str, value: Any, device: torch.device) -> No
 
 
 def left_out(optimizers: Sequence[Any], state: Callable[[], object]) -> list[str]:
-    """Name the attributes whose tensors are too large to be stored, and are no views of what a state has."""
+    """Name the attributes that are not stored: tensors that are too large and in no state, and objects that have changed without a state."""
     large = {
         f"{type(optimizer).__name__}.{name}": tensors
         for optimizer in _inner(optimizers)
@@ -114,7 +123,13 @@ def left_out(optimizers: Sequence[Any], state: Callable[[], object]) -> list[str
         if name not in _OWN and (tensors := [t for t in tree_leaves(value) if _is_large(t)])
     }
     places = places_of(state()) if large else set()
-    return [
+    changed = [
+        f"{type(optimizer).__name__}.{name}"
+        for optimizer in _inner(optimizers)
+        for name, seen in _OBJECTS.get(optimizer, {}).items()
+        if name in vars(optimizer) and _numbers_of(vars(optimizer)[name]) != seen
+    ]
+    return changed + [
         name
         for name, tensors in large.items()
         if not all(places.issuperset(parts_of(tensor)) for tensor in tensors)
@@ -142,6 +157,18 @@ def parts_of(tensor: Any) -> Iterator[object]:
 
 def _is_large(value: object) -> bool:
     return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() > _MOST_ELEMENTS
+
+
+def _has_state(value: object) -> bool:
+    methods = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return methods and not isinstance(value, _OTHERS)
+
+
+def _numbers_of(value: object) -> dict[str, Any]:
+    """Return the numbers in an object that nobody else stores or shares."""
+    own = vars(value) if hasattr(value, "__dict__") and not isinstance(value, _OTHERS) else {}
+    plain = {name: _plain(part) for name, part in own.items()}
+    return {name: part for name, part in plain.items() if part is not _NOT_PLAIN and not _has_tensors(part)}
 
 
 def _has_tensors(value: object) -> bool:

@@ -89,10 +89,10 @@ class Trained:
                     f" {shapes}{', ...' if len(self.outside) > _NAMED else ''}: they are saved by their places in the optimizer. Buffers of the module"
                     " that has them, as BatchNorm's statistics, are not: make it a part of the model, or give it to Checkpointer by name"
                 )
-            if large := left_out(optimizers, state):
+            if lost := left_out(optimizers, state):
                 self._report(
-                    f"{_some(large)} has tensors of over a million elements, which are not saved. If the optimizer's steps depend on them, keep"
-                    " them in optimizer.state, or return them from its state_dict()"
+                    f"{_some(lost)} is not saved: a tensor of over a million elements, or an object that changes. If the optimizer's steps depend"
+                    " on it, keep it in optimizer.state, or give the object state_dict() and load_state_dict()"
                 )
         flags = _flags({"": model, **(others or {})}, self.outside)
         frozen = [name for name, (owner, flag) in flags.items() if not getattr(owner, flag)]

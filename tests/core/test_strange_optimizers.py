@@ -133,25 +133,51 @@ def test_what_an_optimizer_keeps_on_itself_goes_on(tmp_path, saved):
     assert all(map(torch.equal, train(tmp_path, *built(Counting, 3), until=9), undisturbed))
 
 
+class Controller:
+    """Counts, without a state of its own."""
+
+    def __init__(self):
+        self.count = 0
+
+
+class Schedule(Controller):
+    """Counts, and has a state."""
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
 class Flat(torch.optim.SGD):
-    """Keeps a view of a weight, and a large tensor that no state has."""
+    """Keeps a view of a weight, a large tensor that no state has, and objects."""
 
     def __init__(self, params):
         super().__init__(params, 1e-2)
+        self.controller, self.schedule, self.fixed = Controller(), Schedule(), Controller()
         self.view, self.shadow = self.param_groups[0]["params"][0].data.view(-1), [torch.zeros(1 << 21)]
 
+    def step(self, closure=None):
+        self.controller.count += 1
+        self.schedule.count += 1
+        return super().step(closure)
 
-def test_a_large_tensor_that_an_optimizer_keeps_on_itself_is_told(tmp_path):
+
+def test_what_an_optimizer_keeps_on_itself_and_no_state_has_is_told(tmp_path):
     model = nn.Linear(1 << 10, 1 << 11)
     optimizer = Flat(model.parameters())
     checkpointer = shrinkpoint.Checkpointer(tmp_path, model, optimizer, scheme="lossless")
     model(torch.ones(1 << 10)).sum().backward()
     optimizer.step()
-    with pytest.warns(shrinkpoint.ShrinkpointWarning, match="tensors of over a million") as told:
+    with pytest.warns(shrinkpoint.ShrinkpointWarning, match="of over a million elements") as told:
         checkpointer.save(1, wait=True)
     checkpointer.close()
-    assert any("Flat.shadow" in str(each.message) for each in told)
-    assert not any("Flat.view" in str(each.message) for each in told)
+    assert any("Flat.controller, Flat.shadow is not saved" in str(each.message) for each in told)
+    other = nn.Linear(1 << 10, 1 << 11)
+    again = Flat(other.parameters())
+    shrinkpoint.Checkpointer(tmp_path, other, again, scheme="lossless").resume()
+    assert (again.schedule.count, again.controller.count) == (1, 0)
 
 
 def test_sparse_moments_go_on(tmp_path):
