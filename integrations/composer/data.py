@@ -70,7 +70,10 @@ class DataPlace:
             skip = self._can_skip(state)
             if skip:
                 # As with a dataset that restores its position itself: Composer neither draws past epochs nor drops
-                # batches.
+                # batches. Data sets may draw what they hold when they are first read: in the order of the first start.
+                for loader in (*(each.dataloader.dataloader for each in state.evaluators), state.dataloader):
+                    if isinstance(loader, DataLoader) and not loader.num_workers:
+                        next(iter(loader), None)
                 state.dataset_resumption[_TRAIN] = self._skipped = True
             epoch = self._epoch
             self._watch_iterator(state, lambda state: _set_generators(state, epoch), skip=skip)

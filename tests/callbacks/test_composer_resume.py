@@ -53,7 +53,15 @@ def test_continues_bit_by_bit(name: str) -> None:
     assert rest.trace[0][2] == case.resumes_at
     assert_continues(whole, rest)
     if case.setup.data in UNREAD and rest.trace[0][1] and not case.setup.fits:
-        assert rest.reads == whole.reads - BATCH * case.resumes_at
+        assert rest.reads == whole.reads - BATCH * (case.resumes_at - 1)
+
+
+def test_data_that_are_drawn_when_they_are_first_read_are_the_same() -> None:
+    setup = Setup(data="drawn when first read", duration="3ep")
+    fit(saving("drawn", "3ba"), Crash(14), setup=setup)
+    rest = fit(saving("drawn", "3ba"), setup=setup, seed=999)
+    assert rest.trace[0][2] == 12
+    assert_continues(uninterrupted(setup), rest)
 
 
 def test_reads_the_batches_before_where_workers_draw_random_numbers() -> None:

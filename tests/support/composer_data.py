@@ -70,6 +70,15 @@ class Points(Dataset[Any]):
         return int(index), x + 0.1 * _noise() if self.augmented else x, self.y[index]
 
 
+class Synthetic(Points):
+    """Points that are drawn when the first of them is read, as synthetic data are."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        if not self.counter.total:
+            self.x = torch.randn(self.x.shape)
+        return super().__getitem__(index)
+
+
 class Stream(IterableDataset[Any]):
     """The points in an order of the moment, without a length; each worker gives its share."""
 
@@ -222,6 +231,7 @@ DATA: dict[str, Callable[[], Any]] = {
     "shuffle": _shuffled,
     "shuffle, augmentation": lambda: _shuffled(augmented=True),
     "shuffle, own generator": lambda: _shuffled(generator=_generator()),
+    "drawn when first read": lambda: DataLoader(Synthetic(), batch_size=BATCH, shuffle=True),
     "DistributedSampler": _distributed,
     "DistributedSampler, augmentation": lambda: _distributed(augmented=True),
     "DistributedSampler, 2 workers, augmentation": lambda: _distributed(augmented=True, num_workers=2),
