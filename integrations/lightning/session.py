@@ -149,6 +149,12 @@ class Session:
             self._note_identities(checkpoint)
             self.run.take(checkpoint)
             Position.of(trainer).load(trainer, checkpoint)
+            if self._loads_own(trainer):
+                self.run.remember()
+
+    def _loads_own(self, trainer: Trainer) -> bool:
+        address = Address.parse(str(trainer.ckpt_path))
+        return self._active and address is not None and address.url == self.settings.run.url
 
     def _note_identities(self, checkpoint: Mapping[str, Any]) -> None:
         self._stored_session = checkpoint.get(SESSION, {})
@@ -172,11 +178,7 @@ class Session:
         loaded = trainer._checkpoint_connector._loaded_checkpoint
         own = POSITION_KEY in loaded and rounded_weights(loaded["state_dict"], module.state_dict()) is None
         self._loaded_optimizers = loaded.get("optimizer_states", []) if own else []
-        address = Address.parse(str(trainer.ckpt_path))
-        self._continues = self._active and address is not None and address.url == self.settings.run.url
-        self._began = False
-        if self._continues:
-            self.run.remember()
+        self._continues, self._began = self._loads_own(trainer), False
         Position.of(trainer).fit_starts(trainer)
 
     def _require_optimizers(self, trainer: Trainer, stored: list[dict[str, Any]], url: str) -> None:

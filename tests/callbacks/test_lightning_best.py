@@ -117,6 +117,20 @@ def test_after_a_resume_an_older_metric_does_not_count_either(tmp_path: Path) ->
     assert sorted(step_of(path) for path in callback.best_k_models) == [20, 40, 60]
 
 
+def test_a_resumed_run_has_its_best_before_any_hook_of_the_fit(tmp_path: Path) -> None:
+    class Sees(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            assert isinstance(trainer.checkpoint_callback, CompressedCheckpoint)
+            self.best = step_of(trainer.checkpoint_callback.best_model_path)
+
+    options: dict[str, Any] = {"every_n_train_steps": 10, "monitor": "val_loss", "keep_last": 9}
+    rule = {"val_check_interval": 20, "check_val_every_n_epoch": None, "max_epochs": 1}
+    fit(Scripted(SPIKE, batches=60), saving(tmp_path / "run", **options), Crash(38), **rule)
+    sees = Sees()
+    fit(Scripted(SPIKE, batches=60), saving(tmp_path / "run", **options), sees, **rule)
+    assert sees.best == 20
+
+
 def test_a_metric_that_is_logged_now_and_then_belongs_to_its_step(tmp_path: Path) -> None:
     class Seldom(Scripted):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
