@@ -91,6 +91,11 @@ class RunCheckpointIO(CheckpointIO):
         self._runs: dict[str, Read] = {}
         self._captured: Captured | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "base":  # not set yet, where pickle makes one
+            raise AttributeError(name)
+        return getattr(self.base, name)  # a plugin's own, which its user may ask of the strategy's
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointIO:
         return deepcopy(self.base, memo)  # a copied trainer saves to no run
 

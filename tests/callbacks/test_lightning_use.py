@@ -1,5 +1,6 @@
 """Evaluating and loading from a run in a fresh process: ``"last"``, ``"best"`` and `load_from_checkpoint`."""
 
+import copy
 import inspect
 import re
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.containers import identical
 from support.lightning_models import QUIET, Crash, Tiny, fit
@@ -119,6 +121,17 @@ def test_a_trainer_without_the_callback_reads_addresses(saving: Make, method: st
     fit(saving(), max_epochs=3)
     module, _ = evaluated(method, f"{saving().dirpath}#step=16")
     assert identical(dict(module.state_dict()), weights_at(saving(), 16))
+
+
+def test_a_plugin_of_the_users_keeps_its_attributes(saving: Make) -> None:
+    class Plugin(TorchCheckpointIO):
+        bucket = "mine"
+
+    trainer = pl.Trainer(callbacks=[saving()], plugins=[Plugin()], max_steps=1, **QUIET)
+    trainer.fit(Tiny())
+    for each in (trainer, copy.deepcopy(trainer)):
+        plugin: Any = each.strategy.checkpoint_io
+        assert plugin.bucket == "mine"
 
 
 def test_a_fit_without_the_callback_says_what_is_not_restored(saving: Make) -> None:
