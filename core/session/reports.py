@@ -42,14 +42,15 @@ class BestCheckpoints:
 
         One that is not finite is the best only if there is no other: its metric may be an old one.
         The best is what `shrinkpoint.engine.retention.keep_best` keeps, of equals the older: it must still exist.
-        Without a monitor, or where none of the best is kept, the last one is the best one.
+        Without a monitor the last one is the best one; where none of the best is kept there is no best one.
         """
         self.last_path = str(Address(url=self.url, step=step))
         self.current = (
             {"step": float(step), **metrics}.get(self.monitor) if self.monitor is not None else None
         )
-        if self.monitor is None or self.top_k == 0:
+        if self.monitor is None:
             self.best_path = self.last_path
+        if self.monitor is None or self.top_k == 0:
             return
         if self.current is None or not math.isfinite(self.current) or not finite:
             return

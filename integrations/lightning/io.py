@@ -335,6 +335,8 @@ def _is_plain(value: object) -> bool:
 # ---- ``ckpt_path="last"`` and ``"best"``, and addresses of checkpoints, wherever Lightning takes a path
 
 _PARSE = "_parse_ckpt_path"
+FOUND = "found_by_lightning"
+"""The attribute of its connector that has the path which Lightning took where the user gave none: written before a requeue, or at an error."""
 _READER = "pl_load"
 _NAMED = 8
 
@@ -364,7 +366,9 @@ def answer_words(runs_of: Callable[[Trainer], list[TrainingSession]]) -> None:
                     " restored, and nothing is saved to the run. Add the callback to the trainer"
                 )
         if not runs or ckpt_path not in ("last", "best") or self.trainer.fast_dev_run:
-            return original(self, state_fn, ckpt_path, *args, **kwargs)
+            found = original(self, state_fn, ckpt_path, *args, **kwargs)
+            vars(self)[FOUND] = found if ckpt_path is None else None
+            return found
         if ckpt_path == "best":
             known = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
             return known or _best(runs[0])

@@ -17,6 +17,7 @@ from shrinkpoint.engine.resume import require_same_ties
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.lightning.adapter import LightningAdapter
+from shrinkpoint.integrations.lightning.io import FOUND
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.store.manifest import Manifest
@@ -73,10 +74,8 @@ def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, TrainingSessio
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         vars(connector).pop(_HOOK, None)
-        before_requeue = bool(checkpoint_path) and checkpoint_path == getattr(
-            connector, "_hpc_resume_path", None
-        )
-        if not checkpoint_path or before_requeue:  # the user has given none
+        found = getattr(connector, "_hpc_resume_path", None), vars(connector).get(FOUND)
+        if not checkpoint_path or checkpoint_path in found:  # the user has given none
             written = checkpoint_path or None
             checkpoint_path = next(iter(runs.values())).decide(lambda: _choose(runs, written))
         loaded = Address.parse(str(checkpoint_path))
@@ -93,7 +92,7 @@ def _choose(runs: Mapping[str, TrainingSession], written: str | None) -> str | N
 
     Args:
         runs: by URL.
-        written: the checkpoint that Lightning wrote before a requeue; it is chosen where it is newer.
+        written: the checkpoint that Lightning wrote before a requeue or at an error; it is chosen where it is newer.
     """
     chosen: dict[str, Manifest] = {}
     for url, run in runs.items():
@@ -109,7 +108,7 @@ def _choose(runs: Mapping[str, TrainingSession], written: str | None) -> str | N
         runs[other].saver.forget(follows=chosen[other])  # frees a whole state that is not needed
     if written is not None:
         warn(
-            f"Lightning wrote {written} before a requeue; it is {'older' if taken == own else 'newer'} than step {chosen[url].step} of {url}:"
+            f"Lightning wrote {written} before a requeue or at an error; it is {'older' if taken == own else 'newer'} than step {chosen[url].step} of {url}:"
             f" continuing from {taken}. Remove {written} where it is not needed any more"
         )
     else:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import shrinkpoint
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.cli.app import app
-from shrinkpoint.errors import NoCheckpointError, ShrinkpointWarning
+from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -281,6 +281,14 @@ def test_what_model_checkpoint_removes_is_removed(top: int, mode: str, tmp_path:
     assert sorted(map(step_of, ours.best_k_models)) == best
     assert kept(tmp_path / "ours") == sorted({*best, 36})
     assert step_of(ours.best_model_path) == step_of(theirs.best_model_path)
+
+
+def test_there_is_no_best_of_none_that_are_kept(tmp_path: Path) -> None:
+    module, callback = Scripted({4: 1.0}), saving(tmp_path / "run", monitor="val_loss", save_top_k=0)
+    trainer = fit(module, callback, max_epochs=2)
+    assert (callback.best_model_path, step_of(callback.last_model_path)) == ("", 8)
+    with pytest.raises(ConfigError, match="ranks none"):
+        trainer.validate(module, ckpt_path="best")
 
 
 def test_what_the_hook_at_an_epochs_end_changes_is_stored(tmp_path: Path) -> None:

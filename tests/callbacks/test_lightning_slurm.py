@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from support.lightning_models import Crash, fit
 
@@ -86,6 +86,27 @@ def test_the_newer_of_the_run_and_of_lightnings_own_checkpoint_is_continued(tmp_
     with pytest.warns(ShrinkpointWarning, match=r"hpc_ckpt_2.ckpt.* is newer than step 24"):
         last = _fit(tmp_path, max_epochs=5)
     assert last.trace[0][2] == 32
+
+
+def test_the_newer_of_the_run_and_of_a_checkpoint_at_an_error_is_continued(tmp_path: Path) -> None:
+    def go_on(*callbacks: Any, **options: Any) -> Any:
+        ours = CompressedCheckpoint(
+            str(tmp_path / "run"), every_n_train_steps=5, scheme="lossless", advanced=Advanced(busy="wait")
+        )
+        return fit(ours, OnExceptionCheckpoint(tmp_path), *callbacks, **options)
+
+    go_on(Crash(13))
+    written = (tmp_path / "on_exception.ckpt").read_bytes()
+    with pytest.warns(ShrinkpointWarning, match=r"on_exception.ckpt.* is newer than step 10 of .*run"):
+        second = go_on(max_epochs=2)
+    assert second.trace[0][2] == 13
+    (tmp_path / "on_exception.ckpt").write_bytes(written)  # as where the second one was killed
+    with pytest.warns(ShrinkpointWarning, match=r"on_exception.ckpt.* is older than step 16 of .*run"):
+        third = go_on(max_epochs=3)
+    assert third.trace[0][2] == 16
+    (tmp_path / "on_exception.ckpt").write_bytes(written)
+    again = go_on(max_epochs=3, ckpt_path=str(tmp_path / "on_exception.ckpt"))
+    assert again.trace[0][2] == 13
 
 
 def test_a_checkpoint_that_cannot_be_read_does_not_hinder_the_run(tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ def test_a_step_that_was_saved_again_counts_by_its_newest() -> None:
     assert best.best_path == "memory://run#step=1"  # of equals, the older
 
 
-def test_where_none_of_the_best_is_kept_the_last_is_the_best() -> None:
+def test_where_none_of_the_best_is_kept_there_is_no_best() -> None:
     best = after(tracker(top_k=0), [1.0, 2.0])
-    assert (best.best_path, best.current) == ("memory://run#step=2", 2.0)
+    assert (best.best_path, best.last_path, best.current) == ("", "memory://run#step=2", 2.0)
     assert best.best_score is None
 
 
