@@ -11,6 +11,7 @@ Sources: M. Loncaric, N. Jeffrey, M. Smith and others, "Pcodec" (arXiv 2502.0611
 """
 
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,7 @@ def encode_numbers(numbers: Unsigned, *, raw: bool = False) -> bytes:
         The payload; its length, the dtype and how many numbers there are is the caller's to store.
     """
     flat = np.ascontiguousarray(numbers).reshape(-1)
-    encode = _plain if raw else _encode
-    coded = map_in_threads(encode, [flat[part] for part in parts_of(flat.size, _CHUNK)])
+    coded = map_in_threads(partial(_encode, raw=raw), [flat[part] for part in parts_of(flat.size, _CHUNK)])
     head = bytearray()
     for method, chunk in coded:
         head.append(method)
@@ -100,17 +100,11 @@ def decode_numbers(payload: Payload, size: int, dtype: npt.DTypeLike) -> Unsigne
     return out
 
 
-def _little(numbers: Unsigned) -> Unsigned:
-    return numbers.astype(numbers.dtype.newbyteorder("<"), copy=False)
-
-
-def _plain(numbers: Unsigned) -> tuple[int, bytes]:
-    return _RAW, to_bytes(_little(numbers))
-
-
-def _encode(numbers: Unsigned) -> tuple[int, bytes]:
+def _encode(numbers: Unsigned, raw: bool) -> tuple[int, bytes]:
     """Return the shortest coding and its method."""
-    plain = _little(numbers)
+    plain = numbers.astype(numbers.dtype.newbyteorder("<"), copy=False)
+    if raw:
+        return _RAW, to_bytes(plain)
     config = ChunkConfig(
         compression_level=_LEVEL,
         mode_spec=ModeSpec.classic(),
