@@ -24,7 +24,7 @@ from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import MORE_BATCHES, PROBE_BATCHES, KeptBatches, RecentBatches, to_host
 from shrinkpoint.session.reports import number_of
 from shrinkpoint.sharded.targets import reshard, swapped_shards, unreduced
-from shrinkpoint.state.averages import averages_in, without_averages
+from shrinkpoint.state.averages import Candidate, averages_in, without_averages
 
 __all__ = ["LossProbe", "Measured", "StepProbe", "loss_of", "named_as", "reporting", "scale_of"]
 
@@ -67,6 +67,7 @@ class LossProbe:
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
             named = named_as(own, without_averages(weights))
+            named = dict(named) if self.shards else named  # shards do not exchange their memory
             with (
                 nullcontext() if self.together else _alone(),
                 self.adapter.measuring(averages_in(weights)),
@@ -224,13 +225,16 @@ def _refuse_communication(operation: Any) -> None:
 
 
 def named_as(names: Mapping[str, str], weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same tensors by other names.
+    """Return the same tensors by other names; a `Candidate` stays one.
 
     Args:
         names: the new ones by the old; where there are any, tensors without one are left out.
         weights: by the old names.
     """
-    return {names.get(name, name): value for name, value in weights.items() if not names or name in names}
+    kept = {name: names.get(name, name) for name in weights if not names or name in names}
+    named = {new: weights[name] for name, new in kept.items()}
+    lent = weights.lent & kept.keys() if isinstance(weights, Candidate) else None
+    return named if lent is None else Candidate(named, map(kept.__getitem__, lent))
 
 
 def scale_of(scaler: Any) -> float:

@@ -14,9 +14,11 @@ from support.reports import REPORT
 from torch.nn.utils.rnn import pack_sequence
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import KeptBatches, RecentBatches, to_host
-from shrinkpoint.session.probe import loss_of
+from shrinkpoint.session.probe import LossProbe, loss_of
 from shrinkpoint.session.reports import number_of
+from shrinkpoint.state.averages import Candidate
 
 
 class Pair(NamedTuple):
@@ -237,3 +239,39 @@ def test_batches_that_cannot_be_copied_are_not_kept() -> None:
     assert recent.take() == []
     recent.see(tensor())
     assert recent.take() == []
+
+
+class Named(TrainingAdapter):
+    """Has the model's names in its state under others, as wrappers lead to."""
+
+    def __init__(self, model: torch.nn.Linear, given: dict[str, torch.Tensor]) -> None:
+        self._model, self.given = model, given
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._model
+
+    step, optimizers = 0, ()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def names(self) -> dict[str, str]:
+        return {name: f"stored.{name}" for name in ("weight", "bias")}
+
+    def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
+        assert torch.equal(self._model.weight, torch.full((1, 3), 7.0))
+        assert torch.equal(self.given["stored.weight"], torch.ones(1, 3))  # the model's, which need no copy
+        assert torch.equal(self.given["stored.bias"], torch.full((1,), 7.0))
+        return 1.0
+
+
+def test_candidates_lend_their_memory_whatever_they_are_called() -> None:
+    model = torch.nn.Linear(3, 1)
+    torch.nn.init.ones_(model.weight)
+    given = {"stored.weight": torch.full((1, 3), 7.0), "stored.bias": torch.full((1,), 7.0)}
+    probe = LossProbe(Named(model, given))
+    probe.kept.see_training(torch.ones(3))
+    assert probe.evaluation()(Candidate(given, {"stored.weight"})) == (1.0,)
+    assert torch.equal(model.weight, torch.ones(1, 3))
+    assert torch.equal(given["stored.weight"], torch.full((1, 3), 7.0))
