@@ -189,7 +189,7 @@ class Job:
     optimizers: Sequence[OptimizerKind] = ()
     exact: bool = False
     raw: bool = False
-    """Whether there is no time to code what is stored exactly."""
+    """Store exact tensors as raw bytes, since there is no time to code them."""
     weights_only: bool = False
     blocked_s: float = 0.0
     handover: Handover | None = None

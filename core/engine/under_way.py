@@ -28,7 +28,7 @@ _EXACTLY, _RAW, _LOSSILY, _WEIGHTS = (
 
 
 class Way(NamedTuple):
-    """How a state is saved: bit-exactly or as planned, uncoded where it is exact, the weights alone."""
+    """Say how to save a state: bit-exactly or as planned, exact tensors as raw bytes, the weights alone."""
 
     exact: bool
     raw: bool = False

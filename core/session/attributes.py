@@ -29,7 +29,7 @@ _OBJECTS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 def changed_attributes(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
     """Return numbers, tensors, generators, containers and states of objects that are attributes, without numbers that are as first seen.
 
-    Flags and words are left out: they may stand for what a process has set up. So are views of parameters and of their state.
+    Flags and words are left out: they may say what a process has set up. So are views of parameters and of their state.
 
     Args:
         optimizers: without wrappers.
@@ -72,6 +72,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return value.item()
     if kind is torch.Tensor and value.layout is torch.strided and value.numel() <= _MOST_ELEMENTS:
         return value.detach()
+    if depth and isinstance(value, _GENERATORS):
+        return _NOT_PLAIN  # a container that is filled anew would have states in their place
     if isinstance(value, torch.Generator):
         return value.get_state()
     if kind is np.random.Generator:
@@ -115,7 +117,7 @@ def _put_back(optimizer: Any, name: str, value: Any, device: torch.device) -> No
 
 
 def left_out(optimizers: Sequence[Any], state: Callable[[], object]) -> list[str]:
-    """Name the attributes that are not stored: tensors that are too large and in no state, and objects that have changed without a state."""
+    """Name the attributes that are not stored: too large tensors that no state has, generators in containers, objects that have changed."""
     large = {
         f"{type(optimizer).__name__}.{name}": tensors
         for optimizer in _inner(optimizers)
@@ -129,7 +131,13 @@ def left_out(optimizers: Sequence[Any], state: Callable[[], object]) -> list[str
         for name, seen in _OBJECTS.get(optimizer, {}).items()
         if name in vars(optimizer) and _numbers_of(vars(optimizer)[name]) != seen
     ]
-    return changed + [
+    inside = [
+        f"{type(optimizer).__name__}.{name}"
+        for optimizer in _inner(optimizers)
+        for name, value in vars(optimizer).items()
+        if name not in _OWN and any(isinstance(t, _GENERATORS) and t is not value for t in tree_leaves(value))
+    ]
+    return [*changed, *inside] + [
         name
         for name, tensors in large.items()
         if not all(places.issuperset(parts_of(tensor)) for tensor in tensors)

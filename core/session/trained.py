@@ -91,7 +91,7 @@ class Trained:
                 )
             if lost := left_out(optimizers, state):
                 self._report(
-                    f"{_some(lost)} is not saved: a tensor of over a million elements, or an object that changes. If the optimizer's steps depend"
+                    f"{_some(lost)} is not saved: a tensor of over a million elements, a generator in a list, or an object that changes. If the optimizer's steps depend"
                     " on it, keep it in optimizer.state, or give the object state_dict() and load_state_dict()"
                 )
         flags = _flags({"": model, **(others or {})}, self.outside)

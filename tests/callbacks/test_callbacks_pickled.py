@@ -113,7 +113,7 @@ def test_a_trainer_uses_what_was_unpickled(tmp_path: Path) -> None:
 
 
 def test_a_lightning_trainer_is_copied_while_it_trains(tmp_path: Path) -> None:
-    """As by a user's callback that copies all callbacks, of which progress bars refer to the trainer."""
+    """Copy all callbacks, as a user's callback may; progress bars among them refer to the trainer."""
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel
 

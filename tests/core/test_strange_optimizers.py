@@ -156,6 +156,7 @@ class Flat(torch.optim.SGD):
     def __init__(self, params):
         super().__init__(params, 1e-2)
         self.controller, self.schedule, self.fixed = Controller(), Schedule(), Controller()
+        self.generators = [torch.Generator()]
         self.view, self.shadow = self.param_groups[0]["params"][0].data.view(-1), [torch.zeros(1 << 21)]
 
     def step(self, closure=None):
@@ -173,11 +174,14 @@ def test_what_an_optimizer_keeps_on_itself_and_no_state_has_is_told(tmp_path):
     with pytest.warns(shrinkpoint.ShrinkpointWarning, match="of over a million elements") as told:
         checkpointer.save(1, wait=True)
     checkpointer.close()
-    assert any("Flat.controller, Flat.shadow is not saved" in str(each.message) for each in told)
+    assert any(
+        "Flat.controller, Flat.generators, Flat.shadow is not saved" in str(each.message) for each in told
+    )
     other = nn.Linear(1 << 10, 1 << 11)
     again = Flat(other.parameters())
     shrinkpoint.Checkpointer(tmp_path, other, again, scheme="lossless").resume()
     assert (again.schedule.count, again.controller.count) == (1, 0)
+    assert isinstance(again.generators[0], torch.Generator)
 
 
 def test_sparse_moments_go_on(tmp_path):
