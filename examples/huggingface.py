@@ -35,7 +35,7 @@ class Windows(Dataset):  # type: ignore[type-arg]
         return {"input_ids": self.windows[index], "labels": self.windows[index]}
 
 
-def main() -> None:
+def main(kind: type[Trainer] = Trainer) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,7 +65,7 @@ def main() -> None:
         use_cpu=True,
         report_to=[],
     )
-    trainer = Trainer(
+    trainer = kind(
         model=GPT2LMHeadModel(config),
         args=arguments,
         train_dataset=Windows(train_text),
@@ -73,8 +73,10 @@ def main() -> None:
         callbacks=[CompressedCheckpoint(options.url, max_degradation=0.01)],
     )
     trainer.train()
-    print(f"step {trainer.state.global_step}: validation loss {trainer.evaluate()['eval_loss']:.4f}")
-    print(f"checkpoints: shrinkpoint ls {options.url}")
+    loss = trainer.evaluate()["eval_loss"]
+    if trainer.is_world_process_zero():
+        print(f"step {trainer.state.global_step}: validation loss {loss:.4f}")
+        print(f"checkpoints: shrinkpoint ls {options.url}")
 
 
 if __name__ == "__main__":

@@ -155,15 +155,20 @@ class TransformersAdapter(TrainingAdapter):
     # ---- numbers
 
     def metrics(self) -> dict[str, float]:
-        """See the base class; those of an earlier step are not of the present weights."""
+        """See the base class; neither those of an earlier step, which are not of the present weights, nor speeds."""
         state = self.trainer.state
         values: dict[str, Any] = {"epoch": state.epoch}
         for entry in reversed(state.log_history):
             if entry.get("step") != state.global_step:
                 break
             values = {**entry, **values}
+        left_out = ("step", "_runtime", "_per_second")
         return finite(
-            {name: value for name, value in values.items() if name != "step" and not isinstance(value, bool)}
+            {
+                name: value
+                for name, value in values.items()
+                if not name.endswith(left_out) and not isinstance(value, bool)
+            }
         )
 
     def path_settings(self) -> dict[str, Any]:

@@ -181,63 +181,53 @@ def test_demo_in_several_stores_loses_two_of_them(tmp_path):
 # --- sharded ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_sharded_example_continues_on_more_ranks(tmp_path):
-    shown = []
-    for ranks, steps in ((2, 40), (3, 60)):
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
-            *(str(EXAMPLES / "sharded_fsdp2.py"), str(tmp_path / "run"), "--steps", str(steps)),
-        ]
-        done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
-        shown.append(done.stdout)
-    assert "2 ranks, from step 0 to 40" in shown[0]
-    assert "3 ranks, from step 40 to 60" in shown[1]
-    assert "step 60: delta" in shown[1]
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "{ranks}", "{script}", "{url}")
+SHARDED = {
+    "sharded_fsdp2.py": (
+        (*TORCHRUN, "--every", "20"),
+        ("2 ranks, from step 0 to 20", "3 ranks, from step 20 to 30", "step 30: delta"),
+    ),
+    "sharded_dcp.py": (
+        (*TORCHRUN, "--every", "10"),
+        ("2 ranks, from step 0 to 20", "step 20: delta", "3 ranks, from step 20 to 30", "step 30: base"),
+    ),
+    "sharded_lightning.py": (
+        ("{script}", "{url}", "--devices", "{ranks}"),
+        ("2 ranks, to step 20: {url}#step=20", "3 ranks, to step 30: {url}#step=30"),
+    ),
+    "sharded_composer.py": (
+        ("-m", "composer.cli.launcher", "-n", "{ranks}", "{script}", "{url}", "--every", "10"),
+        ("2 ranks, to step 20: {url}#step=20", "3 ranks, to step 30: {url}#step=30"),
+    ),
+    "sharded_huggingface.py": (
+        (*TORCHRUN, "--every", "10"),
+        ("step 20: validation loss", "continuing {url} from step 20", "step 30: validation loss"),
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_the_example_of_torchs_own_saves_continues_on_more_ranks(tmp_path):
-    shown = []
-    for ranks, steps in ((2, 8), (3, 12)):
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
-            *(str(EXAMPLES / "sharded_dcp.py"), str(tmp_path / "run"), "--steps", str(steps), "--every", "4"),
-        ]
-        done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
-        shown.append(done.stdout)
-    assert "2 ranks, from step 0 to 8" in shown[0]
-    assert "step 8: delta" in shown[0]
-    assert "3 ranks, from step 8 to 12" in shown[1]
-    assert "step 12: base" in shown[1]
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_lightnings_sharded_example_continues_on_more_ranks(tmp_path):
-    url = tmp_path / "run"
-    shown = [
-        run("sharded_lightning.py", url, "--devices", devices, "--steps", steps)
-        for devices, steps in ((2, 20), (3, 30))
-    ]
-    assert f"2 ranks, to step 20: {url}#step=20" in shown[0]
-    assert f"3 ranks, to step 30: {url}#step=30" in shown[1]
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_composers_sharded_example_continues_on_more_ranks(tmp_path):
-    pytest.importorskip("composer")
-    url, launcher = tmp_path / "run", "composer.cli.launcher"
-    shown = []
+@pytest.mark.parametrize(
+    "script",
+    [name if name == "sharded_fsdp2.py" else pytest.param(name, marks=pytest.mark.long) for name in SHARDED],
+)
+def test_sharded_examples_continue_on_more_ranks(script: str, tmp_path: Path) -> None:
+    pytest.importorskip("composer" if "composer" in script else "torch")
+    pytest.importorskip("accelerate" if "huggingface" in script else "torch")
+    arguments, shown = SHARDED[script]
+    names, printed = {"script": EXAMPLES / script, "url": tmp_path / "run"}, ""
     for ranks, steps in ((2, 20), (3, 30)):
-        command = [sys.executable, "-m", launcher, "-n", str(ranks), str(EXAMPLES / "sharded_composer.py")]
-        more = [str(url), "--steps", str(steps), "--every", "10"]
-        done = subprocess.run([*command, *more], capture_output=True, check=False, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
-        shown.append(done.stdout)
-    assert f"2 ranks, to step 20: {url}#step=20" in shown[0]
-    assert f"3 ranks, to step 30: {url}#step=30" in shown[1]
+        command = [sys.executable, *(each.format(ranks=ranks, **names) for each in arguments)]
+        done = subprocess.run(
+            [*command, "--steps", str(steps)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+            text=True,
+            timeout=240,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stdout
+        printed += done.stdout
+    for each in shown:
+        assert each.format(**names) in printed
