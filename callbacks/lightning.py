@@ -161,11 +161,11 @@ class CompressedCheckpoint(Checkpoint):
         self._session.setup(trainer, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that the model stands; nothing has been drawn yet."""
+        """Prepares: the model is built, and no random number is drawn yet."""
         self._session.fit_starts(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that the iterators exist."""
+        """Ends a resume; begins to save."""
         self._session.train_starts(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -175,7 +175,7 @@ class CompressedCheckpoint(Checkpoint):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note that a batch goes past."""
+        """Keeps a batch for measurements."""
         self._session.batch_starts(trainer, batch, batch_idx)
 
     def on_validation_batch_start(
@@ -186,7 +186,7 @@ class CompressedCheckpoint(Checkpoint):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Note that a held-out batch goes past."""
+        """Keeps a held-out batch for measurements."""
         self._session.validates(batch, batch_idx, dataloader_idx)
 
     def on_before_optimizer_step(
@@ -210,7 +210,7 @@ class CompressedCheckpoint(Checkpoint):
         self._session.epoch_ends(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the last steps, and waits for the save that is under way."""
+        """Saves the last steps, and waits until all is committed."""
         self._session.train_ends(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -218,7 +218,7 @@ class CompressedCheckpoint(Checkpoint):
         self._session.fit_ends(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves when the process was asked to end; finishes the save that is under way in any case."""
+        """Saves when the process was asked to end; finishes a running save in any case."""
         self._session.fails(trainer, terminated=isinstance(exception, SIGTERMException))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -228,13 +228,13 @@ class CompressedCheckpoint(Checkpoint):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Adds the position to checkpoints of our own."""
+        """Adds the position to the run's checkpoints."""
         self._session.add_position(trainer, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Takes the position over."""
+        """Restores the position."""
         self._session.take_position(trainer, checkpoint)
 
 

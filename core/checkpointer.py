@@ -265,7 +265,7 @@ class Checkpointer:
                 state = run.restore(wanted)
                 run.trained.check(self._objects.model, self._objects.optimizers)
                 self._objects.load(state)
-                run.take(state)
+                run.note_restored(state)
                 begins = self._last_step = self._saved_step = self._resumed_from = self._objects.step
             self._begin(begins)
             manifest = wanted if isinstance(wanted, Manifest) else None

@@ -23,9 +23,9 @@ from shrinkpoint.engine.compaction import without_optimizer
 from shrinkpoint.engine.handover import Handover
 from shrinkpoint.engine.movement import is_followed
 from shrinkpoint.engine.placement import Found, NoMemoryError, Placed, Placement
-from shrinkpoint.engine.request import Job, SaveRequest, plain_step, plain_timeout
+from shrinkpoint.engine.request import Job, SaveRequest, Way, plain_step, plain_timeout
 from shrinkpoint.engine.retention import adopted_of, is_finite, is_weights_only, not_finite_text
-from shrinkpoint.engine.under_way import Deadline, SaveUnderWay, WaitingShare, Way
+from shrinkpoint.engine.under_way import Deadline, SaveUnderWay, WaitingShare
 from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError, SaveFailedError
 from shrinkpoint.group.ending import Ending
@@ -86,8 +86,8 @@ class Saver:
         storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all but folders, or a list of as many.
         placement: says where the tensors are: all in this process, or those of `shrinkpoint.sharded.placement`.
 
-    The constructor does no I/O; `check` does, before training starts. All methods are for the training's thread: calls of several
-    threads are made one after another, but a state that changes while `save` copies it, or while it is evaluated, is stored so.
+    The constructor does no I/O; `check` does, before training starts. Call all methods on the training's thread. Calls from
+    several threads wait for each other, but nothing stops a thread from changing the state that `save` copies.
 
     Examples:
         >>> saver = shrinkpoint.Saver("runs/8", shrinkpoint.SaverConfig(scheme="lossless"))
@@ -169,7 +169,7 @@ class Saver:
         self._placement.check(self.url, self._chain)
         self._is_ready = True
         if self._placement.leads_node:
-            self._background.look()
+            self._background.check_scratch()
             self._warmup.start()
 
     def ending(self) -> Ending | None:
@@ -272,7 +272,7 @@ class Saver:
         return self.accept(SaveRequest(state=state, **fields))
 
     def accept(self, request: SaveRequest) -> Accepted | None:
-        """Save a state; returns as soon as it is copied. `poll`, `save` and `flush` alone call `evaluate` and `resumed`.
+        """Save a state; returns as soon as it is copied. Only `poll`, `save` and `flush` call `evaluate` and `resumed`.
 
         Of several ranks, metrics are the first one's. The losses of `evaluate` and `resumed` are each rank's own; ranks with
         the same ones count once. `gradients` are whole, and the same on every rank.
@@ -297,8 +297,8 @@ class Saver:
             self._join("save")
         else:
             self.poll()
-        planned = request.adoption is not None
-        agreed = self._agree(0 if asked is None else asked.step, error, planned=planned)
+        adopts = request.adoption is not None
+        agreed = self._agree(0 if asked is None else asked.step, error, adopts=adopts)
         assert asked is not None
         if agreed.busy:
             self.skip(warns=self._group.is_first)
@@ -306,20 +306,20 @@ class Saver:
         waited_s = time.perf_counter() - started
         self._newest = None  # a later `restore` finds this checkpoint, or a newer one
         live, error = _attempt(lambda: self._captured(asked.state, asked.describe))
-        exact, raw, alone = self._way(live, exact=asked.exact)
-        weights_only = alone or self.config.weights_only
+        way = self._way(live, exact=asked.exact)
+        weights_only = way.weights_only or self.config.weights_only
         placed, second = _attempt(lambda: self._placed(live, weights_only=weights_only))
         # after a restore of weights alone, a fresh optimizer makes the steps
-        still = asked.resumed is None or weights_only or not self._desk.takes_steps
+        no_steps = asked.resumed is None or weights_only or not self._desk.takes_steps
         flags = self._group.any_of(
             placed is None,
             placed is not None and placed.is_new,
-            exact,
-            not planned,
-            not self._measures(asked, exact=exact),
-            still,
+            way.exact,
+            not adopts,
+            not self._measures(asked, exact=way.exact),
+            no_steps,
         )
-        failed, new, exact, unplanned, blind, still = flags
+        failed, new, exact, unplanned, unmeasured, no_steps = flags
         if failed:
             self._group.raise_together(error or second)
         assert placed is not None
@@ -328,23 +328,21 @@ class Saver:
         except NoMemoryError as lacking:
             self._background.give_up(asked.step, lacking)
             return None
-        blind = blind or (exact and self.together)
+        unmeasured = unmeasured or (exact and self.together)
         adoption = None if unplanned else asked.adoption
         handover = None if adoption is None else placed.handover(adoption, asked.describe, waited_s)
-        if agreed.base or alone:
+        if agreed.base or way.weights_only:
             self._background.forget()
         self._number += 1
         job = Job(
             snapshot=snapshot,
             step=asked.step,
             metrics=asked.metrics or {},
-            measure=None if blind else self._desk.measure,
-            resume=None if blind or still else self._desk.resume,
+            measure=None if unmeasured else self._desk.measure,
+            resume=None if unmeasured or no_steps else self._desk.resume,
             gradients=placed.gradients(asked.gradients or {}),
             optimizers=() if weights_only else tuple(OptimizerKind.of(one) for one in asked.optimizers),
-            exact=exact,
-            raw=raw,
-            weights_only=weights_only,
+            way=Way(exact, way.raw, weights_only),
             blocked_s=time.perf_counter() - started - (waited_s if handover is not None else 0.0),
             handover=handover,
             number=self._number,
@@ -354,8 +352,8 @@ class Saver:
         )
         jobs, blocked_s = [job], job.blocked_s
         del snapshot, job  # the background alone has it then
-        if not blind and asked.evaluate is not None:
-            placed.measure(self._number, asked.evaluate, None if still else asked.resumed)
+        if not unmeasured and asked.evaluate is not None:
+            placed.note_evaluations(self._number, asked.evaluate, None if no_steps else asked.resumed)
         self.blocked_s += blocked_s
         self._under_way.begin(asked.step, compiling=self._warmup.running)
         self._worker.submit(lambda: self._run(jobs))
@@ -403,13 +401,13 @@ class Saver:
             own = self._deadline.choose(live, self.reports(), exact=exact)
         return self._group.broadcast(own)
 
-    def _agree(self, step: int, error: Exception | None = None, *, planned: bool = False) -> _Agreed:
+    def _agree(self, step: int, error: Exception | None = None, *, adopts: bool = False) -> _Agreed:
         """Let all ranks learn the same of each other's saves, by one collective of a few bytes.
 
         Args:
             step: of the save.
             error: why this rank cannot save.
-            planned: with ``adopt``: whether training goes on from what is stored.
+            adopts: whether training continues from what is stored.
 
         Raises:
             ShrinkpointError: one rank has a reason not to go on, or they are at different steps; on every rank.
@@ -419,7 +417,7 @@ class Saver:
         # while a save is under way its thread changes these, and nothing is decided by them
         idle = not self._worker.busy
         link = background.link.number if idle and background.link is not None else -1
-        base, failed = idle and background.base_is_due(planned=planned), idle and background.failed
+        base, failed = idle and background.base_is_due(adopts=adopts), idle and background.failed
         if error is None and idle:
             error, background.fatal = background.fatal, None
         clock_s = time.perf_counter() - self._began if self._group.is_first else 0.0
@@ -485,7 +483,7 @@ class Saver:
             ConfigError: an evaluation has failed on some ranks, and others do not come out of theirs.
             StoreError: the first rank is gone.
         """
-        return self._desk.look()[0]
+        return self._desk.poll()[0]
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until the save that is under way is committed or has failed, on every rank; evaluations are made meanwhile.
@@ -609,7 +607,7 @@ class Saver:
 
         Args:
             which: a manifest, or a step; None is the newest sound checkpoint.
-            adopt: False only reads, for an evaluation, say: saves go on from what they went on from.
+            adopt: False only reads, as for an evaluation: the next save continues what it would have continued.
 
         Returns:
             The state, of several ranks in the tensors of `targets`; None if the run is empty and `which` is None.
@@ -641,7 +639,7 @@ class Saver:
         if adopt:  # the next save continues it
             self._require_checked()
             self._placement.begun = None
-            self._background.adopt(found)
+            self._background.continue_from(found)
         self._group.on_first(lambda: self._warn_of(manifest, adopts=adopt))
         return Restored(manifest, state)
 
@@ -652,7 +650,8 @@ class Saver:
 
     def _found(self, which: Manifest | int | None) -> Found | None:
         name = "newest checkpoint" if which is None else f"checkpoint of step {getattr(which, 'step', which)}"
-        with waiting_for(f"reading the {name} of {self.store.display}"), self._warmup.paused():
+        says = waiting_for(f"reading the {name} of {self.store.display}")
+        with says if self._placement.leads_node else nullcontext(), self._warmup.paused():
             return (
                 self._placement.newest()
                 if which is None
@@ -702,7 +701,7 @@ class Saver:
 
     @in_turn
     def forget(self, *, follows: Manifest | None = None) -> None:
-        """Hold nothing of what was read: the next save makes a base.
+        """Forget what was read: the next save makes a base.
 
         Args:
             follows: the checkpoint whose training goes on all the same, so that retention goes on with it; None: another

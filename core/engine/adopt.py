@@ -89,9 +89,9 @@ class AdoptingBackground(Background):
             warns=self._chain is not None,
         )
 
-    def base_is_due(self, *, planned: bool) -> bool:
+    def base_is_due(self, *, adopts: bool) -> bool:
         """See `Background.base_is_due`; every rank decides alike."""
-        return planned and self._begins_chain
+        return adopts and self._begins_chain
 
     @property
     def _begins_chain(self) -> bool:

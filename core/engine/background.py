@@ -89,10 +89,10 @@ class _Coded:
 
 
 class Background:
-    """What a background thread does and remembers.
+    """Make saves in the background thread, and remember what the next one needs.
 
     Args:
-        placement: where the tensors are; of several ranks each codes what it owns, and the first one commits.
+        placement: how processes share a save: each codes what it owns, and the first one commits.
         chain: what is committed; None on all ranks but the first.
         ready: waits until the coders are compiled.
         url: of the run, for messages.
@@ -122,7 +122,7 @@ class Background:
         self.failed = False
         """Whether the last save was not committed, as far as this process knows."""
         self.fatal: ShrinkpointError | None = None
-        """Why training must not go on; of several ranks known to the first one."""
+        """What the next `Saver._agree` raises; of several ranks the first one has it."""
         self.reports: list[SaveReport] = []
 
     def _new_planner(self) -> Planner:
@@ -134,16 +134,16 @@ class Background:
         """Return the seconds that evaluations have taken from training so far."""
         return self._placement.desk.seconds
 
-    def look(self) -> None:
+    def check_scratch(self) -> None:
         """Warn where the folder of what is put away is in memory itself; before training starts."""
         if self._scratch is not None:
-            self._scratch.look()
+            self._scratch.check()
 
-    def base_is_due(self, *, planned: bool) -> bool:
+    def base_is_due(self, *, adopts: bool) -> bool:
         """Return whether the next checkpoint of several ranks is to be a base, as far as this one decides it.
 
         Args:
-            planned: whether training takes over the restored values.
+            adopts: whether training continues from the restored values.
         """
         return self._ranks is not None and self._chain is not None and self._chain.base_is_due
 
@@ -169,7 +169,7 @@ class Background:
             state, lasting = self._scratch.weights(state, is_followed, lasting=lasting), True
         self.movement.note(state, step, lasting=lasting)
 
-    def adopt(self, found: Found) -> None:
+    def continue_from(self, found: Found) -> None:
         """Continue the chain of a restored checkpoint, from the state that a reader has got of it; of several ranks a collective.
 
         Raises:
@@ -182,7 +182,7 @@ class Background:
     def _continue(self, found: Found) -> None:
         manifest, move = found.manifest, self._keeper()
         if self._chain is not None:
-            self._chain.adopt(manifest)
+            self._chain.continue_from(manifest)
         moved = {name: known if move is None else move(known) for name, known in found.reference.items()}
         self.link = Link(manifest.state_digest, moved, restored=True)
         self.note(found.own_state, manifest.step, lasting=self._placement.together)
@@ -215,10 +215,10 @@ class Background:
 
     # ---- saves
 
-    def run(self, handed_over: list[Job]) -> None:
+    def run(self, jobs: list[Job]) -> None:
         """Make a save; raises nothing."""
-        large = handed_over[0].snapshot.state.nbytes >= LARGE
-        self._make(handed_over.pop())
+        large = jobs[0].snapshot.state.nbytes >= LARGE
+        self._make(jobs.pop())
         if large:
             give_back()
 
@@ -374,7 +374,7 @@ class Background:
         asked = guard if self._config.guards else None
         if self._ranks is not None:
             return self._ranks.plan(self.planner, context, job, asked)
-        return self.planner.plan(context, job.measure, job.resume, exact=job.exact, guard=asked)
+        return self.planner.plan(context, job.measure, job.resume, exact=job.way.exact, guard=asked)
 
     # ---- coding and storing
 
@@ -394,7 +394,7 @@ class Background:
             started = time.perf_counter()
         encoded = encode_state(
             TrainingState(values.tree, {**values.tensors, **own.tensors}, {**values.specs, **own.specs}),
-            Lossless(raw=True) if job.raw else plan.scheme,
+            Lossless(raw=True) if job.way.raw else plan.scheme,
             step=job.step,
             reference=link.reference if link else None,
             parent=link.digest if link else None,
@@ -429,7 +429,7 @@ class Background:
         meta: dict[str, Any] = {"search": search}
         if last is not None:
             meta[ADOPTION] = last.to_json()
-        if job.weights_only:
+        if job.way.weights_only:
             meta[WEIGHTS_ONLY] = True
         return meta
 

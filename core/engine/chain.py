@@ -103,7 +103,7 @@ class Chain:
         """Belong to the training of this checkpoint, whatever is built on."""
         self.lineage = lineage_of(manifest.meta) or new_nonce()
 
-    def adopt(self, manifest: Manifest) -> None:
+    def continue_from(self, manifest: Manifest) -> None:
         """Continue the training of a restored checkpoint, and its chain."""
         self.follow(manifest)
         self.parent, self._restored = manifest, True

@@ -1,4 +1,4 @@
-"""Where the tensors of a training are: in one process here, which trains alone; `shrinkpoint.sharded.placement` has several."""
+"""How processes share a save: one process alone here; `shrinkpoint.sharded.placement` has several."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,14 +39,14 @@ class Found:
     reference: Mapping[str, ReferenceState]
     """The planes that a reader of it keeps for the next delta."""
     own_state: TrainingState
-    """The tensors that this process will code."""
+    """What this process has decoded, and will code next."""
 
 
 class Placed:
     """A captured state, of which a save takes a snapshot.
 
     Args:
-        state: with the training's own tensors.
+        state: with live tensors, not copied.
         placement: where they are.
     """
 
@@ -77,12 +77,12 @@ class Placed:
         """Copy the gradients of what this process codes to the host."""
         return {name: value.detach().to("cpu", copy=True) for name, value in given.items()}
 
-    def measure(self, number: int, evaluate: Evaluate, resumed: ResumedSteps | None) -> None:
-        """Note how the save of this number is measured."""
+    def note_evaluations(self, number: int, evaluate: Evaluate, resumed: ResumedSteps | None) -> None:
+        """Give the desk the evaluations of the save of this number."""
         self._placement.desk.begin(evaluate, resumed)
 
     def handover(self, adoption: Adoption, describe: Describe, waited_s: float) -> Handover:
-        """Return what the restored values come by; of several processes a collective."""
+        """Return the object that carries restored values to the training; of several processes a collective."""
         again = TrainingState.capture(adoption.live(), describe)
         return Handover(unsuitable(self.state, again.tensors), adoption.settings, waited_s)
 
@@ -142,7 +142,7 @@ class Placement:
         return Placed(state, self)
 
     def own(self) -> OwnState:
-        """Copy what this process stores for itself; one alone has nothing."""
+        """Copy what only this process has, as ranks do; a single process has nothing."""
         return OwnState()
 
     # ---- restoring

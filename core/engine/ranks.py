@@ -84,16 +84,16 @@ class Ranks:
             self._mailbox.post(f"{job.number}/own", job.own.digests())
 
     def own(self, job: Job) -> OwnState:
-        """Return what this rank stores for itself: what the first one does not have likewise."""
+        """Return what this rank stores for itself: only what differs from the first one's."""
         return job.own.without(self._mailbox.wait(f"{job.number}/own", _OWN_S)) if self.rank else OwnState()
 
     def plan(self, planner: Planner, context: SaveContext, job: Job, guard: Guard | None) -> Plan:
         """Choose the plan of a save on every rank; see `Ranks.plan_together`."""
-        if not job.exact:
+        if not job.way.exact:
             context = self._with_sums(context)
         measure, state = job.measure, context.state
         if measure is None:
-            return planner.plan(context, None, job.resume, exact=job.exact, guard=guard)
+            return planner.plan(context, None, job.resume, exact=job.way.exact, guard=guard)
 
         def measured(weights: Mapping[str, torch.Tensor]) -> Losses:
             return measure(owned_weights(state, weights))  # type: ignore[return-value]  # a tuple, of all ranks
@@ -170,7 +170,7 @@ class Ranks:
     # ---- messages of one plan: every rank makes the same calls in the same order
 
     def combine(self, own: Message, reduce: Callable[[list[Message]], Message]) -> Message:
-        """Give every rank what the messages of all come to.
+        """Reduce the messages of all ranks to one, for each of them.
 
         Args:
             own: this rank's, in JSON primitives.
@@ -249,7 +249,7 @@ class OwnedWeights(dict[str, torch.Tensor]):
 
 
 def owned_weights(state: TrainingState, model: Mapping[str, torch.Tensor]) -> OwnedWeights:
-    """Return a rank's part of a candidate, as `Probe` takes it.
+    """Return a rank's part of a candidate, as `SharedDesk` takes it.
 
     Args:
         state: what the rank owns.

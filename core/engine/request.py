@@ -5,7 +5,7 @@ import operator
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from shrinkpoint.warn import brief
 __all__ = [
     "Job",
     "SaveRequest",
+    "Way",
     "check_metrics",
     "plain_metrics",
     "plain_step",
@@ -174,6 +175,14 @@ class SaveRequest:
         return replace(self, step=plain_step(self.step), metrics=plain_metrics(self.metrics))
 
 
+class Way(NamedTuple):
+    """Say how to save a state: bit-exactly or as planned; exact tensors raw or coded; weights alone or all."""
+
+    exact: bool
+    raw: bool = False
+    weights_only: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One save, as the training thread hands it over."""
@@ -187,19 +196,16 @@ class Job:
     resume: ResumedSteps | None = None
     gradients: Mapping[str, torch.Tensor] | None = None
     optimizers: Sequence[OptimizerKind] = ()
-    exact: bool = False
-    raw: bool = False
-    """Store exact tensors as raw bytes, since there is no time to code them."""
-    weights_only: bool = False
+    way: Way = field(default_factory=lambda: Way(exact=False))
     blocked_s: float = 0.0
     handover: Handover | None = None
     """Of a planned save that training goes on from."""
 
     number: int = 0
-    """Of several ranks' saves; their messages have it in their names."""
+    """Number of this save; it is in the names of ranks' messages."""
     own: OwnState = field(default_factory=OwnState)
     """What this rank has for itself."""
     began: float = 0.0
-    """The first rank's writer's clock."""
+    """`RunWriter.now` of the first rank."""
     clock_s: float = 0.0
     """The first rank's time, by which all ranks decide."""

@@ -1,15 +1,15 @@
-"""How long saves take, and what is said of one that is under way, has failed or is waited for."""
+"""Deadlines of saves, failed saves in a row, and messages on running, skipped and awaited ones."""
 
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
-from typing import NamedTuple
 
 import torch
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.engine.compaction import without_optimizer
+from shrinkpoint.engine.request import Way
 from shrinkpoint.errors import SaveFailedError, StoreError
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.progress import waiting_for
@@ -17,7 +17,7 @@ from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.objects import CredentialsError
 from shrinkpoint.warn import warn
 
-__all__ = ["Deadline", "Failures", "SaveUnderWay", "WaitingShare", "Way"]
+__all__ = ["Deadline", "Failures", "SaveUnderWay", "WaitingShare"]
 
 _EXACTLY, _RAW, _LOSSILY, _WEIGHTS = (
     "bit-exactly",
@@ -25,14 +25,6 @@ _EXACTLY, _RAW, _LOSSILY, _WEIGHTS = (
     "with the settings of planned saves",
     "without the optimizer's state",
 )
-
-
-class Way(NamedTuple):
-    """Say how to save a state: bit-exactly or as planned, exact tensors as raw bytes, the weights alone."""
-
-    exact: bool
-    raw: bool = False
-    weights_only: bool = False
 
 
 class Deadline:

@@ -130,7 +130,7 @@ class Comparison:
             minus = self._losses(mirrored)
             del mirrored
             if plus == minus == self.baseline:
-                self.look(names)
+                self.require_effect(names)
             found = measured_rise(self.baseline, plus, minus, absolute=self._absolute)
             rise = replace(found, distance=distance)
         self._rises[key] = rise
@@ -149,7 +149,7 @@ class Comparison:
         found = self._combine({"names": names, "squares": [math.fsum(squares)]}, joined)
         return frozenset(found["names"]), math.sqrt(sum(found["squares"]))
 
-    def look(self, changed: frozenset[str] | None = None) -> None:
+    def require_effect(self, changed: frozenset[str] | None = None) -> None:
         """Check that noise in the weights changes the measured loss; once for each set of weights.
 
         An evaluation of a frozen copy within the model reacts to noise in all weights but not to noise in the trained ones.

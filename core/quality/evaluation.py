@@ -108,14 +108,14 @@ class EvaluationDesk:
         return self._planning
 
     def begin(self, evaluate: Evaluate, resumed: ResumedSteps | None) -> None:
-        """Called by the training thread before a save that is measured: note what `look` calls."""
+        """Called by the training thread before a save that is measured: note what `poll` calls."""
         self._evaluate, self._resumed, self._planning = evaluate, resumed, True
 
     def leave(self) -> None:
         """Called by the worker: this save asks for nothing more."""
         self._planning = False
 
-    def look(self, *, late: bool = False) -> tuple[float, bool]:
+    def poll(self, *, late: bool = False) -> tuple[float, bool]:
         """Called by the training thread: serve the waiting request, if any; of several ranks a collective while `is_active`.
 
         Args:
@@ -134,7 +134,7 @@ class EvaluationDesk:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self.is_active:
-            served_s, is_late = self.look(late=deadline is not None and time.monotonic() >= deadline)
+            served_s, is_late = self.poll(late=deadline is not None and time.monotonic() >= deadline)
             if is_late:
                 return False
             if not served_s:
@@ -216,8 +216,8 @@ class EvaluationDesk:
         return answer
 
     def serve(self, evaluate: Evaluate | None, resumed: ResumedSteps | None = None) -> float:
-        """Called by the training thread: serve the waiting request, if any; one that is being served, by another thread or around this
-        call, waits no more.
+        """Called by the training thread: serve the waiting request, if any. One that another thread serves, or
+        a call around this one, is left to it.
 
         Returns:
             The seconds that it took; 0.0 when nothing was asked for.

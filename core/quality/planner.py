@@ -240,7 +240,7 @@ class Planner:
             return exactly("the loss of the true weights is not finite: stored exactly", is_explained=True)
         try:
             if not self._sighted:
-                comparison.look()
+                comparison.require_effect()
                 self._sighted = True
             averages_only = self._sees_averages_only(save, comparison)
             save.context = replace(save.context, averages_only=averages_only)
@@ -406,7 +406,7 @@ class Planner:
         }
 
     def load_state_dict(self, state: Mapping[str, object], *, restored: bool = True) -> None:
-        """Go on as a process does that has restored a checkpoint with this state; which warnings were given is kept.
+        """Load the search's state, as after a restore of its checkpoint; which warnings were given is kept.
 
         Args:
             state: as `state_dict` gave it.

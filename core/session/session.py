@@ -296,7 +296,7 @@ class TrainingSession:
                 state = adapter.completed(rest)
                 adapter.load(state)
             self.log.restart(adapter.step)
-        self.take(state)
+        self.note_restored(state)
         self.saved_step = manifest.step
         self.remember()
         self.announce(adapter.step)
@@ -789,14 +789,14 @@ class TrainingSession:
                 " average their gradients: checkpoints hold the first process's. Make them the model's"
             )
 
-    def take(self, state: Mapping[str, Any]) -> None:
-        """Note what a checkpoint that is continued has of `captured`, for `begin`."""
+    def note_restored(self, state: Mapping[str, Any]) -> None:
+        """Note what `captured` had added to the restored state, for `begin`."""
         self._stored = self.adapter.added(state)
         if self.path is not None:
             self.path.take_from(self._stored or {})
 
     def load_trained(self) -> None:
-        """Give parameters outside the model their values, and all parameters their ``requires_grad``, as `take` has noted them.
+        """Restore parameters outside the model and every ``requires_grad``, as `note_restored` has noted them.
 
         Raises:
             StateMismatchError: as `load_trained`.

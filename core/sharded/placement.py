@@ -36,7 +36,7 @@ from shrinkpoint.sharded.layout import (
     owners_of,
     tensors_of_rank,
 )
-from shrinkpoint.sharded.probing import Probe
+from shrinkpoint.sharded.probing import SharedDesk
 from shrinkpoint.sharded.restoring import Decoded, ReadPlan, decoded, fill, plan_of
 from shrinkpoint.sharded.trees import coded_view, own_of
 from shrinkpoint.state.frozen import references
@@ -71,7 +71,7 @@ class ShardedPlacement(Placement):
 
     together = True
     group: Distributed
-    desk: Probe
+    desk: SharedDesk
     ranks: Ranks
     begun: tuple[Owners, int] | None = None
     gathering: Gathering
@@ -88,7 +88,7 @@ class ShardedPlacement(Placement):
     ) -> None:
         self.store, self.config = store, config
         self.group = group = group or Distributed()
-        self.desk = desk = Probe(group, patience_s=config.commit_timeout_s)
+        self.desk = desk = SharedDesk(group, patience_s=config.commit_timeout_s)
         self.ranks = Ranks(group, config, desk.leave, desk.messages, coded_view)
         self.leads_node = is_first_of_node(group.rank)
         self.limit = BLOCK_ELEMENTS
@@ -206,7 +206,7 @@ class ShardedPlacement(Placement):
         return newest
 
     def read(self, choose: Callable[[], Manifest] | None) -> Decoded:
-        """See `Placement.read`; what fails on one rank fails on all. None on other ranks than the first will do."""
+        """See `Placement.read`; what fails on one rank fails on all. Only the first rank's `choose` is called."""
         store, threads = self.store, self.config.encoder_threads
 
         def planned() -> ReadPlan:
@@ -284,7 +284,7 @@ class PlacedShards(Placed):
         return Snapshot(state, time.perf_counter() - started, copy, lasting=copy is None)
 
     def begin(self, background: Background, step: int) -> None:
-        """See `Placed.begin`; each rank gets the weights that it would own if there were nothing else."""
+        """See `Placed.begin`; each rank gets the weights that it would own if the state were weights alone."""
         super().begin(background, step)
         self._placement.begun = self.shards.owners, step
 
@@ -292,9 +292,9 @@ class PlacedShards(Placed):
         """See `Placed.gradients`; they are whole, and the same on every rank."""
         return owned_gradients(self.shards.owners, self._placement.group.rank, given)
 
-    def measure(self, number: int, evaluate: Evaluate, resumed: ResumedSteps | None) -> None:
-        """See `Placed.measure`."""
-        super().measure(number, evaluate, resumed)
+    def note_evaluations(self, number: int, evaluate: Evaluate, resumed: ResumedSteps | None) -> None:
+        """See `Placed.note_evaluations`."""
+        super().note_evaluations(number, evaluate, resumed)
         self._placement.desk.probe(number, self.shards, self.state)
 
     def handover(self, adoption: Adoption, describe: Describe, waited_s: float) -> Handover:

@@ -30,7 +30,7 @@ from shrinkpoint.sharded.layout import block_box
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.warn import warn
 
-__all__ = ["Probe"]
+__all__ = ["SharedDesk"]
 
 _LONGEST_S = 1800.0
 """Seconds that a rank waits for the others' losses, as long as none is known to have failed: torch's own limit of collectives."""
@@ -39,7 +39,7 @@ _LONGEST_PAUSE_S = 0.2
 _IDLE, _PLANNING, _WAITING = 0, 1, 2
 
 
-class Probe(EvaluationDesk):
+class SharedDesk(EvaluationDesk):
     """One rank's part in the evaluations; its losses are those of all ranks, the same on every one.
 
     Args:
@@ -111,8 +111,8 @@ class Probe(EvaluationDesk):
         super().close(why)
         self._is_active = False
 
-    def look(self, *, late: bool = False) -> tuple[float, bool]:
-        """See `EvaluationDesk.look`.
+    def poll(self, *, late: bool = False) -> tuple[float, bool]:
+        """See `EvaluationDesk.poll`.
 
         Raises:
             ConfigError: an evaluation has failed on some ranks, and others are still in theirs.

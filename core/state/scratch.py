@@ -88,7 +88,7 @@ class Scratch:
         """Its absolute path."""
         self._warned = False
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Warn where the folder is in memory itself."""
         kind = _file_system(self.folder)
         if kind in _MEMORY:

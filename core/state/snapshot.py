@@ -75,7 +75,7 @@ class Snapshot:
         return self.state
 
     def hold(self, name: str, tensor: torch.Tensor) -> None:
-        """Have another tensor in the place of one, whose memory is free then; only where the copies are `lasting`.
+        """Replace a tensor of the copy, which frees its memory; only where the copies are `lasting`.
 
         Args:
             name: of the tensor.

@@ -104,7 +104,7 @@ def continue_run(
     load_state(stored, state, logger, url, optimizers=stores_optimizers)
     stored = replayed(run, stored, state, logger)
     _take_place(run, stored, data)
-    run.take(stored)
+    run.note_restored(stored)
     run.saved_step = manifest.step
     run.remember()
     step = int(state.timestamp.batch)

@@ -142,12 +142,12 @@ class Session:
             module.load_state_dict(weights, strict=trainer.lightning_module.strict_loading)
 
     def take_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Note that a checkpoint of any kind is being loaded."""
+        """Take the position from a loaded checkpoint of any kind."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._stopped = checkpoint.get(POSITION_KEY, {}).get(_STOPPED, False)
             self._stored_optimizers = checkpoint.get("optimizer_states", [])
             self._note_identities(checkpoint)
-            self.run.take(checkpoint)
+            self.run.note_restored(checkpoint)
             Position.of(trainer).load(trainer, checkpoint)
             if self._loads_own(trainer):
                 self.run.remember()

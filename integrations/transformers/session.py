@@ -114,7 +114,7 @@ class Session:
     def _take(self, stored: Mapping[str, Any]) -> None:
         if len(stored["processes"]) == world().size:
             self.adapter.data.load(stored["processes"][world().rank]["place"])
-        self.run.take(stored)
+        self.run.note_restored(stored)
 
     def _overrides(self) -> dict[str, Override]:
         return {

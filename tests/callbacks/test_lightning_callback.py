@@ -148,7 +148,7 @@ def test_an_evaluation_of_an_old_checkpoint_does_not_become_what_saves_go_on_fro
     outcome = fit(callback)
     background = saver_of(callback)._background
     adopted: list[object] = []
-    background.adopt = lambda *args: adopted.append(args)
+    background.continue_from = lambda *args: adopted.append(args)
     outcome.trainer.validate(outcome.module, ckpt_path=f"{callback.dirpath}#step=10", verbose=False)
     outcome.trainer.validate(outcome.module, ckpt_path=f"{callback.dirpath}#newest", verbose=False)
     assert adopted == []

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shrinkpoint
-from shrinkpoint.sharded.probing import Probe
+from shrinkpoint.sharded.probing import SharedDesk
 from shrinkpoint.state.rng import capture_rng
 
 warm()
@@ -285,15 +285,15 @@ def steps_failing(rank: int, world: int, url: str, how: str) -> Any:
             raise RuntimeError("no batch")
         return _trial_loss(model, index, rank)
 
-    targets = Probe.targets
+    targets = SharedDesk.targets
 
-    def too_many(probe: Probe, names: Any) -> Any:
+    def too_many(probe: SharedDesk, names: Any) -> Any:
         if rank == 1 and any(name.endswith("exp_avg") for name in names):
             raise MemoryError("no room for moments")
         return targets(probe, names)
 
     if how == "memory":
-        Probe.targets = too_many  # type: ignore[method-assign]
+        SharedDesk.targets = too_many  # type: ignore[method-assign]
     digests = []
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")

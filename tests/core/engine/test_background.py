@@ -13,7 +13,7 @@ from shrinkpoint.container.reader import read_container
 from shrinkpoint.engine.background import Background
 from shrinkpoint.engine.chain import Chain
 from shrinkpoint.engine.placement import Placement
-from shrinkpoint.engine.request import Job
+from shrinkpoint.engine.request import Job, Way
 from shrinkpoint.errors import RunMismatchError, ShrinkpointWarning
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.store.run import RunStore
@@ -47,7 +47,7 @@ class Training:
         return self.background.commit(job)
 
     def adopt(self, manifest, decoded):
-        self.background.adopt(
+        self.background.continue_from(
             SimpleNamespace(manifest=manifest, reference=decoded.reference, own_state=decoded.state)
         )
 
@@ -223,7 +223,7 @@ def test_a_dither_begins_anew_after_a_checkpoint_that_is_exact(objects, resumed)
         newest = training.store.manifests()[0]
         decoded = decode_checkpoint(training.store, newest)
         training.adopt(newest, decoded)
-    training.commit(exact=True)
+    training.commit(way=Way(exact=True))
     assert seeds_of(training.store) == []
     assert training.commit(measure=nearly_flat).kind == "delta"
     after = seeds_of(training.store)

@@ -364,7 +364,7 @@ def test_an_evaluation_of_weights_that_are_stored_exactly_is_blind(states):
     true = true_model(states[0])
     copied, trained = list(true)[:2]
     comparison = Comparison(states[0], lambda weights: float(weights[copied].double().sum()), share=1e-3)
-    comparison.look()
+    comparison.require_effect()
     with pytest.raises(BlindEvaluationError, match="all weights that this checkpoint changes"):
         comparison.rise("changed", lambda: {**true, trained: true[trained] * 1.01})
     assert comparison.rise("both", lambda: {**true, copied: true[copied] * 1.01}).error > 0

@@ -196,4 +196,4 @@ def test_adoption_is_refused(tmp_path: Path) -> None:
 def test_a_folder_in_memory_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(match=r"scratch_folder='/dev/shm' is in memory itself \(tmpfs\)"):
         Saver(str(tmp_path / "run"), SaverConfig(scratch_folder="/dev/shm")).check()
-    Scratch(tmp_path).look()
+    Scratch(tmp_path).check()
