@@ -11,7 +11,6 @@ import gc
 import io
 import itertools
 import operator
-import random
 import socket
 import sys
 import weakref
@@ -30,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.state.dtypes import is_flat
-from shrinkpoint.state.rng import capture_rng, restore_rng
+from shrinkpoint.state.rng import capture_rng, generator_state, is_generator, restore_rng, set_generator
 from shrinkpoint.warn import brief
 
 __all__ = ["TraceError", "is_plain_tensor", "own_part", "preserved_state"]
@@ -480,19 +479,12 @@ def _collection_undo(value: Any, base: Any, items: list[object]) -> Undo:
 
 def _state_undo(value: Any, kind: type) -> Undo | None:
     """Return how to put back an object that gives its state and takes it; None of others."""
-    if issubclass(kind, torch.Generator):
-        state = value.get_state()
-        return lambda: value.set_state(state)
-    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
-        words = value.getstate()
-        return lambda: value.setstate(words)
-    if issubclass(kind, np.random.RandomState):
-        legacy = value.get_state()
-        return lambda: value.set_state(legacy)
-    if issubclass(kind, (np.random.Generator, np.random.BitGenerator)):
-        bits: Any = getattr(value, "bit_generator", value)
-        position = bits.state
-        return lambda: setattr(bits, "state", position)
+    if is_generator(value):
+        state = generator_state(value)
+        return lambda: set_generator(value, state)
+    if issubclass(kind, np.random.BitGenerator):
+        position = value.state
+        return lambda: setattr(value, "state", position)
     if issubclass(kind, (io.BytesIO, io.StringIO)) and not value.closed:
         written: Any = value.__getstate__()
         return lambda: value.__setstate__(written)

@@ -1,6 +1,5 @@
 """Attributes of optimizers that are neither in their ``state`` nor in ``param_groups``: counters, tensors, generators, lists."""
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from shrinkpoint.optimizers.objects import moved
+from shrinkpoint.state.rng import generator_state, is_generator, set_generator
 from shrinkpoint.state.stateful import optimizers_in
 
 __all__ = ["changed_attributes", "left_out", "parts_of", "places_of", "put_back"]
@@ -20,7 +20,6 @@ __all__ = ["changed_attributes", "left_out", "parts_of", "places_of", "put_back"
 _MOST_ELEMENTS, _MOST_ITEMS, _DEPTH = 1 << 20, 10_000, 5  # larger and deeper ones are not saved
 _OWN, _NOT_PLAIN = {"param_groups", "state", "defaults"}, object()
 _OTHERS = (type, ModuleType, torch.nn.Module, torch.optim.Optimizer)
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # As optimizers were first seen: their own numbers, and those in objects of theirs that have no state.
 _FIRST: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 _OBJECTS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -72,16 +71,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return value.item()
     if kind is torch.Tensor and value.layout is torch.strided and value.numel() <= _MOST_ELEMENTS:
         return value.detach()
-    if depth and isinstance(value, _GENERATORS):
-        return _NOT_PLAIN  # a container that is filled anew would have states in their place
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if kind is np.random.Generator:
-        return value.bit_generator.state
-    if kind is np.random.RandomState:
-        return value.get_state(legacy=False)
-    if kind is random.Random:
-        return list(value.getstate())
+    if is_generator(value):  # a container that is filled anew would have states in their place
+        return _NOT_PLAIN if depth else generator_state(value)
     if _has_state(value) and not depth:
         return _plain(value.state_dict(), 1)
     if kind not in (list, tuple, deque, dict) or len(value) > _MOST_ITEMS or depth > _DEPTH:
@@ -95,15 +86,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 def _put_back(optimizer: Any, name: str, value: Any, device: torch.device) -> None:
     here = vars(optimizer).get(name)
-    if isinstance(here, torch.Generator):
-        here.set_state(value.cpu())
-    elif isinstance(here, np.random.Generator):
-        here.bit_generator.state = value
-    elif isinstance(here, np.random.RandomState):
-        here.set_state(value)
-    elif isinstance(here, random.Random):
-        version, words, gauss = value
-        here.setstate((version, tuple(words), gauss))
+    if is_generator(here):
+        set_generator(here, value)
     elif _has_state(here):
         here.load_state_dict(moved(value, device))
     elif isinstance(here, (list, deque)) and isinstance(value, list):
@@ -135,7 +119,7 @@ def left_out(optimizers: Sequence[Any], state: Callable[[], object]) -> list[str
         f"{type(optimizer).__name__}.{name}"
         for optimizer in _inner(optimizers)
         for name, value in vars(optimizer).items()
-        if name not in _OWN and any(isinstance(t, _GENERATORS) and t is not value for t in tree_leaves(value))
+        if name not in _OWN and any(is_generator(t) and t is not value for t in tree_leaves(value))
     ]
     return [*changed, *inside] + [
         name
@@ -181,7 +165,7 @@ def _numbers_of(value: object) -> dict[str, Any]:
 
 def _has_tensors(value: object) -> bool:
     """Return whether there is something in a value that is not compared, and so always stored: tensors, generators."""
-    return any(isinstance(leaf, (torch.Tensor, *_GENERATORS)) for leaf in tree_leaves(value))
+    return any(isinstance(leaf, torch.Tensor) or is_generator(leaf) for leaf in tree_leaves(value))
 
 
 def _memory(optimizer: Any) -> set[int]:

@@ -25,6 +25,7 @@ from torch import nn
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.quality.preserve import preserved_state
+from shrinkpoint.state.rng import generator_state, is_generator, set_generator
 from shrinkpoint.warn import warn
 
 __all__ = [
@@ -302,14 +303,12 @@ def _captured(state: Any) -> dict[str, Any]:
     kind = type(state).__qualname__
     if _has_methods(state):
         return {"type": kind, "state": state.state_dict()}
-    kept = {name: _content(value) for name, value in _values(state).items() if not _is_left(value)}
+    kept = {
+        name: generator_state(value) if is_generator(value) else value
+        for name, value in _values(state).items()
+        if not _is_left(value)
+    }
     return {"type": kind, "values": kept}
-
-
-def _content(value: Any) -> Any:
-    if isinstance(value, (np.random.RandomState, torch.Generator)):
-        return value.get_state()
-    return value
 
 
 def _load(state: Any, stored: Mapping[str, Any], device: torch.device) -> None:
@@ -326,10 +325,8 @@ def _load(state: Any, stored: Mapping[str, Any], device: torch.device) -> None:
     else:
         for name, value in values.items():
             live = getattr(state, name, None)
-            if isinstance(live, torch.Generator):
-                live.set_state(value.cpu())
-            elif isinstance(live, np.random.RandomState):
-                live.set_state(value)
+            if is_generator(live):
+                set_generator(live, value)
             elif isinstance(live, MutableMapping):  # a defaultdict stays one
                 live.clear()
                 live.update(value)
@@ -351,7 +348,7 @@ def _unknown_in(value: Any, where: object) -> str | None:
     """Return the first part of a value that cannot be stored, for a message."""
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic, *_PLAIN)):
         return None
-    if isinstance(value, (np.random.RandomState, torch.Generator)):
+    if is_generator(value):
         return None
     if isinstance(value, Mapping):
         parts = [(f"{where}[{key!r}]", item) for key, item in value.items()]

@@ -27,8 +27,9 @@ from shrinkpoint.session.identity import (
     scheduler_classes,
 )
 from shrinkpoint.session.trained import load_trained, require_shapes
+from shrinkpoint.session.worker_reads import generators, unknown_order
 from shrinkpoint.state.averages import live_tensors
-from shrinkpoint.state.rng import capture_rng, restore_rng
+from shrinkpoint.state.rng import capture_rng, generator_state, is_generator, restore_rng, set_generator
 from shrinkpoint.state.stateful import load_stateful, scheduler_in, state_of, unwrapped
 from shrinkpoint.state.training import Describe, Role, TrainingState, plain
 from shrinkpoint.state.tree import join_path
@@ -122,7 +123,9 @@ class LoopObjects(TrainingAdapter):
                     f"optimizer must be a torch.optim.Optimizer, or a list of them, not {brief(given)}; [] for none"
                 )
         self.optimizers = [unwrapped(given) for given in self.given]
-        self.stateful = dict(stateful)
+        self.stateful = {
+            name: _Generator(value) if is_generator(value) else value for name, value in stateful.items()
+        }
         self.measures = evaluate is not None
         require_shapes(model)
         self._undone = self._replaced = 0
@@ -192,8 +195,16 @@ class LoopObjects(TrainingAdapter):
             "schedulers": scheduler_classes(self.stateful),
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
             "data": self._data(),
-            "rng": capture_rng(),
+            "rng": self.rng(),
         }
+
+    def rng(self) -> dict[str, Any]:
+        """Return the states of this process's generators, with those of modules, of loaders' data sets and collators."""
+        return capture_rng(self._generators())
+
+    def _generators(self) -> list[Any]:
+        loaders = [value for value in self.stateful.values() if hasattr(value, "dataset")]
+        return generators(loaders, self.model, samplers=False)
 
     def joined(self, state: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
         """See `TrainingAdapter.joined`; a process alone has no sums of gradients."""
@@ -282,11 +293,13 @@ class LoopObjects(TrainingAdapter):
         for name, value in self.stateful.items():
             if name in state["stateful"]:
                 load_stateful(value, state["stateful"][name])
+            if warns and (unknown := unknown_order(value)):
+                warn(unknown)
         # now that buffers of samples have their length back
         data = other_data(state.get("data", {}), self._data())
         if data is not None and warns:
             warn(data)
-        restore_rng(state["rng"])
+        restore_rng(state["rng"], self._generators())
 
     def in_use(self) -> str | None:
         """What is wrong with a resume inside a loop over one of the loaders, for a message; else None."""
@@ -415,6 +428,19 @@ class LoopObjects(TrainingAdapter):
         )
         self._places, self._kinds = places, kinds
         return found
+
+
+class _Generator:
+    """A random generator, with its state as other objects have it."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": generator_state(self.generator)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_generator(self.generator, state["state"])
 
 
 def _may_load(value: object) -> bool:

@@ -16,7 +16,7 @@ from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.targets import Targets, reshard
 from shrinkpoint.sharded.trees import own_of
-from shrinkpoint.state.rng import capture_rng, diverge_rng
+from shrinkpoint.state.rng import diverge_rng
 from shrinkpoint.state.stateful import parameters_of, state_of
 from shrinkpoint.state.training import Describe, Role, TensorSpec, TrainingState, plain
 from shrinkpoint.warn import warn
@@ -113,7 +113,7 @@ class ShardedObjects(LoopObjects):
     def own(self) -> dict[str, dict[str, Any]]:
         """Return what this rank has for itself: its generators, and the other objects' state."""
         return {
-            "rng": capture_rng(),
+            "rng": self.rng(),
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
             "trained": self.session.trained.values(),
         }

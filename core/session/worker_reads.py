@@ -1,26 +1,34 @@
 """A loader's generators, and whether its workers use random numbers: only without them can batches be skipped unread."""
 
+import itertools
 import logging
 import pickle
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from torch import nn
 from torch.utils.data import DataLoader
 
 from shrinkpoint.state.digest import tensor_digest
-from shrinkpoint.state.rng import capture_rng, restore_rng
+from shrinkpoint.state.rng import capture_rng, is_generator, restore_rng
 
-__all__ = ["generators", "generators_in", "reads_alike", "samplers", "set_generators"]
+__all__ = [
+    "generators",
+    "generators_in",
+    "parts_of",
+    "reads_alike",
+    "samplers",
+    "unknown_order",
+]
 
 _log = logging.getLogger(__name__)
 
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 3
 _FIRST = 100  # of a list, as one of transforms, and not of samples
+_MOST = 10_000  # objects that are looked at
 _SAMPLES = 4  # read twice to see whether reading is random
 
 
@@ -106,30 +114,74 @@ def samplers(loader: Any) -> Iterator[Any]:
             yield sampler
 
 
-def generators(loaders: Iterable[Any]) -> list[torch.Generator]:
-    """Return the loaders' and samplers' own generators, each once, always in the same order."""
-    parts = [part for loader in loaders for part in (loader, *samplers(loader))]
-    found = [getattr(part, "generator", None) for part in parts]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+def parts_of(loader: Any) -> list[Any]:
+    """Return a loader's samplers, those within them, its generator, its data set and its collator, each once."""
+    found: dict[int, Any] = {}
+    waiting = [loader]
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or id(part) in found:
+            continue
+        found[id(part)] = part
+        names = ["generator", "sampler", "batch_sampler"]
+        names += ["dataset", "collate_fn"] if part is loader else []
+        waiting += [getattr(part, name, None) for name in names]
+    return list(found.values())[1:]
 
 
-def set_generators(loaders: Iterable[Any], states: Sequence[torch.Tensor]) -> None:
-    """Set the states of `generators`, one ``get_state()`` for each."""
-    for generator, state in zip(generators(loaders), states, strict=False):
-        generator.set_state(state)
+def generators(
+    loaders: Iterable[Any] = (), model: nn.Module | None = None, *, samplers: bool = True
+) -> list[Any]:
+    """Return the generators of any kind of a model's modules and of loaders, each once, always in the same order.
+
+    Args:
+        loaders: whose data sets and collators are looked through, and whose samplers.
+        model: whose modules' attributes are; they come first, since some samplers make a generator on first use.
+        samplers: False where the loaders' own states have those of samplers.
+    """
+    modules = () if model is None else model.modules()
+    found = [one for module in modules for one in vars(module).values() if is_generator(one)]
+    for loader in loaders:
+        read = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
+        parts = parts_of(loader) if samplers else read
+        found += [one for part in parts for one in generators_in(part)]
+    return list({id(one): one for one in found}.values())
 
 
-def generators_in(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    """Yield the random generators of any kind that an object, such as a dataset, and its parts have."""
-    if isinstance(value, _KINDS):
-        yield value
-        return
-    if depth == 0 or isinstance(value, (str, bytes, torch.Tensor, np.ndarray)):
-        return
-    parts: Iterable[Any] = list(vars(value).values()) if hasattr(value, "__dict__") else ()
+def unknown_order(loader: Any) -> str | None:
+    """Return a line where a resume within an epoch cannot restore the order of torchdata's loader; else None.
+
+    Args:
+        loader: that has taken its state; other loaders are let pass.
+    """
+    if not any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__):
+        return None
+    for sampler in samplers(loader):
+        kind = type(sampler)
+        is_own = not kind.__module__.startswith(("torch.", "torchdata."))
+        if is_own and not hasattr(sampler, "state_dict") and generators_in(sampler):
+            return (
+                f"resume: {kind.__qualname__} draws from a generator of its own, which torchdata's loader does not restore: the order of samples may"
+                " differ up to the end of this epoch. Give the sampler state_dict() and load_state_dict()"
+            )
+    return None
+
+
+def generators_in(value: Any) -> list[Any]:
+    """Return the random generators of any kind that an object, such as a data set, and its parts have."""
+    found, level, left = [], [value], _MOST
+    for _ in range(_DEPTH + 1):
+        found += [part for part in level if is_generator(part)]
+        level = list(itertools.islice((inner for part in level for inner in _inside(part)), left))
+        left -= len(level)
+    return found
+
+
+def _inside(value: Any) -> Sequence[Any]:
+    if isinstance(value, (str, bytes, torch.Tensor, np.ndarray)) or is_generator(value):
+        return ()
     if isinstance(value, (list, tuple)):
-        parts = value[:_FIRST]
-    elif isinstance(value, dict):
-        parts = list(value.values())[:_FIRST]
-    for part in parts:
-        yield from generators_in(part, depth - 1)
+        return value[:_FIRST]
+    if isinstance(value, dict):
+        return list(itertools.islice(value.values(), _FIRST))
+    return list(vars(value).values()) if hasattr(value, "__dict__") else ()

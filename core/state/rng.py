@@ -1,7 +1,7 @@
-"""The state of every random number generator that a training process draws from, as tensors and plain numbers."""
+"""The states of the random number generators that a training process draws from, as tensors, arrays and plain data."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,50 @@ from torch.utils._pytree import tree_map_only
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
 
-__all__ = ["capture_rng", "diverge_rng", "restore_rng"]
+__all__ = ["capture_rng", "diverge_rng", "generator_state", "is_generator", "restore_rng", "set_generator"]
 
 
 _OTHERS = ("PCG64", "PCG64DXSM", "Philox", "SFC64")
 """What numpy's global generator may draw from in place of its Mersenne Twister (``numpy.random.set_bit_generator``)."""
 
 
-def capture_rng() -> dict[str, Any]:
+def is_generator(value: object) -> bool:
+    """Return whether a value is a generator of torch's, numpy's or Python's that has a state."""
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of one of the generators of `is_generator`."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return list(generator.getstate())
+
+
+def set_generator(generator: Any, state: Any) -> None:
+    """Set a generator to a state from `generator_state`, of a generator of its kind."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+
+
+def capture_rng(own: Iterable[Any] = ()) -> dict[str, Any]:
     """Return the state of torch's, numpy's and Python's global generators and of this process's GPU.
 
-    Tensors and primitives only: a state that reaches an ordinary ``.ckpt`` must load with ``weights_only=True``.
+    Args:
+        own: further generators, as of `is_generator`, in the order in which `restore_rng` gets them.
+
+    Of the global ones tensors and primitives only: a state that reaches an ordinary ``.ckpt`` must load with ``weights_only=True``.
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -30,11 +63,14 @@ def capture_rng() -> dict[str, Any]:
     }
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    states = list(map(generator_state, own))
+    return {**state, **({"own": states} if states else {})}
 
 
-def restore_rng(state: Mapping[str, Any]) -> None:
+def restore_rng(state: Mapping[str, Any], own: Iterable[Any] = ()) -> None:
     """Set the generators to the state from `capture_rng`; a GPU's only where this process uses one."""
+    for generator, one in zip(own, state.get("own", ()), strict=False):
+        set_generator(generator, one)
     torch.set_rng_state(state["torch"].cpu())
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))

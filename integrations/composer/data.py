@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from shrinkpoint.group.group import world
 from shrinkpoint.session.data import other_data, sizes_of
-from shrinkpoint.session.worker_reads import generators, generators_in, reads_alike, set_generators
+from shrinkpoint.session.worker_reads import generators, generators_in, reads_alike
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 
@@ -228,12 +228,11 @@ def _sizes(state: State) -> dict[str, int]:
 
 def _generators(state: State) -> dict[str, Any]:
     """Return the states of all generators that loading and training draw from."""
-    return {"rng": capture_rng(), "generators": [g.get_state() for g in generators([state.dataloader])]}
+    return capture_rng(generators([state.dataloader], state.model))
 
 
 def _set_generators(state: State, states: Mapping[str, Any]) -> None:
-    restore_rng(states["rng"])
-    set_generators([state.dataloader], states["generators"])
+    restore_rng(states, generators([state.dataloader], state.model))
 
 
 # Samplers whose order is fixed by the generators' states at their start.
@@ -306,7 +305,7 @@ def can_skip(loader: Any, *, count: int, length: int | None) -> bool:
         sampler.replacement or sampler.num_samples > len(sampler.data_source)
     ):
         return False  # draws piece by piece
-    if any(generators_in(loader.dataset)):  # whose position is not stored
+    if generators_in(loader.dataset):  # whose position is not stored
         return False
     if not loader.num_workers:
         return True

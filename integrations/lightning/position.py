@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.group.group import world
 from shrinkpoint.session.data import other_data, other_processes, require_same_workers, sizes_of
-from shrinkpoint.session.worker_reads import generators, samplers, set_generators
+from shrinkpoint.session.worker_reads import generators, samplers, unknown_order
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import forget_position, named_parameters
@@ -62,7 +62,7 @@ class Position:
         """Training is about to build the first epoch's loaders and iterator."""
         self._follow_builds(trainer, {} if self._loaded is None else self._mine(trainer)["data"])
         if self._loaded is None:
-            self._note_epoch(None)
+            self._note_first_epoch(trainer)
 
     def epoch_starts(self, trainer: Trainer) -> None:
         """An epoch begins; Lightning builds a new iterator right after this, except in a run's first epoch."""
@@ -73,7 +73,7 @@ class Position:
         """Note that a training batch is done."""
         if _draws_ahead(trainer):  # the loaders' states of one batch ago are kept
             self._behind, self._now = self._now, [loader.state_dict() for loader in _stateful(trainer)]
-        self._before_validation = capture_rng() if validation_follows else {}
+        self._before_validation = _rng(trainer) if validation_follows else {}
 
     def is_known(self, trainer: Trainer) -> bool:
         """False after an epoch's first batch where Lightning draws ahead of a stateful loader."""
@@ -102,7 +102,7 @@ class Position:
         ended = between and epochs.total.completed != epochs.total.processed
         # where a validation follows the batch, Lightning goes on before these steps, and makes them
         stepped = not (between or self._before_validation or mid_accumulation)
-        rng = self._before_validation if validation_pending and self._before_validation else capture_rng()
+        rng = self._before_validation if validation_pending and self._before_validation else _rng(trainer)
         mine = {
             "rng": rng,
             "data": self._data(trainer, _fit_state(checkpoint).get("combined_loader", [])),
@@ -147,7 +147,6 @@ class Position:
     def apply(self, trainer: Trainer, module: LightningModule) -> None:
         """Apply the loaded position, once the iterators exist and before the first batch is fetched."""
         if self._loaded is None:
-            self._note_first_loaders(trainer)
             return
         loaded, mine = self._loaded, self._mine(trainer)
         self._loaded = None
@@ -180,7 +179,7 @@ class Position:
         for name, gradient in loaded["gradients"].items():
             parameter = parameters[name]
             parameter.grad = gradient.to(parameter.device)
-        restore_rng(mine["rng"])
+        restore_rng(mine["rng"], _generators(trainer))
 
     def _mine(self, trainer: Trainer) -> Mapping[str, Any]:
         assert self._loaded is not None
@@ -237,18 +236,25 @@ class Position:
         sizes = {key: size for name, one in found.items() for key, size in sizes_of(one, name).items()}
         return sizes | ({"batches of an epoch": batches} if isinstance(batches, int) else {})
 
-    def _note_epoch(self, trainer: Trainer | None) -> None:
-        """Note that an iterator is about to be built by the generators' present states; for the first there are no loaders yet."""
-        states = [] if trainer is None else [g.get_state() for g in generators(_loaders(trainer))]
-        self._epoch = {"rng": capture_rng(), "generators": states}
+    def _note_epoch(self, trainer: Trainer) -> None:
+        """Note that an iterator is about to be built by the generators' present states."""
+        self._epoch = _rng(trainer)
         self._now = self._behind = None
 
-    def _note_first_loaders(self, trainer: Trainer) -> None:
-        """The first epoch's iterator has been built: its loaders' own generators started from their seeds."""
-        fresh = [
-            torch.Generator(g.device).manual_seed(g.initial_seed()) for g in generators(_loaders(trainer))
-        ]
-        self._epoch["generators"] = [g.get_state() for g in fresh]
+    def _note_first_epoch(self, trainer: Trainer) -> None:
+        """Note the first epoch once its loaders are made, and before Lightning builds its iterator in the same call."""
+        loop = trainer.fit_loop
+        self._note_epoch(trainer)
+        original = getattr(loop, _BEFORE_ITERATOR, None)
+        if original is None:
+            return
+
+        def noted() -> None:
+            vars(loop).pop(_BEFORE_ITERATOR)
+            original()
+            self._note_epoch(trainer)
+
+        setattr(loop, _BEFORE_ITERATOR, noted)
 
     def _data(self, trainer: Trainer, loader_states: list[Any]) -> dict[str, Any]:
         """Return the position, in plain data and tensors.
@@ -260,7 +266,6 @@ class Position:
         behind = self._behind if _draws_ahead(trainer) else None
         return {
             "epoch": self._epoch,
-            "generators": [g.get_state() for g in generators(_loaders(trainer))],
             "loaders": loader_states if behind is None else behind,
             "sizes": self._sizes(trainer),
             "builds": dict(self._builds),
@@ -278,15 +283,13 @@ class Position:
         batches, stateful = loop.epoch_loop.batch_progress, _stateful(trainer)
         inside = batches.is_last_batch or batches.current.processed < trainer.num_training_batches
         if self._epoch and (stateful or not batches.is_last_batch):
-            set_generators(_loaders(trainer), self._epoch["generators"])
-            restore_rng(self._epoch["rng"])
+            restore_rng(self._epoch, _generators(trainer))
             try:
                 _begin(trainer, state["loaders"])
                 if inside and len(stateful) < len(_loaders(trainer)) and not batches.is_last_batch:
                     _draw(loop._data_fetcher, batches.current.processed)
             except StopIteration:
                 inside = False
-        set_generators(_loaders(trainer), state["generators"])
         loop._restarting = False  # or plateau schedulers would be skipped at the end of this epoch
         return inside
 
@@ -298,7 +301,6 @@ class Position:
                 next(trainer.fit_loop._data_fetcher)
         for loader in _stateful(trainer):
             forget_position(loader)
-        set_generators(_loaders(trainer), state["generators"])
 
 
 def _fit_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -370,8 +372,8 @@ def _step_plateau_schedulers(trainer: Trainer, module: LightningModule, pending:
             module.lr_scheduler_step(config.scheduler, value)
 
 
-_BUILD = "setup_data"
-_PRIVATE = ("_data_fetcher", "_combined_loader", "_restarting", "_resuming_from_checkpoint")
+_BUILD, _BEFORE_ITERATOR = "setup_data", "_load_combined_loader_states"
+_PRIVATE = (_BEFORE_ITERATOR, "_data_fetcher", "_combined_loader", "_restarting", "_resuming_from_checkpoint")
 
 
 def missing_internals(trainer: Trainer) -> list[str]:
@@ -384,6 +386,8 @@ def _begin(trainer: Trainer, states: Sequence[Any]) -> None:
     for loader, loader_state in zip(_stateful(trainer), states, strict=False):
         require_same_workers(loader, loader_state, "the training's loader")
         loader.load_state_dict(loader_state)
+        if trainer.is_global_zero and (said := unknown_order(loader)):
+            warn(said)
     iter(trainer.fit_loop._data_fetcher)
 
 
@@ -398,6 +402,14 @@ def _draw(fetcher: Any, count: int) -> None:
 def _loaders(trainer: Trainer) -> list[Any]:
     combined = getattr(trainer.fit_loop, "_combined_loader", None)
     return [] if combined is None else list(combined.flattened)
+
+
+def _generators(trainer: Trainer) -> list[Any]:
+    return generators(_loaders(trainer), trainer.lightning_module)
+
+
+def _rng(trainer: Trainer) -> dict[str, Any]:
+    return capture_rng(_generators(trainer))
 
 
 def _stateful(trainer: Trainer) -> list[Any]:

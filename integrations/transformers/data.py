@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from shrinkpoint.group.group import world
 from shrinkpoint.session.data import other_data, sizes_of
-from shrinkpoint.session.worker_reads import generators_in, reads_alike
+from shrinkpoint.session.worker_reads import generators, parts_of, reads_alike
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 
@@ -42,10 +40,10 @@ class DataPlace:
         self._generators = Generators(None)
         self._pending: Mapping[str, Any] | None = None
 
-    def follow(self, loader: Any) -> "FollowedLoader":
+    def follow(self, loader: Any, model: Any) -> "FollowedLoader":
         """Wrap the loader that the trainer is about to use."""
         self._loader = loader
-        self._generators = Generators(loader)
+        self._generators = Generators(loader, model)
         self._compare()
         return FollowedLoader(loader, self._iterate)
 
@@ -311,33 +309,31 @@ def can_skip(loader: DataLoader[Any], *, count: int, exact: bool) -> bool:
 
 
 class Generators:
-    """The global generators, and those of a loader, its samplers, its data set and its collator.
+    """The global generators, and those of a loader, its samplers, its data set, its collator and a model.
 
     Args:
         loader: as the trainer has it; None for the global ones alone.
+        model: that it trains.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, model: Any = None) -> None:
+        self._loader, self._model = loader, model
         self._own: list[Any] = []
 
     def find(self) -> None:
         """Look for generators; some parts make theirs on first use."""
-        found = [generator for part in _parts(self._loader) for generator in generators_in(part)]
-        self._own = list({id(generator): generator for generator in found}.values())
+        self._own = generators([self._loader], self._model)
 
     def states(self) -> dict[str, Any]:
         """Their states, in tensors and plain data."""
-        return {"rng": capture_rng(), "own": [_state(generator) for generator in self._own]}
+        return capture_rng(self._own)
 
     def set(self, states: Mapping[str, Any]) -> None:
         """Restore their states."""
-        if len(states["own"]) > len(self._own):
+        if len(states.get("own", ())) > len(self._own):
             self._use_once()
             self.find()
-        restore_rng(states["rng"])
-        for generator, state in zip(self._own, states["own"], strict=False):
-            _set_state(generator, state)
+        restore_rng(states, self._own)
 
     def _use_once(self) -> None:
         """Let a collator make the generator that it makes on first use."""
@@ -359,44 +355,4 @@ def set_seeds(loader: Any, values: Sequence[int]) -> None:
 
 
 def _seeded(loader: Any) -> list[Any]:
-    return [part for part in _parts(loader) if type(getattr(part, "initial_seed", None)) is int]
-
-
-def _parts(loader: Any) -> Iterator[Any]:
-    """Yield a loader's samplers, those within them, its data set and its collator, each once."""
-    seen: set[int] = set()
-    waiting = [] if loader is None else [loader]
-    while waiting:
-        part = waiting.pop(0)
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if part is not loader:
-            yield part
-        names = ("generator", "sampler", "batch_sampler") + (
-            ("dataset", "collate_fn") if part is loader else ()
-        )
-        found = [getattr(part, name, None) for name in names]
-        waiting += [item for item in found if item is not None]
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.getstate()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state.cpu())
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        version, words, gauss = state
-        generator.setstate((version, tuple(words), gauss))
+    return [part for part in parts_of(loader) if type(getattr(part, "initial_seed", None)) is int]

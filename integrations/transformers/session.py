@@ -118,7 +118,9 @@ class Session:
 
     def _overrides(self) -> dict[str, Override]:
         return {
-            "get_train_dataloader": lambda original: lambda: self.adapter.data.follow(original()),
+            "get_train_dataloader": lambda original: (
+                lambda: self.adapter.data.follow(original(), self.adapter.model)
+            ),
             "_load_from_checkpoint": self._instead(lambda stored, *args: self._load_model(stored)),
             "_load_optimizer_and_scheduler": self._instead(
                 lambda stored, *args: self._load_optimizer(stored)

@@ -23,7 +23,7 @@ from support.options import grouped
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.config import Advanced
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.saver import Saver
 
 pytestmark = pytest.mark.filterwarnings(
@@ -140,6 +140,32 @@ def test_continues_bit_by_bit(name: str, stateful: bool) -> None:
     rest = train(case, stateful, saving(), seed=999)
     assert rest.trace[0][2] == case.resumes_at
     assert_continues(uninterrupted(name, stateful), rest)
+
+
+@pytest.mark.parametrize(("crash", "workers"), [(23, 0), (6, 2)])
+def test_a_sampler_with_a_generator_of_its_own_continues_bit_by_bit(crash: int, workers: int) -> None:
+    case = Case(every=5, crash=crash, resumes_at=5 * (crash // 5), data={"sampler": True, "workers": workers})
+
+    def saving() -> CompressedCheckpoint:
+        options = grouped(every_n_train_steps=case.every, scheme="lossless", busy="wait")
+        return CompressedCheckpoint(f"memory://resume/sampler/{crash}", **options)
+
+    train(case, False, saving(), Crash(crash))
+    rest = train(case, False, saving(), seed=999)
+    assert rest.trace[0][2] == case.resumes_at
+    assert_continues(train(case, False), rest)
+
+
+def test_a_sampler_whose_order_a_stateful_loader_does_not_restore_is_told() -> None:
+    case = Case(every=5, crash=23, resumes_at=20, data={"sampler": True})
+
+    def saving() -> CompressedCheckpoint:
+        options = grouped(every_n_train_steps=case.every, scheme="lossless", busy="wait")
+        return CompressedCheckpoint("memory://resume/stateful-sampler", **options)
+
+    train(case, True, saving(), Crash(case.crash))
+    with pytest.warns(ShrinkpointWarning, match="Shuffled draws from a generator of its own"):
+        train(case, True, saving(), seed=999)
 
 
 def test_the_fp32_state_of_half_precision_weights_comes_back_unrounded() -> None:

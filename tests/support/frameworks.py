@@ -23,7 +23,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.options import grouped
 
-__all__ = ["FRAMEWORKS", "LENGTH", "LONG", "MONITORS", "Crashed", "Net", "Outcome", "Recipe", "nothing"]
+__all__ = [
+    "FRAMEWORKS",
+    "LENGTH",
+    "LONG",
+    "MONITORS",
+    "Crashed",
+    "Drawing",
+    "Net",
+    "Noisy",
+    "Outcome",
+    "Recipe",
+    "nothing",
+]
 
 LENGTH = 6
 """Batches of an epoch."""
@@ -48,6 +60,18 @@ class Points(Dataset[Any]):
         return {"index": torch.tensor(index), "x": self.x[index], "labels": self.y[index]}
 
 
+class Noisy(Points):
+    """Draws noise, when points are read, from generators of its own."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__(batches)
+        self.numpy, self.others = np.random.default_rng(7), [random.Random(3)]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        item = super().__getitem__(index)
+        return {**item, "x": item["x"] + 0.1 * self.numpy.normal() + 0.1 * self.others[0].random()}
+
+
 class Net(nn.Module):
     """Batch norm, dropout and all three generators in the loss: what is restored wrongly changes the losses."""
 
@@ -66,6 +90,20 @@ class Net(nn.Module):
         return loss
 
 
+class Drawing(Net):
+    """Has generators of its own for the noise in its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.numpy, self.torch = np.random.RandomState(5), torch.Generator().manual_seed(2)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return super().loss(batch)
+        noise = 0.1 * self.head.numpy.rand() + 0.1 * torch.rand((), generator=self.torch)
+        return super().loss({**batch, "x": batch["x"] + noise})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What is trained, and for how long."""
@@ -82,9 +120,10 @@ class Recipe:
     evaluate: int | None = None
     """Steps between evaluations."""
     workers: int = 0
+    data: Callable[[int], Points] = Points
 
     def loader(self, kind: Any = DataLoader) -> Any:
-        return kind(Points(LENGTH), batch_size=4, shuffle=True, num_workers=self.workers)
+        return kind(self.data(LENGTH), batch_size=4, shuffle=True, num_workers=self.workers)
 
     def held_out(self) -> Any:
         return DataLoader(Points(2), batch_size=4)
@@ -371,7 +410,7 @@ def with_transformers(
     trainer = Trainer(
         model,
         arguments,
-        train_dataset=Points(LENGTH),
+        train_dataset=recipe.data(LENGTH),
         eval_dataset=Points(2),
         optimizers=(optimizer, scheduler),
         callbacks=callbacks,

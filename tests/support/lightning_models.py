@@ -2,7 +2,7 @@
 
 import random
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shrinkpoint.integrations.lightning.adapter import LightningAdapter, Settings
@@ -54,10 +54,26 @@ class Setup:
     workers: int = 0
     stream: bool = False
     generator: bool = False
+    sampler: bool = False
     plateau: str | None = None
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     width: int = 16
     train_points: int = 64
+
+
+class Shuffled(Sampler[int]):
+    """Shuffles by a generator of its own, of Python's."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(5)
+
+    def __len__(self) -> int:
+        return Setup.train_points
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(len(self)))
+        self.random.shuffle(order)
+        return iter(order)
 
 
 class Tiny(pl.LightningModule):
@@ -113,6 +129,8 @@ class Tiny(pl.LightningModule):
         more: dict[str, Any] = {"num_workers": self.setup_.workers}
         if self.setup_.generator:
             more["generator"] = torch.Generator().manual_seed(7)
+        if self.setup_.sampler:
+            return kind(Points(self.setup_.train_points), batch_size=8, sampler=Shuffled(), **more)
         if self.setup_.stream:
             return kind(Stream(self.setup_.train_points), batch_size=8, **more)
         return kind(Points(self.setup_.train_points), batch_size=8, shuffle=True, **more)

@@ -10,6 +10,7 @@ from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.triggers import Schedule
+from shrinkpoint.session.worker_reads import generators
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import load_stateful
 
@@ -113,7 +114,7 @@ class ToyAdapter(TrainingAdapter):
             "step": trainer.step,
             "scheduler": trainer.scheduler.state_dict(),
             "loader": trainer.loader.state_dict(),
-            "rng": capture_rng(),
+            "rng": capture_rng(self.generators()),
         }
 
     def load(self, state: Any) -> None:
@@ -122,7 +123,10 @@ class ToyAdapter(TrainingAdapter):
         trainer.step = state["step"]
         trainer.scheduler.load_state_dict(state["scheduler"])
         load_stateful(trainer.loader, state["loader"])  # draws what a new iterator draws
-        restore_rng(state["rng"])
+        restore_rng(state["rng"], self.generators())
+
+    def generators(self) -> list[Any]:
+        return generators([self.trainer.loader], self.model, samplers=False)
 
     def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
         return float(self.trainer.model.loss(batch))

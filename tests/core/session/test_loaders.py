@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from shrinkpoint.session.worker_reads import generators, samplers, set_generators
+from shrinkpoint.session.worker_reads import generators, samplers
+from shrinkpoint.state.rng import capture_rng, restore_rng
 
 DATA: Any = list(range(8))
 
@@ -27,8 +28,8 @@ def test_other_iterables_have_none() -> None:
 
 def test_puts_them_back() -> None:
     loader = DataLoader(DATA, shuffle=True, generator=torch.Generator().manual_seed(3))
-    states = [generator.get_state() for generator in generators([loader])]
+    states = capture_rng(generators([loader]))
     first = [batch.tolist() for batch in loader]
     assert [batch.tolist() for batch in loader] != first
-    set_generators([loader], states)
+    restore_rng(states, generators([loader]))
     assert [batch.tolist() for batch in loader] == first
