@@ -204,7 +204,8 @@ class LoopObjects(TrainingAdapter):
 
     def _generators(self) -> list[Any]:
         loaders = [value for value in self.stateful.values() if hasattr(value, "dataset")]
-        return generators(loaders, self.model, samplers=False)
+        others = [value for value in self.stateful.values() if not _may_load(value)]
+        return generators(loaders, [self.model, *others], samplers=False)
 
     def joined(self, state: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
         """See `TrainingAdapter.joined`; a process alone has no sums of gradients."""

@@ -21,6 +21,19 @@ __all__ = ["Trained", "load_trained", "require_shapes"]
 _NAMED = 5
 _NOTED = {"merged_adapters", "active_adapter", "_active_adapter", "_disable_adapters"}
 _NOTED |= {"ipt", "exp_avg_ipt", "exp_avg_unc", "rank_pattern"}
+_LIBRARIES = {"accelerate", "bitsandbytes", "composer", "diffusers", "lightning", "peft", "pytorch_lightning"}
+_LIBRARIES |= {
+    "sentence_transformers",
+    "timm",
+    "torch",
+    "torchao",
+    "torchmetrics",
+    "torchvision",
+    "transformers",
+    "trl",
+}
+_KEEPS = ("get_extra_state", "state_dict", "_save_to_state_dict", "on_save_checkpoint")
+_LOOKS = 3  # saves at which numbers are compared
 _IN_ORDER = "Change or wrap the model first, then make its optimizer, then what saves both, and then resume"
 
 
@@ -38,6 +51,8 @@ class Trained:
         self._identities: list[dict[str, Any]] = []
         self._said: set[str] = set()
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._numbers: dict[str, float] = {}
+        self._looks = 0
         self.outside: dict[str, torch.Tensor] = {}
         """As of the last save: what optimizers train and no object's state has."""
 
@@ -52,6 +67,7 @@ class Trained:
         self._buffers = [(part, _sizes(part)) for part in model.modules()]
         self._parameters = {name: _Seen.of(parameter) for name, parameter in named_parameters(model)}
         self._counts = []
+        self._numbers, self._looks = _numbers(model), _LOOKS
 
     def state(
         self,
@@ -78,6 +94,7 @@ class Trained:
         late = self._late(model)
         self.check(model, optimizers)
         self._report(late)
+        self._compare_numbers(model)
         counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         if counts != self._counts:
             self.outside = _outside(model, optimizers, weights, state)
@@ -100,6 +117,20 @@ class Trained:
         attributes = changed_attributes(optimizers)
         trained = {"frozen": frozen, "attributes": attributes, "adapters": adapters, **self.values()}
         return {"identities": self._identities, "trained": trained}
+
+    def _compare_numbers(self, model: nn.Module) -> None:
+        """Say which numbers change that modules have as attributes: no state has them."""
+        if not self._looks:
+            return
+        self._looks -= 1
+        now = _numbers(model)
+        changed = [name for name, value in self._numbers.items() if now.get(name, value) != value]
+        if changed:
+            self._looks = 0
+            self._report(
+                f"{_some(changed)} changes while the model is trained, and no state of the model has it: after a resume it is what the script sets."
+                " If training depends on it, make it a buffer, or give its module get_extra_state() and set_extra_state()"
+            )
 
     def require_room(self, model: nn.Module) -> None:
         """Refuse buffers that have come or grown since `begin`: a model that is built anew has no place for them."""
@@ -192,6 +223,23 @@ class _Seen:
     @classmethod
     def of(cls, parameter: torch.Tensor) -> "_Seen":
         return cls(parameter, _kind(parameter), parameter.requires_grad)
+
+
+def _numbers(model: nn.Module) -> dict[str, float]:
+    """Return the numbers that modules of the user's own classes have as attributes, where these classes store nothing by themselves."""
+    found: dict[str, float] = {}
+    with plain_names(model) as inner:
+        for name, part in inner.named_modules():
+            kind = type(part)
+            if _library(kind) or not all(_library(getattr(kind, each, nn.Module)) for each in _KEEPS):
+                continue
+            own = {key: value for key, value in vars(part).items() if type(value) in (int, float)}
+            found |= {f"{name}.{key}".lstrip("."): value for key, value in own.items() if key[0] != "_"}
+    return found
+
+
+def _library(of: Any) -> bool:
+    return of.__module__.partition(".")[0] in _LIBRARIES
 
 
 def _sizes(part: nn.Module) -> dict[str, Any]:

@@ -130,21 +130,23 @@ def parts_of(loader: Any) -> list[Any]:
 
 
 def generators(
-    loaders: Iterable[Any] = (), model: nn.Module | None = None, *, samplers: bool = True
+    loaders: Iterable[Any] = (), owners: Iterable[object] = (), *, samplers: bool = True
 ) -> list[Any]:
-    """Return the generators of any kind of a model's modules and of loaders, each once, always in the same order.
+    """Return the generators of any kind that some objects and loaders have, each once, always in the same order.
 
     Args:
         loaders: whose data sets and collators are looked through, and whose samplers.
-        model: whose modules' attributes are; they come first, since some samplers make a generator on first use.
+        owners: a model, callbacks and the like: generators are attributes of theirs, or of a model's modules. They come first, since
+            some samplers make a generator on first use.
         samplers: False where the loaders' own states have those of samplers.
     """
-    modules = () if model is None else model.modules()
-    found = [one for module in modules for one in vars(module).values() if is_generator(one)]
+    parts = [
+        part for owner in owners for part in (owner.modules() if isinstance(owner, nn.Module) else [owner])
+    ]
+    found = [one for part in parts for one in getattr(part, "__dict__", {}).values() if is_generator(one)]
     for loader in loaders:
         read = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
-        parts = parts_of(loader) if samplers else read
-        found += [one for part in parts for one in generators_in(part)]
+        found += [one for part in (parts_of(loader) if samplers else read) for one in generators_in(part)]
     return list({id(one): one for one in found}.values())
 
 

@@ -228,11 +228,15 @@ def _sizes(state: State) -> dict[str, int]:
 
 def _generators(state: State) -> dict[str, Any]:
     """Return the states of all generators that loading and training draw from."""
-    return capture_rng(generators([state.dataloader], state.model))
+    return capture_rng(_own(state))
 
 
 def _set_generators(state: State, states: Mapping[str, Any]) -> None:
-    restore_rng(states, generators([state.dataloader], state.model))
+    restore_rng(states, _own(state))
+
+
+def _own(state: State) -> list[Any]:
+    return generators([state.dataloader], [state.model, *state.callbacks, *state.algorithms])
 
 
 # Samplers whose order is fixed by the generators' states at their start.

@@ -405,7 +405,8 @@ def _loaders(trainer: Trainer) -> list[Any]:
 
 
 def _generators(trainer: Trainer) -> list[Any]:
-    return generators(_loaders(trainer), trainer.lightning_module)
+    owners = [trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks]
+    return generators(_loaders(trainer), owners)
 
 
 def _rng(trainer: Trainer) -> dict[str, Any]:

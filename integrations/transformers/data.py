@@ -40,10 +40,10 @@ class DataPlace:
         self._generators = Generators(None)
         self._pending: Mapping[str, Any] | None = None
 
-    def follow(self, loader: Any, model: Any) -> "FollowedLoader":
+    def follow(self, loader: Any, owners: Sequence[object]) -> "FollowedLoader":
         """Wrap the loader that the trainer is about to use."""
         self._loader = loader
-        self._generators = Generators(loader, model)
+        self._generators = Generators(loader, owners)
         self._compare()
         return FollowedLoader(loader, self._iterate)
 
@@ -309,20 +309,20 @@ def can_skip(loader: DataLoader[Any], *, count: int, exact: bool) -> bool:
 
 
 class Generators:
-    """The global generators, and those of a loader, its samplers, its data set, its collator and a model.
+    """The global generators, and those of a loader, its samplers, its data set, its collator, a trainer, its model and its callbacks.
 
     Args:
         loader: as the trainer has it; None for the global ones alone.
-        model: that it trains.
+        owners: the trainer, its model and its callbacks.
     """
 
-    def __init__(self, loader: Any, model: Any = None) -> None:
-        self._loader, self._model = loader, model
+    def __init__(self, loader: Any, owners: Sequence[object] = ()) -> None:
+        self._loader, self._owners = loader, owners
         self._own: list[Any] = []
 
     def find(self) -> None:
         """Look for generators; some parts make theirs on first use."""
-        self._own = generators([self._loader], self._model)
+        self._own = generators([self._loader], self._owners)
 
     def states(self) -> dict[str, Any]:
         """Their states, in tensors and plain data."""

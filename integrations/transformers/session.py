@@ -116,11 +116,14 @@ class Session:
             self.adapter.data.load(stored["processes"][world().rank]["place"])
         self.run.note_restored(stored)
 
+    def _followed(self, loader: Any) -> Any:
+        trainer = self._trainer
+        owners = [trainer.model, trainer, *trainer.callback_handler.callbacks]
+        return self.adapter.data.follow(loader, owners)
+
     def _overrides(self) -> dict[str, Override]:
         return {
-            "get_train_dataloader": lambda original: (
-                lambda: self.adapter.data.follow(original(), self.adapter.model)
-            ),
+            "get_train_dataloader": lambda original: lambda: self._followed(original()),
             "_load_from_checkpoint": self._instead(lambda stored, *args: self._load_model(stored)),
             "_load_optimizer_and_scheduler": self._instead(
                 lambda stored, *args: self._load_optimizer(stored)

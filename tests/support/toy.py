@@ -126,7 +126,7 @@ class ToyAdapter(TrainingAdapter):
         restore_rng(state["rng"], self.generators())
 
     def generators(self) -> list[Any]:
-        return generators([self.trainer.loader], self.model, samplers=False)
+        return generators([self.trainer.loader], [self.model], samplers=False)
 
     def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
         return float(self.trainer.model.loss(batch))

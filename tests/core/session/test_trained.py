@@ -334,3 +334,44 @@ def test_moves_and_wrappers_that_keep_parameters_are_not_told(tmp_path):
     for parameter in model.parameters():
         parameter.data = parameter.detach().clone()
     checkpointer.save(1, wait=True)
+
+
+class Annealed(nn.Linear):
+    """Has a temperature that falls at each step, a counter in its extra state, and numbers that stay."""
+
+    def __init__(self):
+        super().__init__(5, 1)
+        self.temperature, self.width, self.inner = 1.0, 5, Counted(1, 1)
+
+    def forward(self, x):
+        self.temperature *= 0.9
+        return self.inner(super().forward(x)) / self.temperature
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return self.calls
+
+    def set_extra_state(self, state):
+        self.calls = state
+
+
+def test_a_number_that_changes_and_no_state_has_is_told_once(tmp_path):
+    model = Annealed()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    options = grouped(every=1, scheme="lossless", busy="wait")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Checkpointer(str(tmp_path), model, optimizer, **options) as checkpointer:
+            for step in range(4):
+                model(torch.ones(2, 5)).sum().backward()
+                optimizer.step()
+                checkpointer.step(step + 1)
+    [said] = [str(each.message) for each in caught if "while the model is trained" in str(each.message)]
+    assert said.startswith("temperature changes")
