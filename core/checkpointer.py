@@ -75,7 +75,7 @@ class Checkpointer:
         evaluate: the held-out loss of `model` with its current weights: one number, or better one for each batch (a
             sequence, or a tensor of one dimension), always of the same batches in the same order. It makes `max_degradation` a
             measured bound; without it the mildest settings are taken. Called in eval mode, without gradients. It may measure an
-            average of the weights (EMA, SWA) that is among the objects with a state. Of a sharded model, or a DDP wrapper, it is called
+            average of the weights (EMA, SWA) that is given by name: `load_weights` has the model's, an export to .ckpt both. Of a sharded model, or a DDP wrapper, it is called
             on all ranks at the same time, each with batches of its own (docs/sharded.md).
         train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, ..., `probe_steps` - 1 (19; take
             them in turn if they are fewer), as training computes it, unscaled. With `evaluate`, `max_degradation` is then measured some steps after a
@@ -267,6 +267,7 @@ class Checkpointer:
                 self._objects.load(state)
                 run.note_restored(state)
                 begins = self._last_step = self._saved_step = self._resumed_from = self._objects.step
+                run.announce(begins)
             self._begin(begins)
             manifest = wanted if isinstance(wanted, Manifest) else None
             continues = step is None and run.settings.resume != "never"

@@ -16,7 +16,7 @@ _HEAD = """# Options
 
 Most trainings need `url` and a schedule. Except for the schedule, names and defaults are the same everywhere. Further
 options stand in `Advanced`, `Stores`, `StepLog` and the [options of a scheme](reference/config.md). In YAML each is a mapping of its
-fields; a scheme's has its `name` too.
+fields.
 
 ```python
 from shrinkpoint import Advanced, Stores
@@ -30,6 +30,7 @@ CompressedCheckpoint(
 ```
 
 ```yaml
+# of LightningCLI: below `init_args:`
 url: {urls: [/mnt/a/run-7, /mnt/b/run-7, /mnt/c/run-7], parity: 1}
 scheme: {name: excp, alpha: 1.0e-4}
 advanced: {busy: wait}

@@ -98,7 +98,7 @@ def ls(
     out.print(f"{counted(len(checkpoints), 'checkpoint')} in {run.display}: {_taken(sum(live), raw)}")
     cost = in_all_text(checkpoints)
     if cost is not None:
-        out.print(f"a restore may raise the loss by at most {cost}, with what no measurement at a save sees")
+        out.print(f"a restore may raise the loss by at most {cost}, the run's reserve included")
     if others:
         out.print(
             f"and {counted(len(others), 'container')}, {bytes_text(sum(others))}, that none of these needs: of removed"

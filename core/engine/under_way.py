@@ -113,7 +113,7 @@ class SaveUnderWay:
         seconds = round(time.monotonic() - self._since)
         how_long = f"has been under way for {seconds} s" if seconds else "is still under way"
         warn(
-            f"{count} skipped: that of step {self._step} {how_long}{why}. Training does not wait for it; Advanced(busy='wait') would"
+            f"{count} skipped, since that of step {self._step} {how_long}{why}. Training does not wait for it; Advanced(busy='wait') would"
         )
 
     def waiting(self, where: str, whose: str = "") -> AbstractContextManager[object]:

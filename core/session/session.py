@@ -838,6 +838,13 @@ class TrainingSession:
         room = last or bool(saver.adopt) or saver.busy == "wait" or not self.saver.busy
         if not room:
             self.saver.skip()
+            monitor, metrics = saver.monitor, self.adapter.metrics()
+            if isinstance(metrics, Mapping) and monitor in metrics:
+                self.warn_once(
+                    f"step {self.adapter.step} has {monitor}={metrics[monitor]} and is not saved, since another save is being written: the"
+                    " best checkpoint may not be the best. Advanced(busy='wait') would wait. This warning comes once",
+                    topic="not ranked",
+                )
         return room
 
     def owes(self, metrics: Mapping[str, float]) -> bool:

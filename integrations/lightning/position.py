@@ -246,11 +246,11 @@ class Position:
         loop = trainer.fit_loop
         self._note_epoch(trainer)
         original = getattr(loop, _BEFORE_ITERATOR, None)
-        if original is None:
+        if original is None or _BEFORE_ITERATOR in vars(loop):
             return
 
         def noted() -> None:
-            vars(loop).pop(_BEFORE_ITERATOR)
+            del vars(loop)[_BEFORE_ITERATOR]
             original()
             self._note_epoch(trainer)
 

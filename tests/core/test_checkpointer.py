@@ -375,7 +375,7 @@ def test_skipped_saves_are_told_once_and_the_last_is_made_up_for(tmp_path, refer
         run.checkpointer.close()
     assert saved_steps(run) == [1, 9]
     [message] = [str(warning.message) for warning in caught]
-    assert re.match(r"a save is skipped: that of step 1 .* under way.*busy='wait'", message)
+    assert re.match(r"a save is skipped, since that of step 1 .* under way.*busy='wait'", message)
 
 
 def test_skipped_saves_are_told_again_at_ten(tmp_path, reference):
@@ -385,7 +385,7 @@ def test_skipped_saves_are_told_again_at_ten(tmp_path, reference):
     reference.set()
     run.checkpointer.close()
     assert [str(warning.message)[:28] for warning in caught] == [
-        "a save is skipped: that of s",
+        "a save is skipped, since that of s",
         "10 saves so far have been sk",
     ]
 

@@ -194,7 +194,7 @@ def test_a_save_that_is_due_while_one_is_written_is_skipped(loop, objects):
     assert loop.save() is not None
     assert gate.reached.wait(60)
     assert loop.saver.busy
-    with pytest.warns(ShrinkpointWarning, match="a save is skipped: that of step 1 .* under way"):
+    with pytest.warns(ShrinkpointWarning, match="a save is skipped, since that of step 1 .* under way"):
         assert loop.save(step=2) is None
     assert loop.saver.skipped == 1
     assert not loop.saver.flush(timeout_s=0.01)

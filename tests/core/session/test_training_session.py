@@ -122,7 +122,7 @@ def test_skips_while_one_is_under_way(session: Make, monkeypatch: pytest.MonkeyP
     hold = Hold(monkeypatch)
     assert run.wants(last=False)
     assert save(run, 1)
-    with pytest.warns(ShrinkpointWarning, match="a save is skipped: that of step 1 .* under way"):
+    with pytest.warns(ShrinkpointWarning, match="a save is skipped, since that of step 1 .* under way"):
         assert not run.wants(last=False)
     assert run.saver.skipped == 1
     assert run.wants(last=True)
