@@ -20,6 +20,7 @@ __all__ = ["changed_attributes", "left_out", "parts_of", "places_of", "put_back"
 _MOST_ELEMENTS, _MOST_ITEMS, _DEPTH = 1 << 20, 10_000, 5  # larger and deeper ones are not saved
 _OWN, _NOT_PLAIN = {"param_groups", "state", "defaults"}, object()
 _OTHERS = (type, ModuleType, torch.nn.Module, torch.optim.Optimizer)
+_SHARED = {"GlobalOptimManager"}  # bitsandbytes' register of all parameters
 # As optimizers were first seen: their own numbers, and those in objects of theirs that have no state.
 _FIRST: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 _OBJECTS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -158,7 +159,8 @@ def _has_state(value: object) -> bool:
 
 def _numbers_of(value: object) -> dict[str, Any]:
     """Return the numbers in an object that nobody else stores or shares."""
-    own = vars(value) if hasattr(value, "__dict__") and not isinstance(value, _OTHERS) else {}
+    is_own = hasattr(value, "__dict__") and not isinstance(value, _OTHERS)
+    own = vars(value) if is_own and type(value).__name__ not in _SHARED else {}
     plain = {name: _plain(part) for name, part in own.items()}
     return {name: part for name, part in plain.items() if part is not _NOT_PLAIN and not _has_tensors(part)}
 

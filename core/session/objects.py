@@ -1,6 +1,7 @@
 """The objects of a hand-written loop: what a checkpoint holds of them, and how they are restored."""
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -129,7 +130,23 @@ class LoopObjects(TrainingAdapter):
         self.measures = evaluate is not None
         require_shapes(model)
         self._undone = self._replaced = 0
+        self._starts: dict[str, Any] = {}
+        for name, value in self.stateful.items():
+            if hasattr(value, "_get_iterator"):
+                self._note_starts(name, value)
+        self._made: tuple[int, int] | None = None
+        self._steps = _Steps(self.optimizers)
         self._begin()
+
+    def _note_starts(self, name: str, loader: Any) -> None:
+        """Note the generators' states whenever torchdata's loader makes an iterator: samplers draw their order then."""
+        make = loader._get_iterator
+
+        def noted() -> Any:
+            self._starts[name] = capture_rng(generators([loader]))
+            return make()
+
+        loader._get_iterator = noted
 
     @property
     def model(self) -> nn.Module:
@@ -187,6 +204,7 @@ class LoopObjects(TrainingAdapter):
     def state(self) -> dict[str, Any]:
         """See `TrainingAdapter.state`."""
         self._follow()
+        self._require_steps()
         return {
             "format": _FORMAT,
             "step": self.step,
@@ -200,12 +218,23 @@ class LoopObjects(TrainingAdapter):
 
     def rng(self) -> dict[str, Any]:
         """Return the states of this process's generators, with those of modules, of loaders' data sets and collators."""
-        return capture_rng(self._generators())
+        return {**capture_rng(self._generators()), "starts": dict(self._starts)}
 
-    def _generators(self) -> list[Any]:
+    def _require_steps(self) -> None:
+        """Warn where the weights have changed since the last save, and none of the optimizers has made a step."""
+        made, before = (self.changes, self._steps.count), self._made
+        self._made = made
+        if before is not None and made[0] > before[0] and made[1] == before[1] and self._steps.known:
+            self.session.warn_once(
+                "the weights have changed since the last save, and the optimizer that was given to the Checkpointer has made no step: if another"
+                " one trains now, checkpoints hold the state of the one before. Go on with the same optimizer, add_param_group() to it, or"
+                " make a new Checkpointer"
+            )
+
+    def _generators(self) -> dict[str, Any]:
         loaders = [value for value in self.stateful.values() if hasattr(value, "dataset")]
         others = [value for value in self.stateful.values() if not _may_load(value)]
-        return generators(loaders, [self.model, *others], samplers=False)
+        return generators(loaders, [self.model, *others])
 
     def joined(self, state: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
         """See `TrainingAdapter.joined`; a process alone has no sums of gradients."""
@@ -292,6 +321,8 @@ class LoopObjects(TrainingAdapter):
             warn(f"{name!r} is not in {where}: its state is not restored")
         self.step = state["step"]
         for name, value in self.stateful.items():
+            if name in state["rng"].get("starts", {}):
+                restore_rng(state["rng"]["starts"][name], generators([value]))
             if name in state["stateful"]:
                 load_stateful(value, state["stateful"][name])
             if warns and (unknown := unknown_order(value)):
@@ -429,6 +460,29 @@ class LoopObjects(TrainingAdapter):
         )
         self._places, self._kinds = places, kinds
         return found
+
+
+class _Steps:
+    """Counts the steps of optimizers.
+
+    Args:
+        optimizers: without wrappers.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self.count, self.known = 0, bool(optimizers)
+        """Whether all can be counted."""
+        own = weakref.ref(self)
+
+        def made(*_: Any) -> None:
+            if (steps := own()) is not None:
+                steps.count += 1
+
+        for optimizer in optimizers:
+            try:
+                weakref.finalize(self, optimizer.register_step_post_hook(made).remove)
+            except AttributeError:
+                self.known = False
 
 
 class _Generator:

@@ -51,7 +51,7 @@ class Trained:
         self._identities: list[dict[str, Any]] = []
         self._said: set[str] = set()
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._numbers: dict[str, float] = {}
+        self._numbers: dict[str, object] = {}
         self._looks = 0
         self.outside: dict[str, torch.Tensor] = {}
         """As of the last save: what optimizers train and no object's state has."""
@@ -114,12 +114,13 @@ class Trained:
         flags = _flags({"": model, **(others or {})}, self.outside)
         frozen = [name for name, (owner, flag) in flags.items() if not getattr(owner, flag)]
         adapters = {name: owner[key] for name, (owner, key) in _adapters(model).items()}
+        frozen += [f"{name}.training" for name in _evaluating(model)]
         attributes = changed_attributes(optimizers)
         trained = {"frozen": frozen, "attributes": attributes, "adapters": adapters, **self.values()}
         return {"identities": self._identities, "trained": trained}
 
     def _compare_numbers(self, model: nn.Module) -> None:
-        """Say which numbers change that modules have as attributes: no state has them."""
+        """Say which numbers and tensors change that modules have beside their state."""
         if not self._looks:
             return
         self._looks -= 1
@@ -225,17 +226,25 @@ class _Seen:
         return cls(parameter, _kind(parameter), parameter.requires_grad)
 
 
-def _numbers(model: nn.Module) -> dict[str, float]:
-    """Return the numbers that modules of the user's own classes have as attributes, where these classes store nothing by themselves."""
-    found: dict[str, float] = {}
+def _numbers(model: nn.Module) -> dict[str, object]:
+    """Return numbers and tensors that modules of the user's own classes have beside their state, where these classes store nothing themselves."""
+    found: dict[str, object] = {}
     with plain_names(model) as inner:
         for name, part in inner.named_modules():
             kind = type(part)
             if _library(kind) or not all(_library(getattr(kind, each, nn.Module)) for each in _KEEPS):
                 continue
-            own = {key: value for key, value in vars(part).items() if type(value) in (int, float)}
-            found |= {f"{name}.{key}".lstrip("."): value for key, value in own.items() if key[0] != "_"}
+            own = {**vars(part), **{key: part._buffers[key] for key in part._non_persistent_buffers_set}}
+            seen = {key: _seen(value) for key, value in own.items() if key[0] != "_"}
+            found |= {f"{name}.{key}".lstrip("."): value for key, value in seen.items() if value is not None}
     return found
+
+
+def _seen(value: object) -> object:
+    """Return what is another one after a change of a number or a tensor; None of anything else."""
+    if type(value) is torch.Tensor and not value.is_inference():
+        return id(value), value._version
+    return value if type(value) in (int, float) else None
 
 
 def _library(of: Any) -> bool:
@@ -319,6 +328,10 @@ def load_trained(
     changed = [name for name, (owner, flag) in flags.items() if getattr(owner, flag) == (name in frozen)]
     for name in changed:
         setattr(*flags[name], name not in frozen)
+    with plain_names(model) as inner:
+        for name, part in inner.named_modules():
+            if f"{name}.training" in frozen:
+                part.training = False
     return (
         f"resume: requires_grad of {_some(changed)} is the checkpoint's, and not what this process set: to change it, set it after resuming"
         if changed
@@ -340,6 +353,12 @@ def _flags(modules: Mapping[str, nn.Module], outside: Mapping[str, Any]) -> dict
                 if getattr(part, "running_mean", None) is not None and hasattr(part, "track_running_stats"):
                     flags[f"{start}{name}.track_running_stats"] = (part, "track_running_stats")
     return flags
+
+
+def _evaluating(model: nn.Module) -> list[str]:
+    """Return the parts that are in evaluation mode while the model is trained."""
+    with plain_names(model) as inner:
+        return [name for name, part in inner.named_modules() if inner.training and not part.training]
 
 
 def _outside(

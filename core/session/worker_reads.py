@@ -3,7 +3,8 @@
 import itertools
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.rng import capture_rng, is_generator, restore_rng
+from shrinkpoint.state.stateful import plain_names
 
 __all__ = [
     "generators",
@@ -114,40 +116,47 @@ def samplers(loader: Any) -> Iterator[Any]:
             yield sampler
 
 
-def parts_of(loader: Any) -> list[Any]:
-    """Return a loader's samplers, those within them, its generator, its data set and its collator, each once."""
-    found: dict[int, Any] = {}
-    waiting = [loader]
-    while waiting:
-        part = waiting.pop(0)
-        if part is None or id(part) in found:
-            continue
-        found[id(part)] = part
-        names = ["generator", "sampler", "batch_sampler"]
-        names += ["dataset", "collate_fn"] if part is loader else []
-        waiting += [getattr(part, name, None) for name in names]
-    return list(found.values())[1:]
-
-
-def generators(
-    loaders: Iterable[Any] = (), owners: Iterable[object] = (), *, samplers: bool = True
-) -> list[Any]:
-    """Return the generators of any kind that some objects and loaders have, each once, always in the same order.
+def parts_of(loader: Any) -> dict[str, Any]:
+    """Return a loader's data set and collator, its generator, its samplers, and those within them, each once, by name.
 
     Args:
-        loaders: whose data sets and collators are looked through, and whose samplers.
-        owners: a model, callbacks and the like: generators are attributes of theirs, or of a model's modules. They come first, since
-            some samplers make a generator on first use.
-        samplers: False where the loaders' own states have those of samplers.
+        loader: a ``DataLoader``, or any object with some of its attributes.
     """
-    parts = [
-        part for owner in owners for part in (owner.modules() if isinstance(owner, nn.Module) else [owner])
-    ]
-    found = [one for part in parts for one in getattr(part, "__dict__", {}).values() if is_generator(one)]
-    for loader in loaders:
-        read = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
-        found += [one for part in (parts_of(loader) if samplers else read) for one in generators_in(part)]
-    return list({id(one): one for one in found}.values())
+    order = ("generator", "sampler", "batch_sampler")
+    found: dict[str, Any] = {}
+    waiting = [(name, getattr(loader, name, None)) for name in ("dataset", "collate_fn", *order)]
+    while waiting:
+        name, part = waiting.pop(0)
+        if part is None or any(part is other for other in found.values()):
+            continue
+        found[name] = part
+        waiting += [
+            (f"{name}.{inner}", getattr(part, inner, None)) for inner in order if name in order or "." in name
+        ]
+    return found
+
+
+def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> dict[str, Any]:
+    """Return the generators of any kind that some objects and loaders have, each once, by where they are.
+
+    Args:
+        loaders: whose `parts_of` are looked through.
+        owners: a model, callbacks and the like: generators are attributes of theirs, or of a model's modules.
+    """
+    found: dict[str, Any] = {}
+    for number, owner in enumerate(owners):
+        with plain_names(owner) if isinstance(owner, nn.Module) else nullcontext(owner) as inner:
+            parts = inner.named_modules() if isinstance(inner, nn.Module) else [("", inner)]
+            for name, part in parts:
+                own = getattr(part, "__dict__", {}).items()
+                found |= {f"{number}.{name}.{key}": one for key, one in own if is_generator(one)}
+    for number, loader in enumerate(loaders):
+        for name, part in parts_of(loader).items():
+            found |= {f"loader {number}.{name}{path}": one for path, one in generators_in(part).items()}
+    first: dict[int, str] = {}
+    for name, one in found.items():
+        first.setdefault(id(one), name)
+    return {name: found[name] for name in first.values()}
 
 
 def unknown_order(loader: Any) -> str | None:
@@ -169,21 +178,22 @@ def unknown_order(loader: Any) -> str | None:
     return None
 
 
-def generators_in(value: Any) -> list[Any]:
-    """Return the random generators of any kind that an object, such as a data set, and its parts have."""
-    found, level, left = [], [value], _MOST
+def generators_in(value: Any) -> dict[str, Any]:
+    """Return the random generators of any kind that an object, such as a data set, and its parts have, by where they are."""
+    found: dict[str, Any] = {}
+    level, left = [("", value)], _MOST
     for _ in range(_DEPTH + 1):
-        found += [part for part in level if is_generator(part)]
-        level = list(itertools.islice((inner for part in level for inner in _inside(part)), left))
+        found |= {name: part for name, part in level if is_generator(part)}
+        parts = ((f"{name}.{key}", one) for name, part in level for key, one in _inside(part))
+        level = list(itertools.islice(parts, left))
         left -= len(level)
     return found
 
 
-def _inside(value: Any) -> Sequence[Any]:
+def _inside(value: Any) -> Iterable[tuple[object, Any]]:
     if isinstance(value, (str, bytes, torch.Tensor, np.ndarray)) or is_generator(value):
         return ()
     if isinstance(value, (list, tuple)):
-        return value[:_FIRST]
-    if isinstance(value, dict):
-        return list(itertools.islice(value.values(), _FIRST))
-    return list(vars(value).values()) if hasattr(value, "__dict__") else ()
+        return enumerate(value[:_FIRST])
+    own = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return list(itertools.islice(own.items(), _FIRST))

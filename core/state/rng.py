@@ -1,7 +1,7 @@
 """The states of the random number generators that a training process draws from, as tensors, arrays and plain data."""
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from shrinkpoint.errors import CannotRepresentError, FormatError
 
 __all__ = ["capture_rng", "diverge_rng", "generator_state", "is_generator", "restore_rng", "set_generator"]
 
+NO_OTHERS: Mapping[str, Any] = {}
 
 _OTHERS = ("PCG64", "PCG64DXSM", "Philox", "SFC64")
 """What numpy's global generator may draw from in place of its Mersenne Twister (``numpy.random.set_bit_generator``)."""
@@ -47,11 +48,11 @@ def set_generator(generator: Any, state: Any) -> None:
         generator.setstate((version, tuple(words), gauss))
 
 
-def capture_rng(own: Iterable[Any] = ()) -> dict[str, Any]:
+def capture_rng(own: Mapping[str, Any] = NO_OTHERS) -> dict[str, Any]:
     """Return the state of torch's, numpy's and Python's global generators and of this process's GPU.
 
     Args:
-        own: further generators, as of `is_generator`, in the order in which `restore_rng` gets them.
+        own: further generators, as of `is_generator`, by names under which `restore_rng` gets them.
 
     Of the global ones tensors and primitives only: a state that reaches an ordinary ``.ckpt`` must load with ``weights_only=True``.
     """
@@ -63,14 +64,15 @@ def capture_rng(own: Iterable[Any] = ()) -> dict[str, Any]:
     }
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
-    states = list(map(generator_state, own))
+    states = {name: generator_state(one) for name, one in own.items()}
     return {**state, **({"own": states} if states else {})}
 
 
-def restore_rng(state: Mapping[str, Any], own: Iterable[Any] = ()) -> None:
+def restore_rng(state: Mapping[str, Any], own: Mapping[str, Any] = NO_OTHERS) -> None:
     """Set the generators to the state from `capture_rng`; a GPU's only where this process uses one."""
-    for generator, one in zip(own, state.get("own", ()), strict=False):
-        set_generator(generator, one)
+    for name, one in state.get("own", {}).items():
+        if name in own:
+            set_generator(own[name], one)
     torch.set_rng_state(state["torch"].cpu())
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))

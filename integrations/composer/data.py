@@ -235,7 +235,7 @@ def _set_generators(state: State, states: Mapping[str, Any]) -> None:
     restore_rng(states, _own(state))
 
 
-def _own(state: State) -> list[Any]:
+def _own(state: State) -> dict[str, Any]:
     return generators([state.dataloader], [state.model, *state.callbacks, *state.algorithms])
 
 

@@ -57,9 +57,11 @@ class Position:
         self._now: list[Any] | None = None
         self._behind: list[Any] | None = None
         self._builds: dict[str, Any] = {}
+        self._accumulated = 1
 
     def fit_starts(self, trainer: Trainer) -> None:
         """Training is about to build the first epoch's loaders and iterator."""
+        self._accumulated = trainer.accumulate_grad_batches
         self._follow_builds(trainer, {} if self._loaded is None else self._mine(trainer)["data"])
         if self._loaded is None:
             self._note_first_epoch(trainer)
@@ -111,6 +113,7 @@ class Position:
         return {
             "version": 1,
             "between_epochs": between,
+            "accumulate": [self._accumulated, trainer.accumulate_grad_batches],
             "plateau_pending": {"step": stepped, "epoch": ended},
             "validation_pending": validation_pending,
             **({"world": trainer.world_size, **mine} if sharded else {"ranks": world().gather(mine)}),
@@ -172,6 +175,9 @@ class Position:
             warnings.filterwarnings(
                 "ignore", message="You're resuming from a checkpoint that ended before the epoch"
             )
+        given, accumulated = loaded["accumulate"]
+        if given != accumulated and not loaded["between_epochs"]:  # a hook at the epoch's start has set it
+            trainer.accumulate_grad_batches = accumulated
         if loaded["validation_pending"]:
             _rerun_validation(trainer)
         _step_plateau_schedulers(trainer, module, loaded["plateau_pending"])
@@ -404,7 +410,7 @@ def _loaders(trainer: Trainer) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
-def _generators(trainer: Trainer) -> list[Any]:
+def _generators(trainer: Trainer) -> dict[str, Any]:
     owners = [trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks]
     return generators(_loaders(trainer), owners)
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.fitting import quantized_as
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.lightning.adapter import LightningAdapter, Settings
 from shrinkpoint.integrations.lightning.io import RunCheckpointIO, load_checkpoint, require_supported
@@ -208,7 +208,17 @@ class Session:
         self.run.log.restart(step)
 
     def train_starts(self, trainer: Trainer, module: LightningModule) -> None:
-        """The iterators exist; no batch has been fetched, and Lightning has loaded the optimizers' states."""
+        """The iterators exist; no batch has been fetched, and Lightning has loaded the optimizers' states.
+
+        Raises:
+            StateMismatchError: what was continued has been undone.
+        """
+        begins, continued = trainer.global_step, self.run.continued
+        if self._active and continued is not None and begins < continued:
+            raise StateMismatchError(
+                f"the training was continued from step {continued}, and is at step {begins} before its first batch: a callback's on_fit_start, such"
+                " as LearningRateFinder's or BatchSizeFinder's, has put back what was before. Leave it out where a run is continued"
+            )
         if module.automatic_optimization:
             require_fresh_gradients(trainer.optimizers)
         for optimizer, state in zip(trainer.optimizers, self._loaded_optimizers, strict=False):

@@ -318,7 +318,7 @@ class Generators:
 
     def __init__(self, loader: Any, owners: Sequence[object] = ()) -> None:
         self._loader, self._owners = loader, owners
-        self._own: list[Any] = []
+        self._own: Mapping[str, Any] = {}
 
     def find(self) -> None:
         """Look for generators; some parts make theirs on first use."""
@@ -330,7 +330,7 @@ class Generators:
 
     def set(self, states: Mapping[str, Any]) -> None:
         """Restore their states."""
-        if len(states.get("own", ())) > len(self._own):
+        if states.get("own", {}).keys() - self._own.keys():
             self._use_once()
             self.find()
         restore_rng(states, self._own)
@@ -355,4 +355,4 @@ def set_seeds(loader: Any, values: Sequence[int]) -> None:
 
 
 def _seeded(loader: Any) -> list[Any]:
-    return [part for part in parts_of(loader) if type(getattr(part, "initial_seed", None)) is int]
+    return [part for part in parts_of(loader).values() if type(getattr(part, "initial_seed", None)) is int]

@@ -125,8 +125,8 @@ class ToyAdapter(TrainingAdapter):
         load_stateful(trainer.loader, state["loader"])  # draws what a new iterator draws
         restore_rng(state["rng"], self.generators())
 
-    def generators(self) -> list[Any]:
-        return generators([self.trainer.loader], [self.model], samplers=False)
+    def generators(self) -> dict[str, Any]:
+        return generators([self.trainer.loader], [self.model])
 
     def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
         return float(self.trainer.model.loss(batch))

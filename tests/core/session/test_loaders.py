@@ -18,11 +18,11 @@ def test_finds_each_once() -> None:
     of_inner = DataLoader(
         DATA, batch_sampler=BatchSampler(RandomSampler(DATA, generator=three), 2, drop_last=False)
     )
-    assert generators([of_loader, of_sampler, of_inner, of_loader]) == [one, two, three]
+    assert list(generators([of_loader, of_sampler, of_inner, of_loader]).values()) == [one, two, three]
 
 
 def test_other_iterables_have_none() -> None:
-    assert generators([[1, 2], None, DataLoader(DATA)]) == []
+    assert generators([[1, 2], None, DataLoader(DATA)]) == {}
     assert list(samplers([1, 2])) == []
 
 
