@@ -72,9 +72,10 @@ class Checkpointer:
         every: save whenever a multiple of so many steps is reached, and once more when training ends: at `close`, and after a
             Ctrl-C or SIGTERM, which takes effect at the next `step`. A second signal ends the process at once. None saves on `save`
             only.
-        evaluate: the held-out loss of `model` with its current weights: one number, or better one for each batch (a
-            sequence, or a tensor of one dimension), always of the same batches in the same order. It makes `max_degradation` a
-            measured bound; without it the mildest settings are taken. Called in eval mode, without gradients. It may measure an
+        evaluate: the held-out loss of `model` with its current weights: one number, or better one for each batch,
+            always of the same batches in the same order. It makes `max_degradation` a
+            measured bound; without it the mildest settings are taken. Called in eval mode, without gradients, several times for each
+            save; what it changes outside of the model stays. It may measure an
             average of the weights (EMA, SWA) that is given by name: `load_weights` has the model's, an export to .ckpt both. Of a sharded model, or a DDP wrapper, it is called
             on all ranks at the same time, each with batches of its own (docs/sharded.md).
         train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, ..., `probe_steps` - 1 (19; take

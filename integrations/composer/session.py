@@ -48,7 +48,7 @@ class Session:
         )
         self._loaded_lineage: str | None = None
         self._postponed = False
-        self._first_part = True
+        self._first_part, self._begins = True, False
 
     # ---- the callback's own state in checkpoints
 
@@ -126,7 +126,8 @@ class Session:
             self.run.saved_step = 0
         self.run.termination.watch()
         self.adapter.data.fit_starts(state)
-        self.run.begin()
+        self.run.begin(again=True)
+        self._begins = True
         if outside := self.run.trained_part({})["trained"]["outside"]:
             raise ConfigError(
                 f"the optimizer trains {len(outside)} parameters that are not in the model, whose state Composer cannot name: make"
@@ -146,6 +147,9 @@ class Session:
     def batch_start(self, state: State) -> None:
         """Note that a batch is about to be trained on."""
         self.adapter.data.batch_starts(state)
+        if self._begins:
+            self._begins = False
+            self.run.load_trained(last=True)  # Composer has put the whole model into training mode since `fit_start`
         self._first_part = True
 
     def before_forward(self, state: State) -> None:

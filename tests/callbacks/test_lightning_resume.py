@@ -23,7 +23,7 @@ from support.options import grouped
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.config import Advanced
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StateMismatchError
 from shrinkpoint.saver import Saver
 
 pytestmark = pytest.mark.filterwarnings(
@@ -166,6 +166,47 @@ def test_a_sampler_whose_order_a_stateful_loader_does_not_restore_is_told() -> N
     train(case, True, saving(), Crash(case.crash))
     with pytest.warns(ShrinkpointWarning, match="Shuffled draws from a generator of its own"):
         train(case, True, saving(), seed=999)
+
+
+class Accumulating(Callback):
+    """Accumulates the batches of later epochs in pairs."""
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        trainer.accumulate_grad_batches = 1 + (trainer.current_epoch > 0)
+
+
+def test_accumulation_that_a_hook_sets_continues_bit_by_bit() -> None:
+    case = Case(every=5, crash=12, resumes_at=10)
+
+    def saving() -> CompressedCheckpoint:
+        options = grouped(every_n_train_steps=case.every, scheme="lossless", busy="wait")
+        return CompressedCheckpoint("memory://resume/accumulating", **options)
+
+    train(case, False, saving(), Accumulating(), Crash(case.crash))
+    rest = train(case, False, saving(), Accumulating(), seed=999)
+    assert rest.trace[0][2] == case.resumes_at
+    assert_continues(train(case, False, Accumulating()), rest)
+
+
+class Undoing(Callback):
+    """Loads what was before, as Lightning's tuners do in this hook."""
+
+    def on_fit_start(self, trainer: Any, *_: Any) -> None:
+        trainer._checkpoint_connector.resume_end()
+
+
+def test_a_resume_that_a_callback_undoes_is_an_error() -> None:
+    case = Case(every=5, crash=12, resumes_at=10)
+
+    def saving() -> CompressedCheckpoint:
+        options = grouped(every_n_train_steps=case.every, scheme="lossless", busy="wait")
+        return CompressedCheckpoint("memory://resume/undoing", **options)
+
+    train(case, False, saving(), Crash(case.crash))
+    with pytest.raises(
+        StateMismatchError, match=r"continued from step 10, and is at step 0 .* LearningRateFinder"
+    ):
+        train(case, False, saving(), Undoing(), seed=999)
 
 
 def test_the_fp32_state_of_half_precision_weights_comes_back_unrounded() -> None:

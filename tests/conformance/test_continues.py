@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 from support import frameworks
-from support.frameworks import FRAMEWORKS, MONITORS, Crashed, Drawing, Net, Noisy, Outcome, Recipe
+from support.frameworks import (
+    FRAMEWORKS,
+    MONITORS,
+    Crashed,
+    Drawing,
+    Net,
+    Noisy,
+    Outcome,
+    PartlyEvaluating,
+    Recipe,
+)
 from support.lightning_models import assert_same
 
 import shrinkpoint
@@ -87,6 +97,7 @@ RECIPES = {
     "SGD": (Recipe(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)), 10, 8),
     "Adafactor": (Recipe(optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.05)), 10, 8),
     "evaluation": (Recipe(evaluate=3), 10, 8),
+    "a part in evaluation mode": (Recipe(net=PartlyEvaluating), 10, 8),
     "generators of the data's and the model's own": (Recipe(net=Drawing, data=Noisy), 10, 8),
 }
 

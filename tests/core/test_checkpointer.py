@@ -385,7 +385,7 @@ def test_skipped_saves_are_told_again_at_ten(tmp_path, reference):
     reference.set()
     run.checkpointer.close()
     assert [str(warning.message)[:28] for warning in caught] == [
-        "a save is skipped, since that of s",
+        "a save is skipped, since tha",
         "10 saves so far have been sk",
     ]
 

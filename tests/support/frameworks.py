@@ -33,6 +33,7 @@ __all__ = [
     "Net",
     "Noisy",
     "Outcome",
+    "PartlyEvaluating",
     "Recipe",
     "nothing",
 ]
@@ -102,6 +103,21 @@ class Drawing(Net):
             return super().loss(batch)
         noise = 0.1 * self.head.numpy.rand() + 0.1 * torch.rand((), generator=self.torch)
         return super().loss({**batch, "x": batch["x"] + noise})
+
+
+class PartlyEvaluating(Net):
+    """Puts its normalization into evaluation mode at one of its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("made", torch.zeros((), dtype=torch.int64))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.made += 1
+            if self.made == 3:
+                self.body[1].eval()
+        return super().loss(batch)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,8 @@
 """A loop whose stateful loader is passed by name continues bit by bit, though its iterator draws a seed from torch's generator."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import shrinkpoint
 
 pytest.importorskip("torchdata")
 
+from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 _STEPS = 14
@@ -25,12 +28,29 @@ class _Data(torch.utils.data.Dataset):
         return torch.full((6,), float(index)).cos()
 
 
-def losses(url: Path, until: int, *, workers: int, log: dict[str, str]) -> dict[int, float]:
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+_ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffle": lambda: {"shuffle": True},
+    "shuffle, own generator": lambda: {"shuffle": True, "generator": _generator()},
+    "subset": lambda: {"sampler": SubsetRandomSampler(range(4 * _LENGTH))},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0, 2.0] * 2 * _LENGTH, 4 * _LENGTH)},
+    "weighted, own generator": lambda: {
+        "sampler": WeightedRandomSampler([1.0, 2.0] * 2 * _LENGTH, 4 * _LENGTH, generator=_generator())
+    },
+}
+
+
+def losses(
+    url: Path, until: int, *, workers: int, log: dict[str, str], order: str = "shuffle"
+) -> dict[int, float]:
     """Train with shuffled batches and dropout, from where the run is; the loss of each step that is made here."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.4), nn.Linear(16, 6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = StatefulDataLoader(_Data(), batch_size=4, shuffle=True, num_workers=workers)
+    loader = StatefulDataLoader(_Data(), batch_size=4, num_workers=workers, **_ORDERS[order]())
     checkpointer = shrinkpoint.Checkpointer(
         url, model, optimizer, **grouped(every=None, scheme="lossless", loader=loader, **log)
     )
@@ -50,6 +70,15 @@ def losses(url: Path, until: int, *, workers: int, log: dict[str, str]) -> dict[
         checkpointer.save(step, wait=True)
     checkpointer.close()
     return found
+
+
+@pytest.mark.parametrize("order", [order for order in _ORDERS if order != "shuffle"])
+def test_the_order_that_a_sampler_has_drawn_is_restored(tmp_path, order):
+    whole = losses(tmp_path / "whole", _STEPS, workers=0, log={}, order=order)
+    losses(tmp_path / "run", _LENGTH + 2, workers=0, log={}, order=order)
+    torch.manual_seed(99)
+    rest = losses(tmp_path / "run", _STEPS, workers=0, log={}, order=order)
+    assert rest == {step: loss for step, loss in whole.items() if step > _LENGTH + 2}
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -375,3 +375,20 @@ def test_a_number_that_changes_and_no_state_has_is_told_once(tmp_path):
                 checkpointer.step(step + 1)
     [said] = [str(each.message) for each in caught if "while the model is trained" in str(each.message)]
     assert said.startswith("temperature changes")
+
+
+def test_an_optimizer_that_another_one_has_replaced_is_told(tmp_path):
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    checkpointer = Checkpointer(
+        str(tmp_path), model, optimizer, **grouped(every=1, scheme="lossless", busy="wait")
+    )
+    for step in range(2):
+        optimizer.step()
+        checkpointer.step(step + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    with pytest.warns(ShrinkpointWarning, match="given to the Checkpointer has made no step"):
+        checkpointer.step(3)
+    checkpointer.close()
