@@ -102,8 +102,7 @@ class _Kernel(JITCodeLibrary):  # type: ignore[misc]
 
     def _optimize_final_module(self) -> None:
         try:
-            made = self._codegen._module_pass_manager()
-            manager, *builder = made if isinstance(made, tuple) else (made,)  # before numba 0.61
+            manager, *builder = self._codegen._module_pass_manager()
         except (AttributeError, TypeError):  # another numba, whose own way is as good
             super()._optimize_final_module()
         else:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shrinkpoint.state.digest import tensor_digest
-from shrinkpoint.state.rng import capture_rng, is_generator, restore_rng
+from shrinkpoint.state.rng import Counters, capture_rng, is_generator, restore_rng
 from shrinkpoint.state.stateful import plain_names
 
 __all__ = [
@@ -137,7 +137,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 
 def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> dict[str, Any]:
-    """Return the generators of any kind that some objects and loaders have, each once, by where they are.
+    """Return the generators of any kind that some objects and loaders have, each once, and samplers' `Counters`, by where they are.
 
     Args:
         loaders: whose `parts_of` are looked through.
@@ -153,6 +153,8 @@ def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> di
     for number, loader in enumerate(loaders):
         for name, part in parts_of(loader).items():
             found |= {f"loader {number}.{name}{path}": one for path, one in generators_in(part).items()}
+            if "sampler" in name and _is_own(part) and not hasattr(part, "state_dict"):
+                found[f"loader {number}.{name}: counters"] = Counters(part)
     first: dict[int, str] = {}
     for name, one in found.items():
         first.setdefault(id(one), name)
@@ -168,14 +170,18 @@ def unknown_order(loader: Any) -> str | None:
     if not any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__):
         return None
     for sampler in samplers(loader):
-        kind = type(sampler)
-        is_own = not kind.__module__.startswith(("torch.", "torchdata."))
-        if is_own and not hasattr(sampler, "state_dict") and generators_in(sampler):
+        if _is_own(sampler) and not hasattr(sampler, "state_dict") and generators_in(sampler):
             return (
-                f"resume: {kind.__qualname__} draws from a generator of its own, which torchdata's loader does not restore: the order of samples may"
+                f"resume: {type(sampler).__qualname__} draws from a generator of its own, which torchdata's loader does not restore: the order of samples may"
                 " differ up to the end of this epoch. Give the sampler state_dict() and load_state_dict()"
             )
     return None
+
+
+def _is_own(sampler: object) -> bool:
+    """Return whether a sampler is of a class of the user's."""
+    known = type(sampler).__module__.startswith(("torch.", "torchdata.", "accelerate."))
+    return not known and hasattr(sampler, "__dict__")
 
 
 def generators_in(value: Any) -> dict[str, Any]:

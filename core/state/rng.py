@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -10,12 +11,46 @@ from torch.utils._pytree import tree_map_only
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
 
-__all__ = ["capture_rng", "diverge_rng", "generator_state", "is_generator", "restore_rng", "set_generator"]
+__all__ = [
+    "Counters",
+    "capture_rng",
+    "diverge_rng",
+    "generator_state",
+    "is_generator",
+    "restore_rng",
+    "set_generator",
+]
 
 NO_OTHERS: Mapping[str, Any] = {}
 
 _OTHERS = ("PCG64", "PCG64DXSM", "Philox", "SFC64")
 """What numpy's global generator may draw from in place of its Mersenne Twister (``numpy.random.set_bit_generator``)."""
+
+
+class Counters:
+    """The whole numbers that a sampler counts in, which decide what it draws; as `is_generator` for `capture_rng`.
+
+    Args:
+        owner: the sampler. What its attributes are when it is first seen is not stored.
+    """
+
+    _first: ClassVar[WeakKeyDictionary[Any, dict[str, int]]] = WeakKeyDictionary()
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self._first.setdefault(owner, self._now())
+
+    def _now(self) -> dict[str, int]:
+        return {name: value for name, value in vars(self._owner).items() if type(value) is int}
+
+    def get_state(self) -> dict[str, int]:
+        """Return those that have changed."""
+        first = self._first[self._owner]
+        return {name: value for name, value in self._now().items() if first.get(name) != value}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Give all their values."""
+        vars(self._owner).update({**self._first[self._owner], **state})
 
 
 def is_generator(value: object) -> bool:
@@ -25,8 +60,8 @@ def is_generator(value: object) -> bool:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of one of the generators of `is_generator`."""
-    if isinstance(generator, torch.Generator):
+    """Return the state of one of the generators of `is_generator`, or of `Counters`."""
+    if isinstance(generator, (torch.Generator, Counters)):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
@@ -41,7 +76,7 @@ def set_generator(generator: Any, state: Any) -> None:
         generator.set_state(state.cpu())
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
+    elif isinstance(generator, (np.random.RandomState, Counters)):
         generator.set_state(state)
     else:
         version, words, gauss = state

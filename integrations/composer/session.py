@@ -149,7 +149,9 @@ class Session:
         self.adapter.data.batch_starts(state)
         if self._begins:
             self._begins = False
-            self.run.load_trained(last=True)  # Composer has put the whole model into training mode since `fit_start`
+            self.run.load_trained(
+                last=True
+            )  # Composer has put the whole model into training mode since `fit_start`
         self._first_part = True
 
     def before_forward(self, state: State) -> None:

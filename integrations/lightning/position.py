@@ -63,8 +63,7 @@ class Position:
         """Training is about to build the first epoch's loaders and iterator."""
         self._accumulated = trainer.accumulate_grad_batches
         self._follow_builds(trainer, {} if self._loaded is None else self._mine(trainer)["data"])
-        if self._loaded is None:
-            self._note_first_epoch(trainer)
+        self._note_first_epoch(trainer)
 
     def epoch_starts(self, trainer: Trainer) -> None:
         """An epoch begins; Lightning builds a new iterator right after this, except in a run's first epoch."""
@@ -250,7 +249,8 @@ class Position:
     def _note_first_epoch(self, trainer: Trainer) -> None:
         """Note the first epoch once its loaders are made, and before Lightning builds its iterator in the same call."""
         loop = trainer.fit_loop
-        self._note_epoch(trainer)
+        if self._loaded is None:
+            self._note_epoch(trainer)
         original = getattr(loop, _BEFORE_ITERATOR, None)
         if original is None or _BEFORE_ITERATOR in vars(loop):
             return
@@ -258,7 +258,10 @@ class Position:
         def noted() -> None:
             del vars(loop)[_BEFORE_ITERATOR]
             original()
-            self._note_epoch(trainer)
+            if self._loaded is None:
+                self._note_epoch(trainer)
+            else:
+                _rng(trainer)  # what samplers have not counted yet is noted
 
         setattr(loop, _BEFORE_ITERATOR, noted)
 

@@ -156,6 +156,7 @@ class _Epoch:
         """Number of the sampler's first batches that are not fetched."""
         self._asked = 0
         self._workers = False
+        self._looks = 2  # of a collator that makes its generator with the first batch
         self._start: Any = None
         self._sampler: Any = None
         self._ahead: deque[tuple[int, Any]] = deque(maxlen=_AHEAD)
@@ -186,6 +187,9 @@ class _Epoch:
         self._asked = number + 1
         if self._workers or self._generators is None:
             return
+        if self._looks:
+            self._looks -= 1
+            self._generators.find()
         stored = None if self._stored is None else self._stored["epoch"]["ahead"].get(str(number))
         if stored is not None:
             self._generators.set(stored)

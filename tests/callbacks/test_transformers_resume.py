@@ -55,6 +55,7 @@ CASES = {
     "accumulation": Case(with_arguments(gradient_accumulation_steps=3, eval_steps=2), (7,), 6, every=5),
     "plain samplers": Case(with_arguments(accelerator_config={"use_seedable_sampler": False}), (19,), 17),
     "a collator with a generator": Case(Setup(mask_seed=3), (19,), 17),
+    "a collator with a generator, first epoch": Case(Setup(mask_seed=3), (7,), 5),
     "masking in workers": Case(with_arguments(dataloader_num_workers=2), (19,), 17),
     "workers without randomness": Case(
         Setup(masking=False, arguments=(("dataloader_num_workers", 1),)), (19,), 17
@@ -83,7 +84,13 @@ CASES = {
 }
 
 
-FAST = ("masking, later epoch, twice", "accumulation", "masking in workers", "a stream")
+FAST = (
+    "masking, later epoch, twice",
+    "accumulation",
+    "a collator with a generator, first epoch",
+    "masking in workers",
+    "a stream",
+)
 """Those that the fast suite tries."""
 
 UNINTERRUPTED: dict[str, Outcome] = {}

@@ -62,10 +62,10 @@ class Setup:
 
 
 class Shuffled(Sampler[int]):
-    """Shuffles by a generator of its own, of Python's."""
+    """Shuffles by a generator of its own, of Python's, and by how often it has done so."""
 
     def __init__(self) -> None:
-        self.random = random.Random(5)
+        self.random, self.times = random.Random(5), 0
 
     def __len__(self) -> int:
         return Setup.train_points
@@ -73,7 +73,8 @@ class Shuffled(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         order = list(range(len(self)))
         self.random.shuffle(order)
-        return iter(order)
+        self.times += 1
+        return iter(order[self.times :] + order[: self.times])
 
 
 class Tiny(pl.LightningModule):

@@ -128,7 +128,7 @@ class _CentroidCodec(ABC):
         centroids = _centroids(sums, counts, radius)
         true = float(moment_kernels.square_sum(values, units, self.linear))
         longer = _longer(true, counts, step, _sizes(centroids, radius))
-        return _Quantized(plane, radius, np.float32(step * longer), centroids, units, sections)
+        return _Quantized(plane, radius, step * np.float32(longer), centroids, units, sections)
 
     def _wanted(self, values: Float32s, units: Float32s, spec: TensorSpec) -> Float32s:
         """Return what a reader should have, but for the levels."""
