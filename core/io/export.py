@@ -184,7 +184,8 @@ def _convert(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any
     if isinstance(value, torch.Size):
         return value
     if isinstance(value, (list, tuple)):
-        return type(value)(_convert(item, (*path, str(index)), note) for index, item in enumerate(value))
+        kind = list if isinstance(value, list) else tuple
+        return kind(_convert(item, (*path, str(index)), note) for index, item in enumerate(value))
     if isinstance(value, (set, frozenset)):
         if isinstance(value, frozenset):
             note(path, "frozensets are written as sets")

@@ -329,5 +329,6 @@ def _placed(value: Any, live: Any, device: torch.device | None, counts: torch.de
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return type(value)(_placed(item, None, device, counts) for item in value)
+        items = [_placed(item, None, device, counts) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -9,10 +9,11 @@ import dataclasses
 import math
 import re
 from argparse import Namespace
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from enum import Enum
+from functools import cache
 from io import SEEK_CUR, BytesIO
 from pathlib import PurePath
 from typing import Any, TypeAlias
@@ -63,6 +64,8 @@ _SCALAR = re.compile(
     r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[mM]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
 """numpy's array-protocol names of the scalars that have the same meaning on every machine."""
+_FACTORIES = frozenset((dict, list, set, tuple, str, bool, int, float, Counter, OrderedDict))
+"""Of defaultdicts, which call them: of a file, no other class is taken but a dataclass that is loaded."""
 
 
 def join_path(path: Path) -> str:
@@ -80,9 +83,9 @@ def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: P
         put: takes a tensor's path and the tensor, and returns the name by which `decode_tree` asks for it.
         path: place of `value` in the whole; for error messages and names.
 
-    Some types come back as a plainer type: subclasses of dict (but OrderedDict and Counter), list, tuple (named ones too), set,
-    str, int and float as these; bytearrays as bytes; paths as strings. Enums, dataclasses and OmegaConf's containers come back as such where their
-    classes are loaded, else as values and dicts.
+    Some types come back as a plainer type: subclasses of dict (but OrderedDict, Counter and defaultdict), list, tuple, set,
+    str, int and float as these; defaultdicts with a function as dicts; bytearrays as bytes; paths as strings. Enums, dataclasses, named tuples
+    and OmegaConf's containers come back as such where their classes are loaded, else as values, dicts and tuples.
 
     Raises:
         CannotRepresentError: an object of another type; the message names its place and type.
@@ -154,14 +157,18 @@ def _encode_mapping(value: Mapping[Any, Any], put: Callable[[Path, torch.Tensor]
         )
     plain = all(type(key) is str and _is_unicode(key) for key in value) and _TAG not in value
     kind = "odict" if isinstance(value, OrderedDict) else "dict"
-    counter = isinstance(value, Counter)  # MultiStepLR has one, and asks it for its elements
-    if plain and kind == "dict" and not counter:
+    more: dict[str, JSON] = {}
+    if isinstance(value, Counter):  # MultiStepLR has one, and asks it for its elements
+        more = {"counter": True}
+    elif isinstance(value, defaultdict) and isinstance(value.default_factory, type):
+        more = {"default": class_name(value.default_factory)}
+    if plain and kind == "dict" and not more:
         return {key: encode_tree(item, put, (*path, key)) for key, item in value.items()}
     items = [
         [encode_tree(key, put, (*path, "key")), encode_tree(item, put, (*path, str(key)))]
         for key, item in value.items()
     ]
-    return {_TAG: kind, "items": items, **({"counter": True} if counter else {})}
+    return {_TAG: kind, "items": items, **more}
 
 
 def _encode_sequence(value: Any, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
@@ -172,6 +179,8 @@ def _encode_sequence(value: Any, put: Callable[[Path, torch.Tensor], str], path:
     if isinstance(value, list):
         return items
     kind = "tuple" if isinstance(value, tuple) else "set" if isinstance(value, set) else "frozenset"
+    if kind == "tuple" and hasattr(value, "_fields"):
+        return {_TAG: kind, "items": items, "class": class_name(type(value)), "fields": list(value._fields)}
     return {_TAG: kind, "items": items}
 
 
@@ -277,12 +286,13 @@ def decode_tree(node: JSON, get: Callable[[str], torch.Tensor], *, as_given: boo
 
 
 class _Source:
-    """The tensors by name; one that is referred to twice is one tensor."""
+    """The tensors by name; one that is referred to twice is one tensor. And the classes, each looked for once."""
 
     def __init__(self, get: Callable[[str], torch.Tensor], as_given: bool) -> None:
         self._get = get
         self.as_given = as_given
         self._ordered: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self.loaded = cache(loaded_class)
 
     def __call__(self, name: str) -> torch.Tensor:
         return self._get(name)
@@ -314,6 +324,10 @@ def _decode(node: JSON, get: _Source, depth: int) -> Any:
         if not isinstance(node["items"], list):
             raise FormatError(f"the items of a {kind} in the tree of plain data are not a list")
         made = _COLLECTIONS[kind]([_decode(item, get, depth + 1) for item in node["items"]])
+        if kind == "dict" and "default" in node:
+            return _defaultdict(made, get.loaded(object, node["default"]))
+        if kind == "tuple" and "class" in node:
+            return _named_tuple(made, node["fields"], get.loaded(tuple, node["class"]))
         return _counter(made) if kind == "dict" and node.get("counter") is True else made
     if kind == "flat":
         return _flat(node, get, depth)
@@ -329,7 +343,7 @@ def _decode(node: JSON, get: _Source, depth: int) -> Any:
             return content
     if kind in ("enum", "dataclass"):
         base = Enum if kind == "enum" else object
-        return _object(kind, _decode(node["value"], get, depth + 1), loaded_class(base, node["class"]))
+        return _object(kind, _decode(node["value"], get, depth + 1), get.loaded(base, node["class"]))
     if kind == "namespace":
         return _namespace(_decode(node["items"], get, depth + 1))
     if kind in _TENSORS:
@@ -449,6 +463,19 @@ def _counter(items: dict[Any, Any]) -> Counter[Any]:
     counter: Counter[Any] = Counter()
     dict.update(counter, items)  # its own constructor would count keys
     return counter
+
+
+def _defaultdict(items: dict[Any, Any], found: Any) -> dict[Any, Any]:
+    """Return the dict itself where its class of defaults is not loaded, or is none that a file may name."""
+    allowed = found in _FACTORIES or dataclasses.is_dataclass(found)
+    return defaultdict(found, items) if allowed else items
+
+
+def _named_tuple(items: tuple[Any, ...], names: list[str], found: Any) -> tuple[Any, ...]:
+    """Return an object of the class without running its code; the tuple itself where the class is not as it was."""
+    same = getattr(found, "_fields", None) == tuple(names) and len(items) == len(names)
+    made: tuple[Any, ...] = tuple.__new__(found, items) if same else items
+    return made
 
 
 def _namespace(members: Any) -> Namespace:

@@ -1,5 +1,6 @@
 """States as other libraries have them: quantized weights, extra state, tensors made of others, packed dtypes, optimizers with objects."""
 
+import collections
 import dataclasses
 import enum
 import io
@@ -417,6 +418,35 @@ def test_frozen_weights_of_any_dtype_are_exact_and_measured_checkpoints_go_on(tm
 
 
 # ---- values
+
+
+Transition = collections.namedtuple("Transition", "state action")
+
+
+class Memory:
+    """A replay buffer and a history, as scripts have them."""
+
+    def __init__(self):
+        self.seen, self.history = [], collections.defaultdict(list)
+
+    def state_dict(self):
+        return {"seen": self.seen, "history": self.history}
+
+    def load_state_dict(self, state):
+        self.seen, self.history = state["seen"], state["history"]
+
+
+def test_objects_get_their_named_tuples_and_defaults_back(tmp_path):
+    memory = Memory()
+    memory.seen.append(Transition(torch.ones(3), 2))
+    memory.history["loss"].append(0.5)
+    Training(tmp_path, lambda: nn.Linear(SIZE, SIZE), memory=memory).until(2)
+    again = Memory()
+    Training(tmp_path, lambda: nn.Linear(SIZE, SIZE), memory=again).until(2)
+    assert bits(again.seen[0].state) == bits(torch.ones(3))
+    assert again.seen[0].action == 2
+    assert again.history["other"] == []
+    assert again.history == {"loss": [0.5], "other": []}
 
 
 def test_files_enums_and_dataclasses_come_back_as_they_were(tmp_path):

@@ -4,7 +4,7 @@ import os
 import resource
 import stat
 from argparse import Namespace
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ def test_types_that_the_safe_loader_refuses_become_their_plain_kin(tmp_path: Pat
             a=(1, torch.Size([2])), b=[None, 1 + 2j, b"x", torch.float16, torch.device("cpu")]
         ),
         "inf": float("inf"),
+        "point": namedtuple("Point", "x y")(1, 2),
         "timer": timedelta(days=1, microseconds=500000),
         "timers": [timedelta(days=1, microseconds=500000)],
         np.int64(7): "key",
@@ -78,6 +79,7 @@ def test_types_that_the_safe_loader_refuses_become_their_plain_kin(tmp_path: Pat
     assert loaded["nothing"] == b""
     assert identical(loaded["kept"], state["kept"])
     assert loaded["inf"] == float("inf")
+    assert identical(loaded["point"], (1, 2))
     assert "timer" not in loaded
     assert loaded["timers"] == [86400.5]
     assert loaded[7] == "key"

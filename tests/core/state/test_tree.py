@@ -1,7 +1,7 @@
 import contextlib
 import json
 from argparse import Namespace
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from enum import Enum, IntEnum
 from pathlib import PurePosixPath
 
@@ -99,7 +99,37 @@ class Bag(set):
     pass
 
 
+class Custom:
+    pass
+
+
 Point = namedtuple("Point", "x y")
+
+
+def test_named_tuples_and_dicts_with_defaults():
+    value = {
+        "points": [Point(1, torch.ones(2)), Point(2, (3,))],
+        "lists": defaultdict(list, {2: [Point(0, 0)]}),
+    }
+    made = there_and_back(value)
+    assert identical(made, value)
+    assert made["points"][0].y is made["points"][0][1]
+    assert made["lists"][3] == []
+
+
+@pytest.mark.parametrize(
+    ("node", "kin"),
+    [
+        ({"$": "tuple", "items": [1, 2], "class": "nowhere:Point", "fields": ["x", "y"]}, (1, 2)),
+        ({"$": "tuple", "items": [1, 2], "class": f"{__name__}:Point", "fields": ["y", "x"]}, (1, 2)),
+        ({"$": "tuple", "items": [1], "class": f"{__name__}:Point", "fields": ["x", "y"]}, (1,)),
+        ({"$": "tuple", "items": [1], "class": f"{__name__}:Custom", "fields": []}, (1,)),
+        ({"$": "dict", "items": [], "default": "subprocess:Popen"}, {}),
+        ({"$": "dict", "items": [], "default": f"{__name__}:Custom"}, {}),
+    ],
+)
+def test_other_classes_are_not_taken_from_a_file(node, kin):
+    assert identical(decode_tree(node, {}.__getitem__), kin)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +137,8 @@ Point = namedtuple("Point", "x y")
     [
         (Loud("quiet"), "quiet"),
         (Bag({1}), {1}),
-        (Point(1, 2), (1, 2)),
+        (defaultdict(lambda: 1, {"a": 2}), {"a": 2}),
+        (defaultdict(Custom, {"a": 2}), {"a": 2}),
         (bytearray(b"ab"), b"ab"),
         (PurePosixPath("a/b"), "a/b"),
         (np.str_("text"), "text"),
@@ -118,10 +149,6 @@ Point = namedtuple("Point", "x y")
 )
 def test_comes_back_as_plain_kin(value, kin):
     assert identical(there_and_back(value), kin)
-
-
-class Custom:
-    pass
 
 
 @pytest.mark.parametrize(
@@ -190,6 +217,9 @@ INDICES, VALUES = torch.tensor([[0, 0], [1, 1]]), torch.ones(2)
         {"$": "dict", "items": [[{"$": "set", "items": []}, 1]]},
         {"$": "set", "items": [{}]},
         {"$": "size", "items": ["a"]},
+        {"$": "tuple", "items": [], "class": {}, "fields": []},
+        {"$": "tuple", "items": [], "class": "a:b", "fields": 1},
+        {"$": "dict", "items": [], "default": []},
         {"$": "namespace", "items": [1]},
         {"$": "namespace", "items": {"$": "dict", "items": [[1, 2]]}},
         {"$": "tensor"},
