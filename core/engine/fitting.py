@@ -3,10 +3,12 @@
 import functools
 import types
 import warnings
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import _WrappedHook
@@ -140,6 +142,11 @@ def _quantize(name: str, module: Any, parameter: Any, stored: Mapping[str, Any])
 
 _NAMED = 5
 _LONGEST = 100_000
+_CONTAINERS = list, tuple, set, deque, dict, OrderedDict, defaultdict, Counter
+_UNCHANGED = (
+    type(None), bool, int, float, complex, str, bytes, range, type, Enum, torch.dtype, torch.device, torch.Size,
+    np.generic, types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
 
 
 def fitted(stored: Mapping[str, Any], model: nn.Module, url: str, *, warns: bool = False) -> dict[str, Any]:
@@ -200,7 +207,7 @@ def left_out(model: nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tens
         return {name: value for name, value in _own(inner) if name not in state}
 
 
-def taken(given: Any, state: Any) -> Any:
+def taken(given: Any, state: Any, name: str | None = None) -> Any:
     """Let a copy of an object take a state, to see whether the object itself will.
 
     The copy is one of the object, of modules, optimizers and other objects with ``state_dict`` and ``load_state_dict`` in it, and of lists and dicts.
@@ -208,8 +215,9 @@ def taken(given: Any, state: Any) -> Any:
     such as printing, it does.
 
     Args:
-        given: a module or an optimizer.
+        given: a module or an optimizer, or an object with a name.
         state: what its ``load_state_dict`` gets; of a module with `plain_names`.
+        name: of the object, for the message. It may be of any kind, so nothing that could change is shared, or nothing is tried.
 
     Returns:
         The copy; None where that cannot be tried so.
@@ -217,22 +225,22 @@ def taken(given: Any, state: Any) -> Any:
     Raises:
         StateMismatchError: it raises an error, which the message has.
     """
-    copy, failure = _tried(given, state)
+    copy, failure = _tried(given, state, name)
     if failure is not None:
         raise failure
     return copy
 
 
-def _tried(given: Any, state: Any) -> tuple[Any, StateMismatchError | None]:
+def _tried(given: Any, state: Any, name: str | None = None) -> tuple[Any, StateMismatchError | None]:
     """Return the copy, whether it has taken the state in whole or in part, and why not in whole."""
     rng = capture_rng()
     try:
         if isinstance(given, nn.Module):
             with plain_names(given) as inner:
-                copy = _Copies().of(inner)
+                copy = _Copies(shares=name is None).of(inner)
             tensors: list[Any] = [*copy.parameters(), *copy.buffers()]
         else:
-            copy = _Copies().of(given)
+            copy = _Copies(shares=name is None).of(given)
             tensors = [p for group in getattr(copy, "param_groups", ()) for p in group["params"]]
     except Exception:  # noqa: BLE001 - it is of a kind that cannot be copied so
         return None, None
@@ -243,11 +251,11 @@ def _tried(given: Any, state: Any) -> tuple[Any, StateMismatchError | None]:
             warnings.simplefilter("ignore")
             copy.load_state_dict(state)
     except Exception as error:  # noqa: BLE001 - whatever it is, a resume would meet it
-        if isinstance(error, NotImplementedError) or "meta" in str(error):
+        if isinstance(error, NotImplementedError) or any(word in str(error) for word in ("meta", "set_data")):
             return None, None
-        kind = type(given)
+        kind, named = type(given), "" if name is None else f"{name}: "
         return copy, StateMismatchError(
-            f"{kind.__module__}.{kind.__qualname__}.load_state_dict() does not take what its state_dict() returned, so that a resume would fail"
+            f"{named}{kind.__module__}.{kind.__qualname__}.load_state_dict() does not take what its state_dict() returned, so that a resume would fail"
             f" ({type(error).__name__}: {error}). Let both be of one form"
         )
     finally:
@@ -256,15 +264,20 @@ def _tried(given: Any, state: Any) -> tuple[Any, StateMismatchError | None]:
 
 
 class _Copies:
-    """Of what belongs together, each once."""
+    """Of what belongs together, each once; what is of another kind is shared, or an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares: bool) -> None:
+        self._shares = shares
         self._known: dict[int, tuple[Any, Any]] = {}
 
     def of(self, value: Any) -> Any:
         if id(value) in self._known:
             return self._known[id(value)][1]
+        if isinstance(value, _UNCHANGED):
+            return value
         if isinstance(value, torch.Tensor):
+            if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
+                self._shared(value)
             return self._note(value, _without_elements(value))
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self.of(value.__self__))
@@ -273,21 +286,28 @@ class _Copies:
             return functools.partial(self.of(value.func), *map(self.of, value.args), **named)
         if isinstance(value, _WrappedHook):
             return _WrappedHook(self.of(value.hook), self.of(value.module()) if value.with_module else None)
-        if type(value) in (list, tuple, set, deque, dict, OrderedDict, defaultdict):
-            return value if len(value) > _LONGEST else self._container(value)
+        if type(value) in _CONTAINERS:
+            return self._shared(value) if len(value) > _LONGEST else self._container(value)
         kind = type(value)
-        has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
-        if has_state and hasattr(value, "__dict__") and not hasattr(kind, "__del__"):
+        copied = not self._shares or (hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"))
+        slots = any(vars(each).get("__slots__") for each in kind.__mro__)
+        if copied and hasattr(value, "__dict__") and not slots and not hasattr(kind, "__del__"):
             made = self._note(value, object.__new__(kind))
             vars(made).update({name: self.of(item) for name, item in vars(value).items()})
             return made
+        return self._shared(value)
+
+    def _shared(self, value: Any) -> Any:
+        if not self._shares:
+            raise TypeError(f"a {type(value)} could be changed")
         return value
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):
             made = self._note(value, value.copy())
             made.clear()
-            made.update([(self.of(key), self.of(item)) for key, item in value.items()])
+            for key, item in value.items():  # update() of a Counter would count
+                made[self.of(key)] = self.of(item)
             return made
         items = list(map(self.of, value))
         return self._note(
@@ -295,6 +315,8 @@ class _Copies:
         )
 
     def _note(self, value: Any, made: Any) -> Any:
+        if not self._shares and len(self._known) > _LONGEST:
+            raise TypeError("it has too many parts")
         self._known[id(value)] = value, made  # the original too, so that its id is no other one's
         return made
 
@@ -327,8 +349,8 @@ class DryRestore:
     """Does what a resume would do, without changing anything, once for each structure that the state has.
 
     The state is captured and encoded, so that every part of it is seen to be representable, and decoded again. Models and optimizers that load in a
-    way of their own, or have not all that they load in their ``state_dict()``, are tried with it: on copies without elements, as of
-    `shrinkpoint.engine.fitting.taken`. Of all else, as schedulers, samplers and callbacks, nothing is called but ``state_dict``; loaders are left alone.
+    way of their own, or have not all that they load in their ``state_dict()``, and objects with a name are tried with it: on copies without
+    elements, as of `shrinkpoint.engine.fitting.taken`. Of samplers and callbacks nothing is called but ``state_dict``; loaders are left alone.
     """
 
     def __init__(self) -> None:
@@ -346,6 +368,7 @@ class DryRestore:
         capture: Callable[[], tuple[TrainingState, Callable[[Any], tuple[Any, Sequence[Any]]]]],
         model: nn.Module,
         optimizers: Sequence[Any],
+        objects: Mapping[str, Any],
         *,
         shards: bool = False,
     ) -> None:
@@ -355,6 +378,7 @@ class DryRestore:
             capture: gives the state as a save would, and what takes the model's and the optimizers' states out of it.
             model: live.
             optimizers: live, in the order of their states.
+            objects: of the state's ``stateful``, by name.
             shards: the tensors are parts of others, and no copy could take them.
 
         Raises:
@@ -367,7 +391,8 @@ class DryRestore:
         if shards:
             self._known = _structure(optimizers)
             return
-        weights, states = parts(found.to_object(own_tensors=True))
+        whole = found.to_object(own_tensors=True)
+        weights, states = parts(whole)
         kept = {tensor.data_ptr() for tensor in found.tensors.values()}
         fitted(weights, model, "this run")
         for optimizer, state in zip(optimizers, states, strict=True):
@@ -376,6 +401,8 @@ class DryRestore:
             loads = getattr(kind, "load_state_dict", None)
             if not parts_of(state, optimizer) or loads is not torch.optim.Optimizer.load_state_dict:
                 taken(optimizer, state)
+        for name, value in objects.items():
+            taken(value, whole["stateful"][name], name)
         self._known = _structure(optimizers)
 
 

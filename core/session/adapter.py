@@ -66,6 +66,10 @@ class TrainingAdapter(ABC):
         """Return the further modules whose parameters may be frozen, by name."""
         return {}
 
+    def objects(self) -> Mapping[str, Any]:
+        """Return what a `state` has under ``stateful``, by name, without loaders and samplers."""
+        return {}
+
     def names(self) -> Mapping[str, str]:
         """Return the name in a checkpoint of each of the model's own names, where the two differ."""
         return {}

@@ -31,7 +31,7 @@ from shrinkpoint.session.trained import load_trained, require_shapes
 from shrinkpoint.session.worker_reads import generators, unknown_order
 from shrinkpoint.state.averages import live_tensors
 from shrinkpoint.state.rng import capture_rng, generator_state, is_generator, restore_rng, set_generator
-from shrinkpoint.state.stateful import load_stateful, scheduler_in, state_of, unwrapped
+from shrinkpoint.state.stateful import load_object, load_stateful, scheduler_in, state_of, unwrapped
 from shrinkpoint.state.training import Describe, Role, TrainingState, plain
 from shrinkpoint.state.tree import join_path
 from shrinkpoint.store.manifest import Manifest
@@ -233,8 +233,7 @@ class LoopObjects(TrainingAdapter):
 
     def _generators(self) -> dict[str, Any]:
         loaders = [value for value in self.stateful.values() if hasattr(value, "dataset")]
-        others = [value for value in self.stateful.values() if not _may_load(value)]
-        return generators(loaders, [self.model, *others])
+        return generators(loaders, [self.model, *self.objects().values()])
 
     def joined(self, state: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
         """See `TrainingAdapter.joined`; a process alone has no sums of gradients."""
@@ -249,6 +248,10 @@ class LoopObjects(TrainingAdapter):
         """See `TrainingAdapter.modules`."""
         return {name: value for name, value in self.stateful.items() if isinstance(value, nn.Module)}
 
+    def objects(self) -> dict[str, Any]:
+        """See `TrainingAdapter.objects`."""
+        return {name: value for name, value in self.stateful.items() if not _may_load(value)}
+
     def bare_state(self) -> dict[str, Any]:
         """See `TrainingAdapter.bare_state`."""
         others = {name: value for name, value in self.stateful.items() if not hasattr(value, "dataset")}
@@ -260,10 +263,9 @@ class LoopObjects(TrainingAdapter):
 
     def followed(self) -> dict[str, Any]:
         """See `TrainingAdapter.followed`."""
-        others = {name: value for name, value in self.stateful.items() if not _may_load(value)}
         return {
             "model": state_of(self.model),
-            "stateful": {name: state_of(value) for name, value in others.items()},
+            "stateful": {name: state_of(value) for name, value in self.objects().items()},
         }
 
     def live(self) -> dict[str, Any]:
@@ -324,7 +326,7 @@ class LoopObjects(TrainingAdapter):
             if name in state["rng"].get("starts", {}):
                 restore_rng(state["rng"]["starts"][name], generators([value]))
             if name in state["stateful"]:
-                load_stateful(value, state["stateful"][name])
+                load_object(name, value, state["stateful"][name])
             if warns and (unknown := unknown_order(value)):
                 warn(unknown)
         # now that buffers of samples have their length back

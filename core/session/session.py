@@ -474,7 +474,9 @@ class TrainingSession:
         if not self._dry.knows(optimizers, shards=shards):
             try:
                 self.group().on_every(
-                    lambda: self._dry.check(capture, adapter.model, optimizers, shards=shards)
+                    lambda: self._dry.check(
+                        capture, adapter.model, optimizers, adapter.objects(), shards=shards
+                    )
                 )
             except ShrinkpointError:
                 self._dry = DryRestore()  # on every rank, so that all ask together again

@@ -13,10 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.errors import CannotRepresentError, StateMismatchError
 
 __all__ = [
     "forget_position",
+    "load_object",
     "load_optimizer",
     "load_stateful",
     "named_buffers",
@@ -207,6 +208,23 @@ def load_stateful(value: Any, state: Any) -> None:
             value.state_dict()
         except StopIteration:  # of torchdata's sampler, where the data ends before the position
             forget_position(value)
+
+
+def load_object(name: str, value: Any, state: Any) -> None:
+    """Load the state of an object that has a name, as of `load_stateful`.
+
+    Raises:
+        StateMismatchError: it does not take it; the message names it.
+    """
+    try:
+        load_stateful(value, state)
+    except Exception as error:
+        kind = type(value)
+        raise StateMismatchError(
+            f"{name}: {kind.__module__}.{kind.__qualname__}.load_state_dict() does not take its state in the checkpoint"
+            f" ({type(error).__name__}: {error}). Build it as the run did, or let it take that form too, and begin again: the model has been"
+            " restored. Under another name it is not restored"
+        ) from error
 
 
 def forget_position(loader: Any) -> None:

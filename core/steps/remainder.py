@@ -14,7 +14,7 @@ from torch import nn
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import (
-    load_stateful,
+    load_object,
     named_buffers,
     named_parameters,
     parameters_of,
@@ -199,7 +199,7 @@ class Remainder:
                     raise StateMismatchError("the log refers to a kept gradient which it does not contain")
         for name, state in remainder["stateful"].items():
             if name in self._stateful:
-                load_stateful(self._stateful[name], state)
+                load_object(name, self._stateful[name], state)
         for optimizer, groups in zip(self._optimizers, remainder["groups"], strict=True):
             set_groups(optimizer, groups)  # loading a scheduler may have set a learning rate
         restore_rng(remainder["rng"])

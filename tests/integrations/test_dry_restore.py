@@ -1,6 +1,7 @@
 """What could not be continued is refused after the first step, long before a save is due."""
 
 import copy
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from support.options import grouped
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, lr_scheduler
 from torch.utils.data import DataLoader
 
 import shrinkpoint
@@ -183,6 +184,75 @@ def test_an_object_that_cannot_be_stored(tmp_path: Path) -> None:
     options: dict[str, Any] = {"every": NEVER, "odd": odd}
     with pytest.raises(CannotRepresentError, match=r"stateful/odd/value is a builtins.object"):
         trained(tmp_path / "run", model, SGD(model.parameters(), 0.1), 1, **options)
+
+
+class Tracker:
+    """Its state has another name for what it loads."""
+
+    def __init__(self, key: str = "best", **shared: Any) -> None:
+        self.best, self.key, self.shared = torch.ones(2), key, shared
+
+    def state_dict(self) -> Any:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.shared["loaded"] = True
+        self.best = state[self.key]
+
+
+def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = SGD(model.parameters(), 0.1)
+    with pytest.raises(StateMismatchError, match=r"tracker: .*Tracker.load_state_dict.*KeyError: 'other'"):
+        trained(tmp_path / "run", model, optimizer, 1, every=NEVER, tracker=Tracker("other"))
+    # one with parts that have no copies, and might be changed, is not tried
+    shared = Tracker("other", lock=threading.Lock())
+    trained(tmp_path / "late", model, optimizer, 2, every=2, tracker=shared)
+    assert "loaded" not in shared.shared
+    with pytest.raises(
+        StateMismatchError, match=r"tracker: .*Tracker.load_state_dict.*KeyError.*begin again"
+    ):
+        trained(tmp_path / "late", model, optimizer, 3, every=2, tracker=shared)
+
+
+def schedulers(optimizer: Any) -> dict[str, Any]:
+    return {
+        "each": lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.MultiStepLR(optimizer, [1]), lr_scheduler.LambdaLR(optimizer, Rising())],
+            [2],
+        ),
+        "plateau": lr_scheduler.ReduceLROnPlateau(optimizer),
+        "scaler": torch.amp.GradScaler("cpu"),
+    }
+
+
+class Rising:
+    def __init__(self) -> None:
+        self.seen = [0]
+
+    def __call__(self, epoch: int) -> float:
+        return 1.0 + epoch
+
+
+class ByData(Tracker):
+    """Puts another tensor into its own, which one without elements does not take."""
+
+    def load_state_dict(self, state: Any) -> None:
+        self.best.data = state["best"]
+
+
+def test_objects_that_take_their_state_are_as_before(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = SGD(model.parameters(), 0.1)
+    objects = schedulers(optimizer)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    given = objects["each"]._schedulers[1].lr_lambdas[0]
+    seen = given.seen
+    trained(tmp_path, model, optimizer, 1, every=NEVER, average=average, own=ByData(), **objects)
+    assert given.seen is seen
+    assert not next(average.parameters()).is_meta
+    assert objects["each"]._schedulers[1].optimizer is optimizer
 
 
 def test_nothing_is_changed(tmp_path: Path) -> None:
