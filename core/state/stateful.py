@@ -170,11 +170,11 @@ def state_of(value: Any) -> Any:
         value.consolidate_state_dict()  # torch's ZeroRedundancyOptimizer, in one process
     try:
         state = value.state_dict()
-    except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError) as error:
+    except Exception as error:
         kind = type(value)
         raise CannotRepresentError(
             f"the state of the {kind.__module__}.{kind.__qualname__} cannot be saved, since its state_dict() fails with"
-            f" {type(error).__name__}: {error}. Use another one, or an ordinary optimizer in each process"
+            f" {type(error).__name__}: {error}. Mend that, or use another one, such as an ordinary optimizer in each process"
         ) from error
     return without_functions(state) if isinstance(value, LRScheduler) else state
 

@@ -215,6 +215,17 @@ def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None
         trained(tmp_path / "late", model, optimizer, 3, every=2, tracker=shared)
 
 
+class Broken(Tracker):
+    def state_dict(self) -> Any:
+        raise ValueError("no")
+
+
+def test_an_object_without_a_state_is_named(tmp_path: Path) -> None:
+    model = Net()
+    with pytest.raises(CannotRepresentError, match=r"the state of the .*Broken cannot.* ValueError: no"):
+        trained(tmp_path, model, SGD(model.parameters(), 0.1), 1, every=NEVER, broken=Broken())
+
+
 def schedulers(optimizer: Any) -> dict[str, Any]:
     return {
         "each": lr_scheduler.SequentialLR(
