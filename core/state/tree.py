@@ -23,6 +23,7 @@ import torch
 
 from shrinkpoint.errors import CannotRepresentError, FormatError, StateMismatchError
 from shrinkpoint.state.dtypes import (
+    DTYPES,
     class_name,
     dtype_from_name,
     dtype_name,
@@ -64,6 +65,7 @@ _SCALAR = re.compile(
     r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[mM]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
 """numpy's array-protocol names of the scalars that have the same meaning on every machine."""
+_UNQUANTIZED = "give the model as it is before torch.ao quantizes it, or quantize a copy of a frozen part, outside of the model"
 _FACTORIES = frozenset((dict, list, set, tuple, str, bool, int, float, Counter, OrderedDict))
 """Of defaultdicts, which call them: of a file, no other class is taken but a dataclass that is loaded."""
 
@@ -113,8 +115,14 @@ def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: P
 
 
 def _encode_tensor(value: torch.Tensor, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
-    if value.is_meta or value.is_quantized or value.is_nested:
-        raise CannotRepresentError(f"{join_path(path)}: meta, quantized and nested tensors cannot be stored")
+    if value.is_meta:
+        raise CannotRepresentError(
+            f"{join_path(path)} is a meta tensor, which has no values: give the module, or the torch.nn.ParameterDict, that has them"
+        )
+    if value.is_quantized:
+        raise CannotRepresentError(f"{join_path(path)} is a quantized tensor of torch.ao: {_UNQUANTIZED}")
+    if value.is_nested:
+        raise CannotRepresentError(f"{join_path(path)}: nested tensors cannot be stored")
     if value.requires_grad:  # else it would only take time, of which DTensors need much
         value = value.detach()
     if is_flat(value):
@@ -210,6 +218,10 @@ def _encode_leaf(value: object, put: Callable[[Path, torch.Tensor], str], path: 
     if isinstance(value, complex):
         return {_TAG: "complex", "hex": [value.real.hex(), value.imag.hex()]}
     if isinstance(value, torch.dtype):
+        if value not in DTYPES.values():
+            raise CannotRepresentError(
+                f"{join_path(path)} is {value}, which torch.ao's modules have: {_UNQUANTIZED}"
+            )
         return {_TAG: "dtype", "name": dtype_name(value)}
     if isinstance(value, torch.device):
         return {_TAG: "device", "name": str(value)}

@@ -186,6 +186,26 @@ def test_an_object_that_cannot_be_stored(tmp_path: Path) -> None:
         trained(tmp_path / "run", model, SGD(model.parameters(), 0.1), 1, **options)
 
 
+class Quantized(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 3)), {nn.Linear})
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (Quantized, r"model/frozen.0._packed_params.dtype is torch.qint8.*before torch.ao quantizes it"),
+        (lambda: Net().to("meta"), r"model/one.weight is a meta tensor.*ParameterDict, that has them"),
+    ],
+)
+def test_models_without_values_of_their_own(tmp_path: Path, make: Any, match: str) -> None:
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    checkpointer = shrinkpoint.Checkpointer(str(tmp_path), make(), optimizer, every=NEVER)
+    with pytest.raises(CannotRepresentError, match=match), checkpointer:
+        checkpointer.step(1)
+
+
 class Tracker:
     """Its state has another name for what it loads."""
 
