@@ -145,7 +145,7 @@ def test_other_classes_are_not_taken_from_a_file(node, kin):
         (np.bytes_(b"ab"), b"ab"),
         (np.arange(3, dtype=">i4"), np.arange(3, dtype="=i4")),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_comes_back_as_plain_kin(value, kin):
     assert identical(there_and_back(value), kin)
