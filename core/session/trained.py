@@ -120,7 +120,7 @@ class Trained:
         return {"identities": self._identities, "trained": trained}
 
     def _compare_numbers(self, model: nn.Module) -> None:
-        """Say which numbers and tensors change that modules have beside their state."""
+        """Say which numbers and tensors change that modules have apart from their state."""
         if not self._looks:
             return
         self._looks -= 1
@@ -227,7 +227,7 @@ class _Seen:
 
 
 def _numbers(model: nn.Module) -> dict[str, object]:
-    """Return numbers and tensors that modules of the user's own classes have beside their state, where these classes store nothing themselves."""
+    """Return numbers and tensors that modules of the user's own classes have apart from their state, where these classes store nothing themselves."""
     found: dict[str, object] = {}
     with plain_names(model) as inner:
         for name, part in inner.named_modules():

@@ -40,7 +40,7 @@ class DataPlace:
         self._generators = Generators(None)
         self._pending: Mapping[str, Any] | None = None
 
-    def follow(self, loader: Any, owners: Sequence[object]) -> "FollowedLoader":
+    def follow(self, loader: Any, owners: Sequence[object] = ()) -> "FollowedLoader":
         """Wrap the loader that the trainer is about to use."""
         self._loader = loader
         self._generators = Generators(loader, owners)
