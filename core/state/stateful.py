@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from shrinkpoint.errors import CannotRepresentError, StateMismatchError
 
@@ -280,7 +281,8 @@ def load_optimizer(optimizer: Any, state: Mapping[str, Any], *, same_dtypes: boo
         state: what ``state_dict`` gave.
         same_dtypes: whether the parameters have the dtypes that they had when it was saved; else torch converts it to theirs.
     """
-    optimizer.load_state_dict(state)
+    plain = tree_map(lambda v: tuple(v) if _is_named(v) else v, state, is_leaf=_is_named)
+    optimizer.load_state_dict(plain)  # torch's own takes no named tuples
     for part, inner in parts_of(state, optimizer) if same_dtypes else ():
         put_back_dtypes(inner, part)
 
@@ -314,5 +316,10 @@ def _as_stored(stored: Any, live: Any) -> Any:
     if isinstance(stored, dict) and isinstance(live, dict) and stored.keys() == live.keys():
         return {key: _as_stored(value, live[key]) for key, value in stored.items()}
     if isinstance(stored, (list, tuple)) and isinstance(live, (list, tuple)) and len(stored) == len(live):
-        return type(stored)(_as_stored(*pair) for pair in zip(stored, live, strict=True))
+        made = [_as_stored(*pair) for pair in zip(stored, live, strict=True)]
+        return type(stored)(*made) if _is_named(stored) else type(stored)(made)
     return live
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")

@@ -423,6 +423,21 @@ def test_frozen_weights_of_any_dtype_are_exact_and_measured_checkpoints_go_on(tm
 Transition = collections.namedtuple("Transition", "state action")
 
 
+class Named(torch.optim.SGD):
+    """Keeps a named tuple for each parameter, and asks for its members by name."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            last = self.state[parameter].get("last") or Transition(torch.zeros_like(parameter), 0)
+            last = Transition(last.state * 0.9 + parameter.grad, last.action + 1)
+            self.state[parameter]["last"] = last
+            parameter.data -= 0.01 / last.action * last.state
+
+
+def test_optimizers_get_their_named_tuples_back(tmp_path):
+    require_continued(tmp_path, lambda: nn.Linear(SIZE, SIZE), optimizer=Named)
+
+
 class Memory:
     """A replay buffer and a history, as scripts have them."""
 
