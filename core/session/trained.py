@@ -248,7 +248,7 @@ def _seen(value: object) -> object:
 
 
 def _library(of: Any) -> bool:
-    return of.__module__.partition(".")[0] in _LIBRARIES
+    return str(getattr(of, "__module__", "")).partition(".")[0] in _LIBRARIES
 
 
 def _sizes(part: nn.Module) -> dict[str, Any]:

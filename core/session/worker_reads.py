@@ -3,6 +3,7 @@
 import itertools
 import logging
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -144,12 +145,16 @@ def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> di
         owners: a model, callbacks and the like: generators are attributes of theirs, or of a model's modules.
     """
     found: dict[str, Any] = {}
-    for number, owner in enumerate(owners):
+    kinds: Counter[str] = Counter()  # of owners, some of which may not be there at the next start
+    for owner in owners:
         with plain_names(owner) if isinstance(owner, nn.Module) else nullcontext(owner) as inner:
+            kind = type(inner).__qualname__
+            number = kinds[kind]
+            kinds[kind] += 1
             parts = inner.named_modules() if isinstance(inner, nn.Module) else [("", inner)]
             for name, part in parts:
                 own = getattr(part, "__dict__", {}).items()
-                found |= {f"{number}.{name}.{key}": one for key, one in own if is_generator(one)}
+                found |= {f"{kind} {number}.{name}.{key}": one for key, one in own if is_generator(one)}
     for number, loader in enumerate(loaders):
         for name, part in parts_of(loader).items():
             found |= {f"loader {number}.{name}{path}": one for path, one in generators_in(part).items()}
@@ -180,8 +185,9 @@ def unknown_order(loader: Any) -> str | None:
 
 def _is_own(sampler: object) -> bool:
     """Return whether a sampler is of a class of the user's."""
-    known = type(sampler).__module__.startswith(("torch.", "torchdata.", "accelerate."))
-    return not known and hasattr(sampler, "__dict__")
+    kind = type(sampler)
+    known = kind.__module__.startswith(("torch.", "torchdata.", "accelerate."))
+    return not known and hasattr(sampler, "__dict__") and kind.__hash__ is not None
 
 
 def generators_in(value: Any) -> dict[str, Any]:

@@ -148,10 +148,8 @@ class Session:
         """Note that a batch is about to be trained on."""
         self.adapter.data.batch_starts(state)
         if self._begins:
-            self._begins = False
-            self.run.load_trained(
-                last=True
-            )  # Composer has put the whole model into training mode since `fit_start`
+            self._begins = False  # since `fit_start` Composer has put the whole model into training mode
+            self.run.load_trained(last=True)
         self._first_part = True
 
     def before_forward(self, state: State) -> None:
