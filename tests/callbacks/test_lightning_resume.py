@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -186,6 +187,28 @@ def test_accumulation_that_a_hook_sets_continues_bit_by_bit() -> None:
     rest = train(case, False, saving(), Accumulating(), seed=999)
     assert rest.trace[0][2] == case.resumes_at
     assert_continues(train(case, False, Accumulating()), rest)
+
+
+class Jittering(Callback):
+    """Scales gradients by a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(3)
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        for parameter in module.parameters():
+            parameter.grad *= 1 + 0.1 * self.generator.normal()
+
+
+def test_a_callback_with_a_generator_continues_bit_by_bit() -> None:
+    case = Case(every=5, crash=12, resumes_at=10)
+
+    def saving() -> CompressedCheckpoint:
+        options = grouped(every_n_train_steps=case.every, scheme="lossless", busy="wait")
+        return CompressedCheckpoint("memory://resume/jittering", **options)
+
+    train(case, False, saving(), Crash(case.crash), Jittering())
+    assert_continues(train(case, False, Jittering()), train(case, False, saving(), Jittering(), seed=999))
 
 
 class Undoing(Callback):
