@@ -435,6 +435,7 @@ class Checkpointer:
         """
         with ExitStack() as stack:
             stack.callback(self.saver.close)
+            stack.callback(self._objects.release)
             if self._ending is not None:  # last but one: another rank may still ask for an answer
                 stack.callback(self._ending.close)
             if self.step_log is not None:

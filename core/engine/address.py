@@ -14,7 +14,7 @@ __all__ = ["Address"]
 
 _NEAREST = 10
 _FRAGMENT = re.compile(r"(?P<url>.+)#(?P<which>newest|best|(?:step|seq)=\d{1,18})")
-_ATTEMPT = re.compile(r".+#([a-z]*|newest.*|[a-z]+=[^/#]*)")
+_ATTEMPT = re.compile(r".+#(|newest.*|latest|last|best|[a-z]+=[^/#]*)")
 
 
 @dataclass(frozen=True, kw_only=True)

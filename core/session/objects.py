@@ -131,9 +131,9 @@ class LoopObjects(TrainingAdapter):
         require_shapes(model)
         self._undone = self._replaced = 0
         self._starts: dict[str, Any] = {}
-        for name, value in self.stateful.items():
-            if hasattr(value, "_get_iterator"):
-                self._note_starts(name, value)
+        self._noted = [name for name, value in self.stateful.items() if hasattr(value, "_get_iterator")]
+        for name in self._noted:
+            self._note_starts(name, self.stateful[name])
         self._made: tuple[int, int] | None = None
         self._steps = _Steps(self.optimizers)
         self._begin()
@@ -218,7 +218,15 @@ class LoopObjects(TrainingAdapter):
 
     def rng(self) -> dict[str, Any]:
         """Return the states of this process's generators, with those of modules, of loaders' data sets and collators."""
-        return {**capture_rng(self._generators()), "starts": dict(self._starts)}
+        starts = {"starts": dict(self._starts)} if self._starts else {}
+        return {**capture_rng(self._generators()), **starts}
+
+    def release(self) -> None:
+        """Leave the optimizers and loaders as they were: nothing of them is noted any more."""
+        self._steps.stop()
+        for name in self._noted:
+            vars(self.stateful[name]).pop("_get_iterator", None)
+        self._noted = []
 
     def _require_steps(self) -> None:
         """Warn where the weights have changed since the last save, and none of the optimizers has made a step."""
@@ -480,11 +488,18 @@ class _Steps:
             if (steps := own()) is not None:
                 steps.count += 1
 
+        self._hooks = ExitStack()
         for optimizer in optimizers:
             try:
-                weakref.finalize(self, optimizer.register_step_post_hook(made).remove)
+                self._hooks.callback(optimizer.register_step_post_hook(made).remove)
             except AttributeError:
                 self.known = False
+        weakref.finalize(self, self._hooks.close)
+
+    def stop(self) -> None:
+        """Count no more."""
+        self.known = False
+        self._hooks.close()
 
 
 class _Generator:
