@@ -15,6 +15,7 @@ from torch.nn.modules.module import _WrappedHook
 
 from shrinkpoint.engine.resume import require_same_model
 from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.group.group import world
 from shrinkpoint.state.dtypes import PACKED, as_bits, class_name, is_flat
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import (
@@ -251,7 +252,9 @@ def _tried(given: Any, state: Any, name: str | None = None) -> tuple[Any, StateM
             warnings.simplefilter("ignore")
             copy.load_state_dict(state)
     except Exception as error:  # noqa: BLE001 - whatever it is, a resume would meet it
-        if isinstance(error, NotImplementedError) or any(word in str(error) for word in ("meta", "set_data")):
+        if isinstance(error, (NotImplementedError, MemoryError, torch.OutOfMemoryError)) or any(
+            word in str(error) for word in ("meta", "set_data")
+        ):
             return None, None
         kind, named = type(given), "" if name is None else f"{name}: "
         return copy, StateMismatchError(
@@ -274,7 +277,7 @@ class _Copies:
         if id(value) in self._known:
             return self._known[id(value)][1]
         if isinstance(value, _UNCHANGED):
-            return value
+            return self._shared(value) if getattr(value, "__closure__", None) else value
         if isinstance(value, torch.Tensor):
             if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
                 self._shared(value)
@@ -401,7 +404,7 @@ class DryRestore:
             loads = getattr(kind, "load_state_dict", None)
             if not parts_of(state, optimizer) or loads is not torch.optim.Optimizer.load_state_dict:
                 taken(optimizer, state)
-        for name, value in objects.items():
+        for name, value in objects.items() if world().size == 1 else ():  # some may call collectives
             taken(value, whole["stateful"][name], name)
         self._known = _structure(optimizers)
 

@@ -4,6 +4,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -30,8 +31,22 @@ from shrinkpoint.session.identity import (
 from shrinkpoint.session.trained import load_trained, require_shapes
 from shrinkpoint.session.worker_reads import generators, unknown_order
 from shrinkpoint.state.averages import live_tensors
-from shrinkpoint.state.rng import capture_rng, generator_state, is_generator, restore_rng, set_generator
-from shrinkpoint.state.stateful import load_object, load_stateful, scheduler_in, state_of, unwrapped
+from shrinkpoint.state.rng import (
+    capture_rng,
+    generator_state,
+    is_generator,
+    restore_own,
+    restore_rng,
+    set_generator,
+)
+from shrinkpoint.state.stateful import (
+    load_object,
+    load_stateful,
+    optimizers_in,
+    scheduler_in,
+    state_of,
+    unwrapped,
+)
 from shrinkpoint.state.training import Describe, Role, TrainingState, plain
 from shrinkpoint.state.tree import join_path
 from shrinkpoint.store.manifest import Manifest
@@ -140,13 +155,7 @@ class LoopObjects(TrainingAdapter):
 
     def _note_starts(self, name: str, loader: Any) -> None:
         """Note the generators' states whenever torchdata's loader makes an iterator: samplers draw their order then."""
-        make = loader._get_iterator
-
-        def noted() -> Any:
-            self._starts[name] = capture_rng(generators([loader]))
-            return make()
-
-        loader._get_iterator = noted
+        loader._get_iterator = partial(_started, loader, self._starts, name)
 
     @property
     def model(self) -> nn.Module:
@@ -170,7 +179,7 @@ class LoopObjects(TrainingAdapter):
 
     def log_options(self) -> dict[str, Any]:
         """See `TrainingAdapter.log_options`."""
-        return {"stateful": self.stateful}
+        return {"stateful": {**self.stateful, "generators of its own": _Generators(self)}}
 
     def logged(self, state: Callable[[], Mapping[str, Any]]) -> "Captured":
         """See `TrainingAdapter.logged`; the log has these objects' states."""
@@ -219,7 +228,7 @@ class LoopObjects(TrainingAdapter):
     def rng(self) -> dict[str, Any]:
         """Return the states of this process's generators, with those of modules, of loaders' data sets and collators."""
         starts = {"starts": dict(self._starts)} if self._starts else {}
-        return {**capture_rng(self._generators()), **starts}
+        return {**capture_rng(self.generators()), **starts}
 
     def release(self) -> None:
         """Leave the optimizers and loaders as they were: nothing of them is noted any more."""
@@ -239,7 +248,8 @@ class LoopObjects(TrainingAdapter):
                 " make a new Checkpointer"
             )
 
-    def _generators(self) -> dict[str, Any]:
+    def generators(self) -> dict[str, Any]:
+        """Return those of modules, of loaders and of the other objects."""
         loaders = [value for value in self.stateful.values() if hasattr(value, "dataset")]
         return generators(loaders, [self.model, *self.objects().values()])
 
@@ -262,11 +272,10 @@ class LoopObjects(TrainingAdapter):
 
     def bare_state(self) -> dict[str, Any]:
         """See `TrainingAdapter.bare_state`."""
-        others = {name: value for name, value in self.stateful.items() if not hasattr(value, "dataset")}
         return {
             "model": state_of(self.model),
             "optimizers": [with_object_states(state_of(optimizer)) for optimizer in self.given],
-            "stateful": {name: state_of(value) for name, value in others.items()},
+            "stateful": {name: state_of(value) for name, value in self.objects().items()},
         }
 
     def followed(self) -> dict[str, Any]:
@@ -341,7 +350,7 @@ class LoopObjects(TrainingAdapter):
         data = other_data(state.get("data", {}), self._data())
         if data is not None and warns:
             warn(data)
-        restore_rng(state["rng"], self._generators())
+        restore_rng(state["rng"], self.generators())
 
     def in_use(self) -> str | None:
         """What is wrong with a resume inside a loop over one of the loaders, for a message; else None."""
@@ -472,6 +481,11 @@ class LoopObjects(TrainingAdapter):
         return found
 
 
+def _started(loader: Any, starts: dict[str, Any], name: str) -> Any:
+    starts[name] = capture_rng(generators([loader]))
+    return type(loader)._get_iterator(loader)
+
+
 class _Steps:
     """Counts the steps of optimizers.
 
@@ -489,7 +503,7 @@ class _Steps:
                 steps.count += 1
 
         self._hooks = ExitStack()
-        for optimizer in optimizers:
+        for optimizer in (inner for each in optimizers for inner in optimizers_in(each)):
             try:
                 self._hooks.callback(optimizer.register_step_post_hook(made).remove)
             except AttributeError:
@@ -500,6 +514,19 @@ class _Steps:
         """Count no more."""
         self.known = False
         self._hooks.close()
+
+
+class _Generators:
+    """The generators of a loop's objects, with their states as other objects have them."""
+
+    def __init__(self, objects: LoopObjects) -> None:
+        self._objects = objects
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: generator_state(one) for name, one in self._objects.generators().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        restore_own(state, self._objects.generators())
 
 
 class _Generator:
@@ -517,7 +544,8 @@ class _Generator:
 
 def _may_load(value: object) -> bool:
     """Return whether an object may be a loader or a sampler: reading its state may start workers."""
-    return hasattr(value, "__iter__") and not isinstance(value, nn.Module)  # nn.Sequential has it
+    is_iterable = hasattr(value, "__iter__") and not isinstance(value, nn.Module)  # nn.Sequential is
+    return is_iterable or hasattr(value, "dataset")
 
 
 def _places(parameters: Sequence[torch.Tensor]) -> list[int]:

@@ -797,11 +797,8 @@ class TrainingSession:
         if self.path is not None:
             self.path.take_from(self._stored or {})
 
-    def load_trained(self, *, last: bool = False) -> None:
+    def load_trained(self) -> None:
         """Restore parameters outside the model and every ``requires_grad``, as `note_restored` has noted them.
-
-        Args:
-            last: what was noted is let go of.
 
         Raises:
             StateMismatchError: as `load_trained`.
@@ -810,20 +807,17 @@ class TrainingSession:
             adapter, url = self.adapter, self.settings.url
             trained, others = self._stored["trained"], adapter.modules()
             self.warn_once(load_trained(trained, adapter.model, adapter.optimizers, url, others))
-        self._stored = None if last else self._stored
 
-    def begin(self, *, again: bool = False) -> None:
+    def begin(self) -> None:
         """Begin to save a training that is built and loaded: as `Saver.begin`, with its checks and probes.
-
-        Args:
-            again: whether `load_trained` is to be called once more.
 
         Raises:
             ConfigError: as `HookStates.left_out`; on every rank.
             StateMismatchError: as `load_trained`.
         """
         adapter, stored = self.adapter, self._stored
-        self.load_trained(last=not again)
+        self.load_trained()
+        self._stored = None
         if stored is not None and stored["world"] == self.group().size:
             restore_buckets(adapter.wrapped, stored["buckets"])
             restore_hook_states(adapter.wrapped, stored["hooks"])

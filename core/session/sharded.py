@@ -128,6 +128,8 @@ class ShardedObjects(LoopObjects):
         ranks = state.pop(RANKS_KEY, None) if isinstance(state, dict) else None
         if isinstance(state, dict) and isinstance(state.get("optimizers"), list):
             state["optimizers"] = self._found.reordered(state["optimizers"])
+        if ranks is not None and ranks["rank"] >= ranks["stored"]:  # the first one's are no other rank's
+            state["rng"] = {name: one for name, one in state["rng"].items() if name not in ("own", "starts")}
         super().load(state, warns=warns)
         if ranks is None or ranks["stored"] == ranks["here"]:
             return

@@ -53,6 +53,7 @@ class Trained:
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self._numbers: dict[str, object] = {}
         self._looks = 0
+        self._modes: list[str] | None = None
         self.outside: dict[str, torch.Tensor] = {}
         """As of the last save: what optimizers train and no object's state has."""
 
@@ -114,9 +115,15 @@ class Trained:
         flags = _flags({"": model, **(others or {})}, self.outside)
         frozen = [name for name, (owner, flag) in flags.items() if not getattr(owner, flag)]
         adapters = {name: owner[key] for name, (owner, key) in _adapters(model).items()}
-        frozen += [f"{name}.training" for name in _evaluating(model)]
         attributes = changed_attributes(optimizers)
-        trained = {"frozen": frozen, "attributes": attributes, "adapters": adapters, **self.values()}
+        modes = _evaluating(model) if model.training else self._modes
+        trained = {
+            **({} if modes == [] else {"evaluating": modes}),
+            "frozen": frozen,
+            "attributes": attributes,
+            "adapters": adapters,
+            **self.values(),
+        }
         return {"identities": self._identities, "trained": trained}
 
     def _compare_numbers(self, model: nn.Module) -> None:
@@ -125,13 +132,17 @@ class Trained:
             return
         self._looks -= 1
         now = _numbers(model)
-        changed = [name for name, value in self._numbers.items() if now.get(name, value) != value]
+        changed = [name for name, value in self._numbers.items() if repr(now.get(name, value)) != repr(value)]
         if changed:
             self._looks = 0
             self._report(
-                f"{_some(changed)} changes while the model is trained, and no state of the model has it: after a resume it is what the script sets."
-                " If training depends on it, make it a buffer, or give its module get_extra_state() and set_extra_state()"
+                f"no state of the model has {_some(changed)}, which training changes: after a resume each is what the script sets. Make what training depends"
+                " on a buffer, or give its module get_extra_state() and set_extra_state()"
             )
+
+    def note_modes(self, model: nn.Module) -> None:
+        """Note which parts are in evaluation mode, before an evaluation within which the model may be saved."""
+        self._modes = _evaluating(model)
 
     def require_room(self, model: nn.Module) -> None:
         """Refuse buffers that have come or grown since `begin`: a model that is built anew has no place for them."""
@@ -234,7 +245,7 @@ def _numbers(model: nn.Module) -> dict[str, object]:
             kind = type(part)
             if _library(kind) or not all(_library(getattr(kind, each, nn.Module)) for each in _KEEPS):
                 continue
-            own = {**vars(part), **{key: part._buffers[key] for key in part._non_persistent_buffers_set}}
+            own = {**vars(part), **{key: part._buffers.get(key) for key in part._non_persistent_buffers_set}}
             seen = {key: _seen(value) for key, value in own.items() if key[0] != "_"}
             found |= {f"{name}.{key}".lstrip("."): value for key, value in seen.items() if value is not None}
     return found
@@ -328,10 +339,12 @@ def load_trained(
     changed = [name for name, (owner, flag) in flags.items() if getattr(owner, flag) == (name in frozen)]
     for name in changed:
         setattr(*flags[name], name not in frozen)
-    with plain_names(model) as inner:
-        for name, part in inner.named_modules():
-            if f"{name}.training" in frozen:
-                part.training = False
+    evaluating = stored.get("evaluating", [])  # None if the model itself was
+    if evaluating is not None:
+        with plain_names(model) as inner:
+            for name, part in inner.named_modules():
+                if getattr(part, "training", None) == (name in evaluating):
+                    part.training = not part.training
     return (
         f"resume: requires_grad of {_some(changed)} is the checkpoint's, and not what this process set: to change it, set it after resuming"
         if changed
@@ -356,9 +369,9 @@ def _flags(modules: Mapping[str, nn.Module], outside: Mapping[str, Any]) -> dict
 
 
 def _evaluating(model: nn.Module) -> list[str]:
-    """Return the parts that are in evaluation mode while the model is trained."""
+    """Return the parts that are in evaluation mode."""
     with plain_names(model) as inner:
-        return [name for name, part in inner.named_modules() if inner.training and not part.training]
+        return [name for name, part in inner.named_modules() if not getattr(part, "training", True)]
 
 
 def _outside(

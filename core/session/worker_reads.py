@@ -128,7 +128,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
     waiting = [(name, getattr(loader, name, None)) for name in ("dataset", "collate_fn", *order)]
     while waiting:
         name, part = waiting.pop(0)
-        if part is None or any(part is other for other in found.values()):
+        if part is None or any(part is other for other in found.values()) or name.count(".") > _DEPTH:
             continue
         found[name] = part
         waiting += [
@@ -157,7 +157,10 @@ def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> di
                 found |= {f"{kind} {number}.{name}.{key}": one for key, one in own if is_generator(one)}
     for number, loader in enumerate(loaders):
         for name, part in parts_of(loader).items():
-            found |= {f"loader {number}.{name}{path}": one for path, one in generators_in(part).items()}
+            if not type(part).__module__.startswith(
+                "accelerate."
+            ):  # whose sampler seeds its generator for each epoch
+                found |= {f"loader {number}.{name}{path}": one for path, one in generators_in(part).items()}
             if "sampler" in name and _is_own(part) and not hasattr(part, "state_dict"):
                 found[f"loader {number}.{name}: counters"] = Counters(part)
     first: dict[int, str] = {}
@@ -187,7 +190,7 @@ def _is_own(sampler: object) -> bool:
     """Return whether a sampler is of a class of the user's."""
     kind = type(sampler)
     known = kind.__module__.startswith(("torch.", "torchdata.", "accelerate."))
-    return not known and hasattr(sampler, "__dict__") and kind.__hash__ is not None
+    return not known and hasattr(sampler, "__dict__") and hasattr(sampler, "__weakref__")
 
 
 def generators_in(value: Any) -> dict[str, Any]:

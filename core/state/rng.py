@@ -1,15 +1,16 @@
 """The states of the random number generators that a training process draws from, as tensors, arrays and plain data."""
 
 import random
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.warn import warn
 
 __all__ = [
     "Counters",
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 NO_OTHERS: Mapping[str, Any] = {}
+_SAID: set[str] = set()
 
 _OTHERS = ("PCG64", "PCG64DXSM", "Philox", "SFC64")
 """What numpy's global generator may draw from in place of its Mersenne Twister (``numpy.random.set_bit_generator``)."""
@@ -34,29 +36,30 @@ class Counters:
         owner: the sampler. What its attributes are when it is first seen is not stored.
     """
 
-    _first: ClassVar[WeakKeyDictionary[Any, dict[str, int]]] = WeakKeyDictionary()
+    _known: ClassVar[dict[int, dict[str, int]]] = {}  # by the owner's id, as long as it lives
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self._first.setdefault(owner, self._now())
+        if id(owner) not in self._known:
+            weakref.finalize(owner, self._known.pop, id(owner), None).atexit = False
+        self._first = self._known.setdefault(id(owner), self._now())
 
     def _now(self) -> dict[str, int]:
         return {name: value for name, value in vars(self._owner).items() if type(value) is int}
 
     def get_state(self) -> dict[str, int]:
         """Return those that have changed."""
-        first = self._first[self._owner]
-        return {name: value for name, value in self._now().items() if first.get(name) != value}
+        return {name: value for name, value in self._now().items() if self._first.get(name) != value}
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Give all their values."""
-        vars(self._owner).update({**self._first[self._owner], **state})
+        vars(self._owner).update({**self._first, **state})
 
 
 def is_generator(value: object) -> bool:
     """Return whether a value is a generator of torch's, numpy's or Python's that has a state."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
+    return issubclass(type(value), kinds) and not isinstance(value, random.SystemRandom)
 
 
 def generator_state(generator: Any) -> Any:
@@ -67,7 +70,7 @@ def generator_state(generator: Any) -> Any:
         return generator.bit_generator.state
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
-    return list(generator.getstate())
+    return _python(generator.getstate())
 
 
 def set_generator(generator: Any, state: Any) -> None:
@@ -80,7 +83,12 @@ def set_generator(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         version, words, gauss = state
-        generator.setstate((version, tuple(words), gauss))
+        generator.setstate((version, tuple(words.tolist()), gauss))
+
+
+def _python(state: tuple[int, Sequence[int], float | None]) -> list[Any]:
+    version, words, gauss = state
+    return [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]
 
 
 def capture_rng(own: Mapping[str, Any] = NO_OTHERS) -> dict[str, Any]:
@@ -91,10 +99,9 @@ def capture_rng(own: Mapping[str, Any] = NO_OTHERS) -> dict[str, Any]:
 
     Of the global ones tensors and primitives only: a state that reaches an ordinary ``.ckpt`` must load with ``weights_only=True``.
     """
-    version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss],
+        "python": _python(random.getstate()),
         "numpy": _capture_numpy(),
     }
     if torch.cuda.is_initialized():
@@ -105,9 +112,7 @@ def capture_rng(own: Mapping[str, Any] = NO_OTHERS) -> dict[str, Any]:
 
 def restore_rng(state: Mapping[str, Any], own: Mapping[str, Any] = NO_OTHERS) -> None:
     """Set the generators to the state from `capture_rng`; a GPU's only where this process uses one."""
-    for name, one in state.get("own", {}).items():
-        if name in own:
-            set_generator(own[name], one)
+    restore_own(state.get("own", {}), own)
     torch.set_rng_state(state["torch"].cpu())
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -142,6 +147,20 @@ def _restore_numpy(state: Any) -> None:
         return
     _, keys, position, has_gauss, cached = state
     np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached))
+
+
+def restore_own(states: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Set generators to their states, by name; warn of those that have no place here, or are of another kind."""
+    for name, one in states.items():
+        why = "" if name in own else ": there is no such generator here"
+        if not why:
+            try:
+                set_generator(own[name], one)
+            except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                why = f", since it is of another kind here ({error})"
+        if why and name not in _SAID:
+            _SAID.add(name)
+            warn(f"resume: the random generator at {name} is not restored{why}")
 
 
 def diverge_rng(rank: int) -> None:

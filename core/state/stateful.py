@@ -175,7 +175,7 @@ def state_of(value: Any) -> Any:
         kind = type(value)
         raise CannotRepresentError(
             f"the state of the {kind.__module__}.{kind.__qualname__} cannot be saved, since its state_dict() fails with"
-            f" {type(error).__name__}: {error}. Mend that, or use another one, such as an ordinary optimizer in each process"
+            f" {type(error).__name__}: {error}. Mend that, or use another one"
         ) from error
     return without_functions(state) if isinstance(value, LRScheduler) else state
 
@@ -281,8 +281,12 @@ def load_optimizer(optimizer: Any, state: Mapping[str, Any], *, same_dtypes: boo
         state: what ``state_dict`` gave.
         same_dtypes: whether the parameters have the dtypes that they had when it was saved; else torch converts it to theirs.
     """
-    plain = tree_map(lambda v: tuple(v) if _is_named(v) else v, state, is_leaf=_is_named)
-    optimizer.load_state_dict(plain)  # torch's own takes no named tuples
+    loads = getattr(type(unwrapped(optimizer)), "load_state_dict", None)
+    if loads is torch.optim.Optimizer.load_state_dict:  # which takes no named tuples
+        plain = tree_map(lambda v: tuple(v) if _is_named(v) else v, state, is_leaf=_is_named)
+        optimizer.load_state_dict(plain)
+    else:
+        optimizer.load_state_dict(state)
     for part, inner in parts_of(state, optimizer) if same_dtypes else ():
         put_back_dtypes(inner, part)
 

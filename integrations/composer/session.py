@@ -48,7 +48,7 @@ class Session:
         )
         self._loaded_lineage: str | None = None
         self._postponed = False
-        self._first_part, self._begins = True, False
+        self._first_part = True
 
     # ---- the callback's own state in checkpoints
 
@@ -126,8 +126,9 @@ class Session:
             self.run.saved_step = 0
         self.run.termination.watch()
         self.adapter.data.fit_starts(state)
-        self.run.begin(again=True)
-        self._begins = True
+        self.run.begin()
+        if self.run.continued is not None:
+            _keep_modes(state.model)
         if outside := self.run.trained_part({})["trained"]["outside"]:
             raise ConfigError(
                 f"the optimizer trains {len(outside)} parameters that are not in the model, whose state Composer cannot name: make"
@@ -147,9 +148,6 @@ class Session:
     def batch_start(self, state: State) -> None:
         """Note that a batch is about to be trained on."""
         self.adapter.data.batch_starts(state)
-        if self._begins:
-            self._begins = False  # since `fit_start` Composer has put the whole model into training mode
-            self.run.load_trained(last=True)
         self._first_part = True
 
     def before_forward(self, state: State) -> None:
@@ -237,3 +235,17 @@ class Session:
         self.run.fail()
         self.run.release()
         self.run.start_over()
+
+
+def _keep_modes(model: Any) -> None:
+    """Let parts that were restored in evaluation mode stay so when Composer puts the whole model into training mode, once, after `fit_start`."""
+    parts = [part for part in model.modules() if model.training and not getattr(part, "training", True)]
+
+    def train(mode: bool = True) -> Any:
+        del model.train
+        model.train(mode)
+        for part in parts:
+            part.training = False
+        return model
+
+    model.train = train

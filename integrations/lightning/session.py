@@ -102,6 +102,7 @@ class Session:
         RunCheckpointIO.install(trainer.strategy).add_run(self.settings.run.url, self._read)
         if self._active:
             self.run.open()
+            self.run.continued = None
             if trainer.global_step == 0:  # a second fit continues from the trainer's present step
                 continue_run(trainer, self.run)
             self._training = False
@@ -216,8 +217,8 @@ class Session:
         begins, continued = trainer.global_step, self.run.continued
         if self._active and continued is not None and begins < continued:
             raise StateMismatchError(
-                f"the training was continued from step {continued}, and is at step {begins} before its first batch: a callback's on_fit_start, such"
-                " as LearningRateFinder's or BatchSizeFinder's, has put back what was before. Leave it out where a run is continued"
+                f"the training was continued from step {continued}, and is at step {begins} before its first batch: most likely a callback's"
+                " on_fit_start, such as LearningRateFinder's or BatchSizeFinder's, has put back what was before. Leave it out where a run is continued"
             )
         if module.automatic_optimization:
             require_fresh_gradients(trainer.optimizers)
@@ -320,6 +321,8 @@ class Session:
         self._validation_pending = validation_follows(trainer, batch_idx)
         position = Position.of(trainer)
         position.batch_ends(trainer, validation_follows=self._validation_pending)
+        if self._validation_pending:
+            self.run.trained.note_modes(trainer.lightning_module)
         if self._stepped:
             self.run.rehearse()
             self.run.trigger.after_step(step, agree=world().broadcast)

@@ -334,7 +334,7 @@ class Generators:
 
     def set(self, states: Mapping[str, Any]) -> None:
         """Restore their states."""
-        if states.get("own", {}).keys() - self._own.keys():
+        if any(name.startswith("loader") for name in states.get("own", {}).keys() - self._own.keys()):
             self._use_once()
             self.find()
         restore_rng(states, self._own)

@@ -189,6 +189,28 @@ def test_accumulation_that_a_hook_sets_continues_bit_by_bit() -> None:
     assert_continues(train(case, False, Accumulating()), rest)
 
 
+class Evaluating(Callback):
+    """Puts the normalization into evaluation mode after the third step, and back after the 13th."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step in (3, 13):
+            module.net[1].train(trainer.global_step == 13)
+
+
+@pytest.mark.parametrize("crash", [7, 14])
+def test_parts_in_evaluation_mode_are_so_after_a_save_behind_a_validation(crash: int) -> None:
+    case = Case(every=4, crash=crash, resumes_at=4 * (crash // 4), trainer={"val_check_interval": 0.5})
+
+    def saving() -> CompressedCheckpoint:
+        options = grouped(every_n_train_steps=case.every, scheme="lossless", busy="wait")
+        return CompressedCheckpoint(f"memory://resume/evaluating/{crash}", **options)
+
+    train(case, False, saving(), Evaluating(), Crash(case.crash))
+    rest = train(case, False, saving(), Evaluating(), seed=999)
+    assert rest.trace[0][2] == case.resumes_at
+    assert_continues(train(case, False, Evaluating()), rest)
+
+
 class Jittering(Callback):
     """Scales gradients by a generator of its own."""
 

@@ -373,8 +373,8 @@ def test_a_number_that_changes_and_no_state_has_is_told_once(tmp_path):
                 model(torch.ones(2, 5)).sum().backward()
                 optimizer.step()
                 checkpointer.step(step + 1)
-    [said] = [str(each.message) for each in caught if "while the model is trained" in str(each.message)]
-    assert said.startswith("temperature changes")
+    [said] = [str(each.message) for each in caught if "which training changes" in str(each.message)]
+    assert said.startswith("no state of the model has temperature, which")
 
 
 def test_an_optimizer_that_another_one_has_replaced_is_told(tmp_path):
@@ -392,3 +392,28 @@ def test_an_optimizer_that_another_one_has_replaced_is_told(tmp_path):
     with pytest.warns(ShrinkpointWarning, match="given to the Checkpointer has made no step"):
         checkpointer.step(3)
     checkpointer.close()
+
+
+def test_frozen_scripts_and_feeders_of_data_are_no_hindrance(tmp_path):
+    class Feeder:
+        dataset, state = [1, 2], 0
+
+        def state_dict(self):
+            return {"state": self.state}
+
+        def load_state_dict(self, state):
+            self.state = state["state"]
+
+    script = torch.jit.freeze(torch.jit.script(nn.Linear(5, 5).eval()))
+    model, feeder = nn.Sequential(script, nn.Linear(5, 1)), Feeder()
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.01)
+    options = grouped(every=1, scheme="lossless", feeder=feeder)
+    with Checkpointer(str(tmp_path), model, optimizer, **options) as checkpointer:
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        feeder.state = 7
+        checkpointer.step(1)
+    feeder.state = 0
+    with Checkpointer(str(tmp_path), model, optimizer, **options) as checkpointer:
+        assert checkpointer.resume() == 1
+    assert feeder.state == 7
