@@ -131,10 +131,14 @@ def parts_of(loader: Any) -> dict[str, Any]:
         if part is None or any(part is other for other in found.values()) or name.count(".") > _DEPTH:
             continue
         found[name] = part
-        waiting += [
-            (f"{name}.{inner}", getattr(part, inner, None)) for inner in order if name in order or "." in name
-        ]
+        if (name in order or "." in name) and not _seeds_itself(part):
+            waiting += [(f"{name}.{inner}", getattr(part, inner, None)) for inner in order]
     return found
+
+
+def _seeds_itself(part: object) -> bool:
+    """Return whether it is accelerate's sampler, which seeds its generator for each epoch."""
+    return type(part).__module__ == "accelerate.data_loader" and hasattr(part, "initial_seed")
 
 
 def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> dict[str, Any]:
@@ -157,10 +161,7 @@ def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> di
                 found |= {f"{kind} {number}.{name}.{key}": one for key, one in own if is_generator(one)}
     for number, loader in enumerate(loaders):
         for name, part in parts_of(loader).items():
-            if not type(part).__module__.startswith(
-                "accelerate."
-            ):  # whose sampler seeds its generator for each epoch
-                found |= {f"loader {number}.{name}{path}": one for path, one in generators_in(part).items()}
+            found |= {f"loader {number}.{name}{path}": one for path, one in generators_in(part).items()}
             if "sampler" in name and _is_own(part) and not hasattr(part, "state_dict"):
                 found[f"loader {number}.{name}: counters"] = Counters(part)
     first: dict[int, str] = {}
@@ -206,7 +207,11 @@ def generators_in(value: Any) -> dict[str, Any]:
 
 
 def _inside(value: Any) -> Iterable[tuple[object, Any]]:
-    if isinstance(value, (str, bytes, torch.Tensor, np.ndarray)) or is_generator(value):
+    if (
+        isinstance(value, (str, bytes, torch.Tensor, np.ndarray))
+        or is_generator(value)
+        or _seeds_itself(value)
+    ):
         return ()
     if isinstance(value, (list, tuple)):
         return enumerate(value[:_FIRST])
