@@ -133,6 +133,18 @@ def test_skips_while_one_is_under_way(session: Make, monkeypatch: pytest.MonkeyP
     assert steps(run) == [1, 2]
 
 
+def test_a_measured_step_that_is_skipped_is_told_once(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = session(options={"busy": "skip"}, monitor="loss")
+    monkeypatch.setattr(run.adapter, "metrics", lambda: {"loss": 0.5})
+    hold = Hold(monkeypatch)
+    save(run, 1, metrics={"loss": 0.6})
+    with pytest.warns(ShrinkpointWarning) as caught:
+        assert [run.wants(last=False) for _ in range(2)] == [False, False]
+    assert sum("has loss=0.5 and is not saved" in str(each.message) for each in caught) == 1
+    hold.let_go()
+    run.finish()
+
+
 def test_waits_where_it_is_told_to(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = session()
     hold = Hold(monkeypatch)
