@@ -1,8 +1,10 @@
 """Compiled loops run wherever numba does, and only those of encoders may add in any order."""
 
 import importlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -51,7 +53,7 @@ def test_parts_of_parts_are_in_the_kernel_too_when_it_comes_from_the_cache(tmp_p
     assert not again.inner.signatures
 
 
-def test_a_kernel_that_makes_an_array_is_refused_unless_it_says_so() -> None:
+def test_a_kernel_that_makes_an_array_is_refused_unless_it_says_so(tmp_path: Path) -> None:
     program = (
         "import numba, numpy as np\n"
         "from shrinkpoint.runtime.jit import jit, jit_allocating\n"
@@ -61,7 +63,13 @@ def test_a_kernel_that_makes_an_array_is_refused_unless_it_says_so() -> None:
         "print(jit_allocating(make)(3).tolist())\n"
     )
     # in a process of its own: numba accepts np.zeros once another function with it has been compiled
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},  # an earlier run's kernel is not compiled again
+    )
     assert printed.stdout.splitlines() == ["refused", "[0.0, 0.0, 0.0]"]
 
 
