@@ -340,7 +340,7 @@ def load_trained(
     for name in changed:
         setattr(*flags[name], name not in frozen)
     evaluating = stored.get("evaluating", [])  # None if the model itself was
-    if evaluating is not None:
+    if evaluating is not None and model.training:
         with plain_names(model) as inner:
             for name, part in inner.named_modules():
                 if getattr(part, "training", None) == (name in evaluating):

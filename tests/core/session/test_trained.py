@@ -414,6 +414,8 @@ def test_frozen_scripts_and_feeders_of_data_are_no_hindrance(tmp_path):
         feeder.state = 7
         checkpointer.step(1)
     feeder.state = 0
+    model.eval()
     with Checkpointer(str(tmp_path), model, optimizer, **options) as checkpointer:
         assert checkpointer.resume() == 1
     assert feeder.state == 7
+    assert not model.training  # as the script has set it: to test the model, say
