@@ -14,6 +14,8 @@ from transformers import Trainer
 
 
 class Sharded(Trainer):  # type: ignore[misc]
+    layer = "GPT2Block"
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         state = self.accelerator.state
@@ -21,7 +23,7 @@ class Sharded(Trainer):  # type: ignore[misc]
         state.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["GPT2Block"],
+            transformer_cls_names_to_wrap=[self.layer],
             cpu_ram_efficient_loading=False,
         )
 

@@ -249,7 +249,7 @@ class LoopObjects(TrainingAdapter):
             )
 
     def generators(self) -> dict[str, Any]:
-        """Return those of modules, of loaders and of the other objects."""
+        """Return the random generators of the model's modules, of loaders and of the other objects, by where they are."""
         loaders = [value for value in self.stateful.values() if hasattr(value, "dataset")]
         return generators(loaders, [self.model, *self.objects().values()])
 

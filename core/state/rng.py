@@ -48,11 +48,11 @@ class Counters:
         return {name: value for name, value in vars(self._owner).items() if type(value) is int}
 
     def get_state(self) -> dict[str, int]:
-        """Return those that have changed."""
+        """Return the numbers that have changed since the owner was first seen, by name."""
         return {name: value for name, value in self._now().items() if self._first.get(name) != value}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Give all their values."""
+        """Set the changed numbers, and all others as they were when the owner was first seen."""
         vars(self._owner).update({**self._first, **state})
 
 

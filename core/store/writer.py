@@ -330,7 +330,7 @@ class RunWriter:
                 self._go_behind(self._catalog.scan())
 
     def _is_met(self, manifest: Manifest) -> bool:
-        """Whether an older writer that still runs will find this one's first manifest; else it is published again, after all others."""
+        """Return whether an older writer that still runs will find this one's first manifest; else it is published again, after all others."""
         if self._is_first:
             listing = self._catalog.scan()
             if listing.max_seq > manifest.seq:

@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "examples")]
 
 import pytest
 import torch
+from sharded_huggingface import Sharded
 from support.options import grouped
 from support.transformers_models import Setup, train
 from torch.distributed.tensor import DTensor
@@ -56,22 +57,8 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         time.sleep(_PAUSE_S)
 
 
-class Sharding(Trainer):  # type: ignore[misc]
-    """Lets accelerate shard by FSDP2 on a processor too, which it refuses by itself."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-        state = self.accelerator.state
-        state.distributed_type, self.is_fsdp_enabled = DistributedType.FSDP, True
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            sync_module_states=False,
-            cpu_ram_efficient_loading=False,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["BertLayer"],
-        )
+class Sharding(Sharded):  # type: ignore[misc]
+    layer = "BertLayer"
 
 
 class Rectifying(Sharding):
