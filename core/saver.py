@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -332,7 +333,7 @@ class Saver:
         adoption = None if unplanned else asked.adoption
         handover = None if adoption is None else placed.handover(adoption, asked.describe, waited_s)
         if agreed.base or way.weights_only:
-            self._background.forget()
+            self._background.link = None
         self._number += 1
         job = Job(
             snapshot=snapshot,
@@ -356,7 +357,7 @@ class Saver:
             placed.note_evaluations(self._number, asked.evaluate, None if no_steps else asked.resumed)
         self.blocked_s += blocked_s
         self._under_way.begin(asked.step, compiling=self._warmup.running)
-        self._worker.submit(lambda: self._run(jobs))
+        self._worker.submit(partial(self._background.run, jobs))
         if handover is not None:
             self._take(handover, placed, started)
         if asked.wait:
@@ -436,12 +437,6 @@ class Saver:
     def _require_checked(self) -> None:
         if not self._is_ready:
             raise ConfigError("call check() first, on every rank")
-
-    def _run(self, jobs: list[Job]) -> None:
-        try:
-            self._background.run(jobs)
-        finally:
-            self._desk.leave()
 
     def _compiled(self) -> None:
         """Wait until the coders are compiled; in the background."""

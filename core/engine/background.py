@@ -196,13 +196,9 @@ class Background:
             if self._chain is not None:
                 warn(f"the search starts over: {error}")
 
-    def forget(self) -> None:
-        """Build on nothing: the next checkpoint is a base."""
-        self.link = None
-
     def start_over(self) -> None:
         """Another training follows: build on nothing, count no movement from what was before, and collect none of it."""
-        self.forget()
+        self.link = None
         self.movement.forget()
         if self._chain is not None:
             self._chain.lineage = self._chain.parent = None
@@ -216,13 +212,13 @@ class Background:
     # ---- saves
 
     def run(self, jobs: list[Job]) -> None:
-        """Make a save; raises nothing."""
-        large = jobs[0].snapshot.state.nbytes >= LARGE
-        self._make(jobs.pop())
-        if large:
-            give_back()
+        """Make a save; raises nothing.
 
-    def _make(self, job: Job) -> None:
+        Args:
+            jobs: the save, which is taken out: whoever calls this keeps no snapshot in memory.
+        """
+        job = jobs.pop()
+        large = job.snapshot.state.nbytes >= LARGE
         try:
             report = self.commit(job)
         except Exception as error:  # noqa: BLE001 - whatever it was, training goes on and the next save starts afresh
@@ -235,11 +231,16 @@ class Background:
             self.failed = False
             self.failures.over()
             self.reports.append(report)
+        finally:
+            self._placement.desk.leave()
+        del job
+        if large:
+            give_back()
 
     def commit(self, job: Job) -> SaveReport:
         """Store one snapshot; on return it is committed.
 
-        Whatever is raised, nothing that was stored before is harmed, and the caller must `forget` the chain: the
+        Whatever is raised, nothing that was stored before is harmed, and the caller must forget the `link`: the
         commit may have happened without our learning of it.
         """
         ranks = self._ranks
