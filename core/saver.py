@@ -26,7 +26,7 @@ from shrinkpoint.engine.movement import is_followed
 from shrinkpoint.engine.placement import Found, NoMemoryError, Placed, Placement
 from shrinkpoint.engine.request import Job, SaveRequest, Way, plain_step, plain_timeout
 from shrinkpoint.engine.retention import adopted_of, is_finite, is_weights_only, not_finite_text
-from shrinkpoint.engine.under_way import Deadline, SaveUnderWay, WaitingShare
+from shrinkpoint.engine.under_way import Deadline, SaveUnderWay
 from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError, SaveFailedError
 from shrinkpoint.group.ending import Ending
@@ -124,7 +124,6 @@ class Saver:
         background = AdoptingBackground if self.config.adopt else Background
         self._background = background(self._placement, self._chain, ready=self._compiled, url=self.url)
         self._under_way = SaveUnderWay()
-        self._waits = WaitingShare()
         self._deadline = Deadline(self.config.deadline_s)
         self._worker = Worker("shrinkpoint-save", before_exit=self._desk.close)
         self._warmup = Warmup(self.config.scheme)
@@ -464,7 +463,7 @@ class Saver:
             handover.leave()
         self.adopted = handover.taken
         self.blocked_s += handover.seconds
-        self._waits.add(started, time.perf_counter())
+        self._under_way.waited(started, time.perf_counter())
 
     def poll(self) -> float:
         """Make the measurement that the background asks for, if any; to be called after every batch.

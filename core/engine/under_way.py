@@ -17,7 +17,7 @@ from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.objects import CredentialsError
 from shrinkpoint.warn import warn
 
-__all__ = ["Deadline", "Failures", "SaveUnderWay", "WaitingShare"]
+__all__ = ["Deadline", "Failures", "SaveUnderWay"]
 
 _EXACTLY, _RAW, _LOSSILY, _WEIGHTS = (
     "bit-exactly",
@@ -79,8 +79,11 @@ def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
+_MOST_WAITING = 0.5  # of the time between two planned saves
+
+
 class SaveUnderWay:
-    """The save that was accepted last, and how many were skipped since the first."""
+    """The save that was accepted last, how many were skipped since the first, and how long training waits for saves."""
 
     def __init__(self) -> None:
         self.skipped = 0
@@ -89,6 +92,8 @@ class SaveUnderWay:
         """Whether it waits for coders to be compiled."""
         self._step, self._since = 0, 0.0
         self._warn_at = 1
+        self._waited_until: float | None = None  # after the last planned save that training waited for
+        self._warned_of_waiting = False
 
     def begin(self, step: int, *, compiling: bool = False) -> None:
         """Note that a save of this step was accepted."""
@@ -125,6 +130,25 @@ class SaveUnderWay:
         """
         why = ", whose coders are being compiled" if self.compiling else ""
         return waiting_for(f"waiting for the last save{whose}, of step {self._step}, to {where}{why}")
+
+    def waited(self, started: float, ended: float) -> None:
+        """Note a planned save for which training has waited; says once that it waits for most of its time.
+
+        Args:
+            started: when it began to wait, in seconds.
+            ended: when it continued.
+        """
+        since, self._waited_until = self._waited_until, ended
+        if since is None or self._warned_of_waiting:
+            return
+        share = (ended - started) / max(ended - since, 1e-9)
+        if share > _MOST_WAITING:
+            self._warned_of_waiting = True
+            warn(
+                f"training waits for {share:.0%} of its time: {ended - started:.2g} s at this save, of {ended - since:.2g} s since the"
+                " last one. With adopt=True it waits for a save under way, for evaluations and for the quantization: save less"
+                " often. This warning comes once"
+            )
 
 
 MAX_FAILURES = 3
@@ -213,33 +237,3 @@ class Failures:
             f". Nothing has been stored for {away_s / 60:.0f} minutes: a crash now would repeat the steps since. With adopt=True training"
             f" goes on as if all were stored, and ends if no save succeeds for {PATIENCE_S / 3600:.0f} hours"
         )
-
-
-_MOST_WAITING = 0.5  # of the time between two planned saves
-
-
-class WaitingShare:
-    """Says, once, that saves are so close together that training waits for most of its time."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._warned = False
-
-    def add(self, started: float, ended: float) -> None:
-        """Add a planned save for which training has waited.
-
-        Args:
-            started: when it began to wait, in seconds.
-            ended: when it went on.
-        """
-        since, self._last = self._last, ended
-        if since is None or self._warned:
-            return
-        share = (ended - started) / max(ended - since, 1e-9)
-        if share > _MOST_WAITING:
-            self._warned = True
-            warn(
-                f"training waits for {share:.0%} of its time: {ended - started:.2g} s at this save, of {ended - since:.2g} s since the"
-                " last one. With adopt=True it waits for a save under way, for evaluations and for the quantization: save less"
-                " often. This warning comes once"
-            )

@@ -18,7 +18,7 @@ from support.matrices import some_fast
 
 import shrinkpoint
 from shrinkpoint.engine.handover import unsuitable
-from shrinkpoint.engine.under_way import WaitingShare
+from shrinkpoint.engine.under_way import SaveUnderWay
 from shrinkpoint.errors import ConfigError, SaveFailedError, ShrinkpointWarning, StoreError
 from shrinkpoint.state.training import TrainingState, plain
 from shrinkpoint.store.writer import RunWriter
@@ -280,13 +280,13 @@ def test_unsuitable_tensors():
 
 
 def test_saves_too_close_together_are_said():
-    share = WaitingShare()
-    share.add(0.0, 5.0)  # the first compiles
+    under_way = SaveUnderWay()
+    under_way.waited(0.0, 5.0)  # the first compiles
     with pytest.warns(ShrinkpointWarning, match=r"waits for 75% of its time: 3 s at this save, of 4 s"):
-        share.add(6.0, 9.0)
+        under_way.waited(6.0, 9.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        share.add(9.5, 13.0)
+        under_way.waited(9.5, 13.0)
 
 
 class _Copied:
