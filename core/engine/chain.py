@@ -246,8 +246,18 @@ class Chain:
         if not explained:
             self._warn_exact(report)
         self._warn_diverged(report)
-        self._after("could not be removed", self._collect)
-        self._after("keep their optimizer state", self._slim)
+        for failing, action in (
+            ("could not be removed", self._collect),
+            ("keep their optimizer state", self._slim),
+        ):
+            try:
+                action()
+            except FencedError:
+                raise
+            except ShrinkpointError as error:  # older ones are as they were, as where nothing may be deleted
+                warn(
+                    f"the checkpoint is stored, but older ones {failing}: {error}. The next save tries again"
+                )
         return replace(report, seq=manifest.seq, redundancy=self._store.redundancy, parity=self._store.parity)
 
     def _lineage_of_this(self) -> str:
@@ -281,15 +291,6 @@ class Chain:
         if share is not None and share[0] not in self._warned_exact:
             self._warned_exact.add(share[0])
             warn(f"{share[1]}. This warning comes once")
-
-    def _after(self, failing: str, action: Callable[[], object]) -> None:
-        """Do what a committed checkpoint does not depend on, as where nothing may be deleted; older ones are as they were."""
-        try:
-            action()
-        except FencedError:
-            raise
-        except ShrinkpointError as error:
-            warn(f"the checkpoint is stored, but older ones {failing}: {error}. The next save tries again")
 
     def _collect(self) -> None:
         policy = policy_of(self._config)
