@@ -65,17 +65,7 @@ class Chain:
         self._restored = False  # whether the training was, since the chain's last anchor
         self._diverged = False
         self._warned_exact: set[str] = set()
-        self._slimmer = (
-            Slimmer(
-                store,
-                keep=config.keep_optimizer,
-                span=_ANCHORS * config.key_every,
-                grace_s=config.grace_s,
-                threads=config.encoder_threads,
-            )
-            if config.keep_optimizer
-            else None
-        )
+        self._slimmer = Slimmer(store, config, span=_ANCHORS * config.key_every)
         self.parent: Manifest | None = None
         """The checkpoint that a delta builds on."""
         self.committed: Manifest | None = None
@@ -303,7 +293,7 @@ class Chain:
 
     def _slim(self) -> None:
         """Turn older checkpoints into weights, where `keep_optimizer` says so."""
-        if self._slimmer is not None:
+        if self._config.keep_optimizer:
             self._slimmer.run(self.open(), self.lineage)
 
 

@@ -21,6 +21,7 @@ from shrinkpoint.coding.selective import (
     in_memory,
     sources_of_run,
 )
+from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Header
 from shrinkpoint.container.writer import write_container
@@ -380,23 +381,12 @@ class Slimmer:
 
     Args:
         store: the run.
-        keep: how many of the newest keep the optimizer's state.
+        config: its `keep_optimizer` is how many of the newest keep the optimizer's state.
         span: checkpoints that build on one base at most.
-        grace_s: seconds for which the old containers outlive their last name.
-        threads: threads that decode.
     """
 
-    def __init__(
-        self,
-        store: RunStore,
-        *,
-        keep: int,
-        span: int = 0,
-        grace_s: float = DEFAULT_GRACE_S,
-        threads: int = 1,
-    ) -> None:
-        self._store, self._keep, self._span = store, keep, span
-        self._grace_s, self._threads = grace_s, threads
+    def __init__(self, store: RunStore, config: SaverConfig, *, span: int) -> None:
+        self._store, self._config, self._span = store, config, span
         self._without: set[str] = set()
 
     def run(self, writer: RunWriter, lineage: str | None) -> list[Manifest]:
@@ -420,7 +410,8 @@ class Slimmer:
         everything = self._store.manifests()
         own = [manifest for manifest in everything if lineage_of(manifest.meta) == lineage]
         order = sorted({manifest.position for manifest in own}, reverse=True)
-        newest, young = order[: self._keep], set(order[: self._keep + self._span])
+        keep = self._config.keep_optimizer or 0
+        newest, young = order[:keep], set(order[: keep + self._span])
         pinned = set(self._store.pins().values())
 
         def stays(manifest: Manifest) -> bool:
@@ -440,7 +431,7 @@ class Slimmer:
             if stays(manifest) or is_weights_only(manifest.meta) or manifest.digest in self._without:
                 continue
             if manifest.position in weights:  # a collection was interrupted here
-                writer.collect((), seen=[manifest], grace_s=self._grace_s)
+                writer.collect((), seen=[manifest], grace_s=self._config.grace_s)
                 continue
             if len(made) == _PER_SAVE:
                 break
@@ -465,10 +456,10 @@ class Slimmer:
         parent = next((w for w in weights if _source_digest(w) == manifest.parent_digest), None)
         if parent is not None and len(parent.chain) >= len(manifest.chain):
             parent = None  # what it needs of its predecessors is in their base
-        made = make_weights(self._store, manifest, parent, threads=self._threads)
+        made = make_weights(self._store, manifest, parent, threads=self._config.encoder_threads)
         if made is None:
             return None
-        return _replace(self._store, writer, made, "slimmed", grace_s=self._grace_s).manifest
+        return _replace(self._store, writer, made, "slimmed", grace_s=self._config.grace_s).manifest
 
 
 def _source_digest(manifest: Manifest) -> str | None:

@@ -48,7 +48,7 @@ def lineage(store: RunStore) -> str:
 def slim(folder: Path, keep: int = 2, *, times: int = 3) -> list[Manifest]:
     store, done = RunStore(folder), []
     with store.writer() as writer:
-        slimmer = Slimmer(store, keep=keep)
+        slimmer = Slimmer(store, SaverConfig(keep_optimizer=keep), span=0)
         for _ in range(times):
             done += slimmer.run(writer, lineage(store))
     return done
@@ -127,7 +127,7 @@ def test_pinned_ones_and_other_trainings_are_left_alone(folder: Path) -> None:
     store = RunStore(folder)
     with store.writer() as writer:
         writer.pin("release", store.manifests()[4])
-        assert Slimmer(store, keep=2).run(writer, "another") == []
+        assert Slimmer(store, SaverConfig(keep_optimizer=2), span=0).run(writer, "another") == []
     assert [m.step for m in slim(folder)] == [20, 30]
     assert {m.step for m in RunStore(folder).manifests() if not is_weights_only(m.meta)} == {10, 40, 50}
 
