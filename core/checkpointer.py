@@ -192,7 +192,7 @@ class Checkpointer:
             shares = {"targets": objects.targets, "own": objects.own, "copied": objects.copied}
         self._objects, self._run = objects, TrainingSession(settings, objects, **shares)
         objects.session = run = self._run
-        run.trained.begin(objects.model, objects.optimizers)
+        run.trained.begin()
         run.probe.kept.see_training(0)  # the loop's functions know batches by their numbers
         for number in range(run.probe_steps if train_loss is not None else 0):
             run.steps.recent.see(number)
@@ -264,7 +264,7 @@ class Checkpointer:
             begins = 0
             if wanted is not None:
                 state = run.restore(wanted)
-                run.trained.check(self._objects.model, self._objects.optimizers)
+                run.trained.check()
                 self._objects.load(state)
                 run.note_restored(state)
                 begins = self._last_step = self._saved_step = self._resumed_from = self._objects.step

@@ -1,7 +1,7 @@
 """Attributes of optimizers that are neither in their ``state`` nor in ``param_groups``: counters, tensors, generators, lists."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -101,7 +101,7 @@ def _put_back(optimizer: Any, name: str, value: Any, device: torch.device) -> No
         setattr(optimizer, name, moved(value, here.device if torch.is_tensor(here) else device))
 
 
-def left_out(optimizers: Sequence[Any], state: Callable[[], object]) -> list[str]:
+def left_out(optimizers: Sequence[Any], state: object) -> list[str]:
     """Name the attributes that are not stored: too large tensors that no state has, generators in containers, objects that have changed."""
     large = {
         f"{type(optimizer).__name__}.{name}": tensors
@@ -109,7 +109,7 @@ def left_out(optimizers: Sequence[Any], state: Callable[[], object]) -> list[str
         for name, value in vars(optimizer).items()
         if name not in _OWN and (tensors := [t for t in tree_leaves(value) if _is_large(t)])
     }
-    places = places_of(state()) if large else set()
+    places = places_of(state) if large else set()
     changed = [
         f"{type(optimizer).__name__}.{name}"
         for optimizer in _inner(optimizers)

@@ -188,7 +188,7 @@ class LoopObjects(TrainingAdapter):
     def whole(self) -> dict[str, Any]:
         """Return the state with what the session adds that is the same on every rank."""
         state = LoopObjects.state(self)
-        return {**state, **self.session.trained_part(state)}
+        return {**state, **self.session.trained.state(state)}
 
     def way_back(self, saver: Saver, manifest: Manifest | None) -> Callable[[], None]:
         """Return a function that restores the present state: that of a checkpoint, or of a fresh start.
@@ -328,7 +328,7 @@ class LoopObjects(TrainingAdapter):
             require_same_workers(value, state["stateful"].get(name), name)
         given = quantized_as(state["model"], given, self.model)
         rounded = rounded_weights(given, state_of(self.model))
-        unfrozen = load_trained(trained, self.model, self.optimizers, self.url, self.modules())
+        unfrozen = load_trained(trained, self, self.url)
         said = (untied, *others, disabled, rounded, unfrozen)
         for message in said if warns else ():
             if message is not None:

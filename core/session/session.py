@@ -100,7 +100,7 @@ class TrainingSession:
             top_k=settings.saver.save_top_k,
         )
         """The last and the best checkpoint: on the first rank at any time, on the others after `finish`."""
-        self.trained = Trained(self.warn_once)
+        self.trained = Trained(adapter, self.warn_once)
         """What optimizers train and what is frozen."""
         self.saved_step = 0
         """The step of this run's last checkpoint, on every rank."""
@@ -466,7 +466,7 @@ class TrainingSession:
         adapter = self.adapter
 
         def capture() -> tuple[TrainingState, Any]:
-            self.trained.require_room(adapter.model)
+            self.trained.require_room()
             state = adapter.bare_state()
             return TrainingState.capture(state, adapter.describe(state), shards=self.shards), adapter.parts
 
@@ -766,20 +766,9 @@ class TrainingSession:
             "buckets": bucket_order(wrapped),
             "hooks": self.hooks.capture(wrapped),
         }
-        added |= self.group().on_every(lambda: self.trained_part(state))
+        added |= self.group().on_every(lambda: self.trained.state(state))
         self._warn_apart()
         return adapter.joined(state, added)
-
-    def trained_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `Trained.state` finds.
-
-        Args:
-            state: the adapter's.
-        """
-        adapter = self.adapter
-        return self.trained.state(
-            adapter.model, adapter.optimizers, adapter.weight_names(), lambda: state, adapter.modules()
-        )
 
     def _warn_apart(self) -> None:
         """Warn where parameters outside the model, which DDP leaves alone, are not the same on all ranks."""
@@ -804,9 +793,7 @@ class TrainingSession:
             StateMismatchError: as `load_trained`.
         """
         if self._stored is not None:
-            adapter, url = self.adapter, self.settings.url
-            trained, others = self._stored["trained"], adapter.modules()
-            self.warn_once(load_trained(trained, adapter.model, adapter.optimizers, url, others))
+            self.warn_once(load_trained(self._stored["trained"], self.adapter, self.settings.url))
 
     def begin(self) -> None:
         """Begin to save a training that is built and loaded: as `Saver.begin`, with its checks and probes.
@@ -821,7 +808,7 @@ class TrainingSession:
         if stored is not None and stored["world"] == self.group().size:
             restore_buckets(adapter.wrapped, stored["buckets"])
             restore_hook_states(adapter.wrapped, stored["hooks"])
-        self.trained.begin(adapter.model, adapter.optimizers)
+        self.trained.begin()
         log = self.settings.step_log
         self.warn_once(
             self.hooks.left_out(adapter.wrapped, exact_log=log is not None and log.kind == "exact")

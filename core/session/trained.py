@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.optimizers.objects import moved
+from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.attributes import changed_attributes, left_out, parts_of, places_of, put_back
 from shrinkpoint.session.identity import identities
 from shrinkpoint.state.roles import unnamed
@@ -41,11 +42,12 @@ class Trained:
     """The parameters of one training, for each of its saves.
 
     Args:
+        adapter: of the training.
         say: gets one line, where something was replaced or cannot be saved in whole.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, adapter: TrainingAdapter, say: Callable[[str], None]) -> None:
+        self._adapter, self._say = adapter, say
         self._parameters: dict[str, _Seen] = {}
         self._counts: list[list[int]] = []
         self._identities: list[dict[str, Any]] = []
@@ -57,48 +59,39 @@ class Trained:
         self.outside: dict[str, torch.Tensor] = {}
         """As of the last save: what optimizers train and no object's state has."""
 
-    def begin(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
+    def begin(self) -> None:
         """Compare with the model, and with the optimizers if they are new, as they are now from here on.
 
         Raises:
             ConfigError: as `require_shapes`.
         """
+        model = self._adapter.model
         require_shapes(model)
-        changed_attributes(optimizers)
+        changed_attributes(self._adapter.optimizers)
         self._buffers = [(part, _sizes(part)) for part in model.modules()]
         self._parameters = {name: _Seen.of(parameter) for name, parameter in named_parameters(model)}
         self._counts = []
         self._numbers, self._looks = _numbers(model), _LOOKS
 
-    def state(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Any],
-        weights: Collection[str],
-        state: Callable[[], object],
-        others: Mapping[str, nn.Module] | None = None,
-    ) -> dict[str, Any]:
+    def state(self, state: object) -> dict[str, Any]:
         """Return the entries of a checkpoint that `load_trained` and `require_same_optimizers` take.
 
         What is looked up is kept as long as the optimizers get no further parameters: training waits for it.
 
         Args:
-            model: the trained one.
-            optimizers: without wrappers.
-            weights: the names in the model's part of the checkpoint.
-            state: gives the whole of the checkpoint.
-            others: further modules whose parameters may be frozen.
+            state: the whole of the checkpoint.
 
         Raises:
             StateMismatchError: as `check`; or a parameter outside the model is a shard.
         """
-        late = self._late(model)
-        self.check(model, optimizers)
+        model, optimizers = self._adapter.model, self._adapter.optimizers
+        late = self._late()
+        self.check()
         self._report(late)
-        self._compare_numbers(model)
+        self._compare_numbers()
         counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         if counts != self._counts:
-            self.outside = _outside(model, optimizers, weights, state)
+            self.outside = _outside(model, optimizers, self._adapter.weight_names(), state)
             self._identities, self._counts = identities(model, optimizers), counts
             if self.outside:
                 shapes = ", ".join(str(tuple(p.shape)) for p in [*self.outside.values()][:_NAMED])
@@ -112,7 +105,7 @@ class Trained:
                     f"{_some(lost)} is not saved: a tensor of over a million elements, a generator in a list, or an object that changes. If the optimizer's steps depend"
                     " on it, keep it in optimizer.state, or give the object state_dict() and load_state_dict()"
                 )
-        flags = _flags({"": model, **(others or {})}, self.outside)
+        flags = _flags({"": model, **self._adapter.modules()}, self.outside)
         frozen = [name for name, (owner, flag) in flags.items() if not getattr(owner, flag)]
         adapters = {name: owner[key] for name, (owner, key) in _adapters(model).items()}
         attributes = changed_attributes(optimizers)
@@ -126,12 +119,12 @@ class Trained:
         }
         return {"identities": self._identities, "trained": trained}
 
-    def _compare_numbers(self, model: nn.Module) -> None:
+    def _compare_numbers(self) -> None:
         """Say which numbers and tensors change that modules have apart from their state."""
         if not self._looks:
             return
         self._looks -= 1
-        now = _numbers(model)
+        now = _numbers(self._adapter.model)
         changed = [name for name, value in self._numbers.items() if repr(now.get(name, value)) != repr(value)]
         if changed:
             self._looks = 0
@@ -140,16 +133,17 @@ class Trained:
                 " on a buffer, or give its module get_extra_state() and set_extra_state()"
             )
 
-    def note_modes(self, model: nn.Module) -> None:
+    def note_modes(self) -> None:
         """Note which parts are in evaluation mode, before an evaluation within which the model may be saved."""
-        self._modes = _evaluating(model)
+        self._modes = _evaluating(self._adapter.model)
 
-    def require_room(self, model: nn.Module) -> None:
+    def require_room(self) -> None:
         """Refuse buffers that have come or grown since `begin`: a model that is built anew has no place for them."""
-        if late := self._late(model):
+        if late := self._late():
             raise StateMismatchError(late)
 
-    def _late(self, model: nn.Module) -> str:
+    def _late(self) -> str:
+        model = self._adapter.model
         names = {part: f"{name}." if name else "" for name, part in model.named_modules()}
         late = [
             f"{names.get(part, '')}{name}"
@@ -174,17 +168,14 @@ class Trained:
             "gradients": {name: p.grad for name, p in self.outside.items() if p.grad is not None},
         }
 
-    def check(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+    def check(self) -> None:
         """Say what of the model was replaced since `begin` or the last call, unless the same was said before.
-
-        Args:
-            model: the trained one.
-            optimizers: without wrappers.
 
         Raises:
             StateMismatchError: what would be saved is not what is trained.
         """
-        before, now = self._parameters, dict(named_parameters(model))
+        optimizers = self._adapter.optimizers
+        before, now = self._parameters, dict(named_parameters(self._adapter.model))
         trained = {id(p): p for optimizer in optimizers for p in _parameters(optimizer)}
         here, known = set(map(id, now.values())), {id(seen.parameter) for seen in before.values()}
         gone = [n for n, seen in before.items() if id(seen.parameter) in trained.keys() - here]
@@ -213,7 +204,7 @@ class Trained:
         changes += [f"{_some(idle)}, which no optimizer here trains"] if idle and optimizers else []
         changes += [f"another dtype or shape ({_some(cast)})"] if cast else []
         if changes or before.keys() != now.keys():
-            self.begin(model)
+            self.begin()
         if changes:
             self._report(
                 f"since this training began to be saved the model has got {', and '.join(changes)}: checkpoints hold what it has now, and a"
@@ -290,21 +281,13 @@ def require_shapes(model: nn.Module) -> None:
         )
 
 
-def load_trained(
-    stored: Mapping[str, Any],
-    model: nn.Module,
-    optimizers: Sequence[Any],
-    url: str,
-    others: Mapping[str, nn.Module] | None = None,
-) -> str | None:
+def load_trained(stored: Mapping[str, Any], adapter: TrainingAdapter, url: str) -> str | None:
     """Give parameters outside the model their values, and all parameters their ``requires_grad``, as in a checkpoint.
 
     Args:
         stored: its entry ``trained``.
-        model: the trained one.
-        optimizers: without wrappers, whose groups are the stored ones.
+        adapter: of the training, whose optimizers' groups are the stored ones.
         url: the run, for the message.
-        others: as of `Trained.state`.
 
     Returns:
         One line, where ``requires_grad`` has changed; else None.
@@ -312,6 +295,7 @@ def load_trained(
     Raises:
         StateMismatchError: an optimizer lacks such a parameter; nothing is changed then.
     """
+    model, optimizers = adapter.model, adapter.optimizers
     owned = {unnamed(i, n): p for i, each in enumerate(optimizers) for n, p in enumerate(_parameters(each))}
     values = stored["outside"]
     lacking = [
@@ -334,7 +318,7 @@ def load_trained(
         owned[name].grad = gradient.to(owned[name].device, owned[name].dtype, copy=True)
     frozen, flags = (
         set(stored["frozen"]),
-        _flags({"": model, **(others or {})}, {n: owned[n] for n in values}),
+        _flags({"": model, **adapter.modules()}, {n: owned[n] for n in values}),
     )
     changed = [name for name, (owner, flag) in flags.items() if getattr(owner, flag) == (name in frozen)]
     for name in changed:
@@ -375,7 +359,7 @@ def _evaluating(model: nn.Module) -> list[str]:
 
 
 def _outside(
-    model: nn.Module, optimizers: Sequence[Any], weights: Collection[str], state: Callable[[], object]
+    model: nn.Module, optimizers: Sequence[Any], weights: Collection[str], state: object
 ) -> dict[str, torch.Tensor]:
     """Return what optimizers train and no tensor of a state has, by `unnamed`."""
     seen = {id(p) for name, p in named_parameters(model, remove_duplicate=False) if name in weights}
@@ -387,7 +371,7 @@ def _outside(
                 continue
             seen.add(id(parameter))
             if places is None:
-                places = places_of(state())
+                places = places_of(state)
             if not places.issuperset(parts_of(parameter)):
                 found[unnamed(index, number)] = parameter
     shards = [name for name, parameter in found.items() if type(parameter).__name__ == "DTensor"]

@@ -129,7 +129,7 @@ class Session:
         self.run.begin()
         if self.run.continued is not None:
             _keep_modes(state.model)
-        if outside := self.run.trained_part({})["trained"]["outside"]:
+        if outside := self.run.trained.state({})["trained"]["outside"]:
             raise ConfigError(
                 f"the optimizer trains {len(outside)} parameters that are not in the model, whose state Composer cannot name: make"
                 " them parameters of the ComposerModel, such as a loss or a head that is an attribute of it"

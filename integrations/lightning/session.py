@@ -227,7 +227,7 @@ class Session:
             put_back_objects(optimizer, state)
         self._loaded_optimizers = []
         self._load_trained(trainer)
-        self.run.trained.begin(module, trainer.optimizers)
+        self.run.trained.begin()
         Position.of(trainer).apply(trainer, module)
         self.run.trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
         self._seen_step = trainer.global_step
@@ -257,12 +257,12 @@ class Session:
         stored, self._stored_session = self._stored_session.get("trained"), {}
         if stored is None:
             return
-        hook, here = trainer.strategy.on_train_start, (trainer.lightning_module, trainer.optimizers)
+        hook = trainer.strategy.on_train_start
 
         def on_train_start() -> None:
             vars(trainer.strategy).pop("on_train_start", None)
-            load_trained(stored, *here, self.settings.run.url)
-            self.run.trained.begin(trainer.lightning_module)
+            load_trained(stored, self.adapter, self.settings.run.url)
+            self.run.trained.begin()
             hook()
 
         vars(trainer.strategy)["on_train_start"] = on_train_start
@@ -322,7 +322,7 @@ class Session:
         position = Position.of(trainer)
         position.batch_ends(trainer, validation_follows=self._validation_pending)
         if self._validation_pending:
-            self.run.trained.note_modes(trainer.lightning_module)
+            self.run.trained.note_modes()
         if self._stepped:
             self.run.rehearse()
             self.run.trigger.after_step(step, agree=world().broadcast)
