@@ -2,12 +2,12 @@
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchError
+from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.state.stateful import parts_of, plain_names, scheduler_in, unwrapped
 
 __all__ = [
@@ -18,13 +18,10 @@ __all__ = [
     "require_same_groups",
     "require_same_model",
     "require_same_ties",
-    "resume_from",
 ]
 
 ResumePolicy = Literal["auto", "never", "must"]
 """Continue from the newest sound checkpoint if there is one; start afresh; or refuse to start without one."""
-
-T = TypeVar("T")
 
 _NAMED = 5
 _CYCLED = {"momentum", "betas"}  # by some schedulers
@@ -42,29 +39,6 @@ def check_policy(policy: str) -> None:
     """
     if policy not in get_args(ResumePolicy):
         raise ConfigError(f"resume={policy!r} must be one of {', '.join(map(repr, get_args(ResumePolicy)))}")
-
-
-def resume_from(policy: ResumePolicy, newest: T | None, url: str) -> T | None:
-    """Return what to continue from.
-
-    Args:
-        policy: the user's wish.
-        newest: the newest sound checkpoint of the run; None in a prefix that holds none.
-        url: the run, for the message.
-
-    Returns:
-        `newest`, or None to start afresh.
-
-    Raises:
-        NoCheckpointError: `policy` is ``"must"`` and there is none.
-    """
-    if policy == "never":
-        return None
-    if newest is None and policy == "must":
-        raise NoCheckpointError(
-            f"{url} holds no checkpoint, and resume='must' forbids starting afresh: correct the URL, or say resume='auto'"
-        )
-    return newest
 
 
 def require_same_model(

@@ -17,9 +17,8 @@ from shrinkpoint.engine.fitting import DryRestore
 from shrinkpoint.engine.handover import Adoption
 from shrinkpoint.engine.placement import Placement
 from shrinkpoint.engine.request import SaveRequest
-from shrinkpoint.engine.resume import resume_from
 from shrinkpoint.engine.retention import is_finite, lineage_of
-from shrinkpoint.errors import ConfigError, ShrinkpointError
+from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointError
 from shrinkpoint.group.group import Group, world
 from shrinkpoint.io.loading import weights_of_step
 from shrinkpoint.quality.resumed_steps import UntilFailure
@@ -263,8 +262,11 @@ class TrainingSession:
         policy = self.settings.resume
         if policy == "never":
             self.saver.forget()  # the saves of this process so far belong to another training
-        newest = self.saver.newest() if policy != "never" else None
-        chosen = resume_from(policy, newest, self.settings.url)
+        chosen = None if policy == "never" else self.saver.newest()
+        if chosen is None and policy == "must":
+            raise NoCheckpointError(
+                f"{self.settings.url} holds no checkpoint, and resume='must' forbids starting afresh: correct the URL, or say resume='auto'"
+            )
         self.continued = None if chosen is None else chosen.step
         return chosen
 

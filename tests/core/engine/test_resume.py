@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from shrinkpoint.engine.resume import check_policy, require_same_groups, require_same_model, resume_from
-from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchError
+from shrinkpoint.engine.resume import check_policy, require_same_groups, require_same_model
+from shrinkpoint.errors import ConfigError, StateMismatchError
 
 
 @pytest.mark.parametrize("policy", ["auto", "never", "must"])
@@ -15,25 +15,6 @@ def test_the_three_words(policy):
 def test_any_other_word_is_refused(policy):
     with pytest.raises(ConfigError, match="'auto', 'never', 'must'"):
         check_policy(policy)
-
-
-@pytest.mark.parametrize(
-    ("policy", "newest", "expected"),
-    [
-        ("auto", "c", "c"),
-        ("auto", None, None),
-        ("never", "c", None),
-        ("never", None, None),
-        ("must", "c", "c"),
-    ],
-)
-def test_what_to_continue_from(policy, newest, expected):
-    assert resume_from(policy, newest, "s3://run") == expected
-
-
-def test_must_without_a_checkpoint():
-    with pytest.raises(NoCheckpointError, match=r"s3://run .*resume='auto'"):
-        resume_from("must", None, "s3://run")
 
 
 def test_the_same_model():

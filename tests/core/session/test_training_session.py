@@ -104,16 +104,19 @@ def test_continues_and_remembers(session: Make) -> None:
     first.finish()
     again = session(monitor="loss")
     again.open()
-    chosen = again.choose()
-    assert chosen is not None
-    assert chosen.step == 2
+    for run in (again, session(resume="must")):
+        chosen = run.choose()
+        assert chosen is not None
+        assert chosen.step == 2
     again.remember()
     assert again.best == first.best
     assert session(resume="never").choose() is None
 
 
 def test_must_refuses_to_start_afresh(session: Make) -> None:
-    with pytest.raises(NoCheckpointError, match="resume='must'"):
+    with pytest.raises(
+        NoCheckpointError, match=r"memory://.* holds no checkpoint, and resume='must' .*resume='auto'"
+    ):
         session(resume="must").choose()
 
 
