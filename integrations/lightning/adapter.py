@@ -40,7 +40,7 @@ from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import named_parameters, own_names, plain_names
 from shrinkpoint.state.training import Describe, TensorSpec
 
-__all__ = ["LightningAdapter", "Settings", "around"]
+__all__ = ["LightningAdapter", "Settings"]
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 _OWN_STEPS = ("optimizer_step", "backward", "manual_backward")
@@ -83,17 +83,12 @@ class LightningAdapter(TrainingAdapter):
         """The trainer, from its setup on."""
 
     @property
-    def module(self) -> LightningModule:
-        """The trained module."""
-        return self.trainer.lightning_module
-
-    @property
     def step(self) -> int:
         return int(self.trainer.global_step)
 
     @property
     def model(self) -> LightningModule:
-        return self.module
+        return self.trainer.lightning_module
 
     @property
     def optimizers(self) -> Sequence[Any]:
@@ -110,7 +105,7 @@ class LightningAdapter(TrainingAdapter):
         """Let Lightning collect its whole state on every rank; see the base class."""
         trainer = self.trainer
         capturing = RunCheckpointIO.install(trainer.strategy).capturing(trainer)
-        with capturing as captured, plainly_named(trainer, self.module):
+        with capturing as captured, plainly_named(trainer, self.model):
             trainer.save_checkpoint(captured.path, weights_only=False)
         found = world().on_every(lambda: self._stored(captured))
         if self._shards:
@@ -121,19 +116,19 @@ class LightningAdapter(TrainingAdapter):
         if captured.found is None and not world().is_first:
             return {}
         checkpoint = captured.checkpoint()
-        if world().is_first and (names := own_names(self.module)):
+        if world().is_first and (names := own_names(self.model)):
             checkpoint[NAMES_KEY] = names
         return storable(checkpoint)
 
     def bare_state(self) -> dict[str, Any]:
         """See the base class; hooks see a checkpoint that is not written."""
-        with plainly_named(self.trainer, self.module):
+        with plainly_named(self.trainer, self.model):
             return storable(self.trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
 
     def describe(self, state: Mapping[str, Any]) -> Describe:
         path = (trained_key(state),)
         return describe_training(
-            self.module, self.optimizers, model_path=path, optimizers_path=("optimizer_states",)
+            self.model, self.optimizers, model_path=path, optimizers_path=("optimizer_states",)
         )
 
     def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
@@ -143,7 +138,7 @@ class LightningAdapter(TrainingAdapter):
         return {key: value for key, value in state.items() if key not in _NOT_IN_THE_REST}
 
     def followed(self) -> dict[str, Any]:
-        trainer, module = self.trainer, self.module
+        trainer, module = self.trainer, self.model
         with plainly_named(trainer, module):
             checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
             for callback in trainer.callbacks:
@@ -157,7 +152,7 @@ class LightningAdapter(TrainingAdapter):
     def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
         """Return the tensors that a restore of a sharded model fills, as of `ShardedPlacement`."""
         self.found = Targets(
-            self.module,
+            self.model,
             self.trainer.optimizers,
             model_key="state_dict",
             optimizers_key="optimizer_states",
@@ -166,7 +161,7 @@ class LightningAdapter(TrainingAdapter):
         start = f"{POSITION_KEY}/{_GRADIENTS}/"
         gradients = {
             name: torch.zeros_like(parameter.detach())
-            for name, parameter in named_parameters(self.module)
+            for name, parameter in named_parameters(self.model)
             if f"{start}{name}" in specs
         }
         return self.found.find(specs, {POSITION_KEY: {_GRADIENTS: gradients}})
@@ -175,7 +170,7 @@ class LightningAdapter(TrainingAdapter):
 
     def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> float:
         """See the base class; of a training batch with manual optimization there is none, since its step would train."""
-        trainer, module = self.trainer, self.module
+        trainer, module = self.trainer, self.model
         step, context = module.validation_step, trainer.precision_plugin.val_step_context
         if not held_out:
             step, context = module.training_step, trainer.precision_plugin.train_step_context
@@ -189,7 +184,7 @@ class LightningAdapter(TrainingAdapter):
         return _loss(logged, returned, self._metric)
 
     def step_losses(self, parts: Sequence[Any], index: int) -> Iterator[torch.Tensor]:
-        trainer, module = self.trainer, self.module
+        trainer, module = self.trainer, self.model
         for part in parts:
             batch = move_data_to_device(
                 to_host(part), module.device
@@ -202,7 +197,7 @@ class LightningAdapter(TrainingAdapter):
             yield loss / trainer.accumulate_grad_batches
 
     def clip(self) -> None:
-        trainer, module = self.trainer, self.module
+        trainer, module = self.trainer, self.model
         with captured_logs(trainer, module):
             module.configure_gradient_clipping(
                 trainer.optimizers[0],
@@ -215,10 +210,11 @@ class LightningAdapter(TrainingAdapter):
         return getattr(self.trainer.precision_plugin, "scaler", None)
 
     def around(self) -> Sequence[object]:
-        return around(self.trainer)
+        trainer = self.trainer
+        return trainer, trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
 
     def obstacle(self, *, shards: bool) -> str | None:
-        trainer, module = self.trainer, self.module
+        trainer, module = self.trainer, self.model
         known = (ModelParallelStrategy,) if shards else (SingleDeviceStrategy, DDPStrategy)
         if type(trainer.strategy) not in known:
             return f"the strategy is none of {', '.join(kind.__name__ for kind in known)}"
@@ -284,11 +280,6 @@ def plainly_named(trainer: Trainer, module: LightningModule) -> Iterator[None]:
             if model is not None:
                 stack.enter_context(plain_names(model))
         yield
-
-
-def around(trainer: Trainer) -> tuple[object, ...]:
-    """Return what a step may change in addition to the module, as of `preserved_state`."""
-    return trainer, trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
 
 
 @contextmanager

@@ -156,7 +156,7 @@ def replay(log: "TrainingLog", adapter: LightningAdapter) -> int:
     Returns:
         The step that the training continues from.
     """
-    trainer, module = adapter.trainer, adapter.module
+    trainer, module = adapter.trainer, adapter.model
     connector: Any = trainer._checkpoint_connector
     loaded: dict[str, Any] = connector._loaded_checkpoint
     base = int(loaded["global_step"])
