@@ -15,7 +15,6 @@ from shrinkpoint.integrations.transformers.state import (
     OUTLINE,
     arguments,
     require_own_run,
-    trainer_state,
 )
 from shrinkpoint.session.data import other_processes
 from shrinkpoint.session.session import TrainingSession
@@ -181,8 +180,6 @@ def write_thin(stored: Mapping[str, Any], folder: Path, *, complete: bool) -> st
         folder: an empty folder of this process.
         complete: nothing is left to train; the trainer then gets a step after the end.
     """
-    state = trainer_state(stored)
-    if complete:
-        state = {**state, "global_step": AFTER_THE_END}
-    (folder / TRAINER_STATE_NAME).write_text(json.dumps(state, default=float))
+    step = {"global_step": AFTER_THE_END} if complete else {}
+    (folder / TRAINER_STATE_NAME).write_text(json.dumps({**stored["trainer"], **step}, default=float))
     return str(folder)

@@ -99,17 +99,15 @@ class Session:
             with ExitStack() as stack:
                 self._stored = choose(self.run, trainer, given)
                 if self._stored is not None:
-                    folder = stack.enter_context(TemporaryDirectory(prefix="shrinkpoint-"))
-                    given = self._prepare(self._stored, Path(folder))
+                    if not self.run.shards:
+                        self._take(self._stored)
+                    folder = Path(stack.enter_context(TemporaryDirectory(prefix="shrinkpoint-")))
+                    complete = is_complete(self._stored, trainer.args)
+                    given = write_thin(self._stored, folder, complete=complete)
                 stack.enter_context(overridden(trainer, self._overrides()))
                 yield given
         finally:
             self._close()
-
-    def _prepare(self, stored: Mapping[str, Any], folder: Path) -> str:
-        if not self.run.shards:
-            self._take(stored)
-        return write_thin(stored, folder, complete=is_complete(stored, self._trainer.args))
 
     def _take(self, stored: Mapping[str, Any]) -> None:
         if len(stored["processes"]) == world().size:
@@ -124,18 +122,14 @@ class Session:
     def _overrides(self) -> dict[str, Override]:
         return {
             "get_train_dataloader": lambda original: lambda: self._followed(original()),
-            "_load_from_checkpoint": self._instead(lambda stored, *args: self._load_model(stored)),
-            "_load_optimizer_and_scheduler": self._instead(
-                lambda stored, *args: self._load_optimizer(stored)
-            ),
-            "_load_rng_state": self._instead(lambda stored, *args: self._place_is_found()),
+            "_load_from_checkpoint": self._instead(self._load_model),
+            "_load_optimizer_and_scheduler": self._instead(self._load_optimizer),
+            "_load_rng_state": self._instead(lambda stored: self._place_is_found()),
             "_maybe_log_save_evaluate": self._around_moments,
             "_save_checkpoint": self._instead_of_saving,
             "prediction_step": self._before_evaluating,
-            "_load_scaler": self._instead(lambda stored, *args: None),  # loaded with the optimizer
-            "_load_callback_state": self._instead(
-                lambda stored, *args: load_callbacks(stored, self._trainer)
-            ),
+            "_load_scaler": self._instead(lambda stored: None),  # loaded with the optimizer
+            "_load_callback_state": self._instead(lambda stored: load_callbacks(stored, self._trainer)),
             "_load_best_model": self._instead_of_loading_best,
         }
 
@@ -145,7 +139,7 @@ class Session:
 
         def override(original: Any) -> Any:
             def replacement(*args: Any, **kwargs: Any) -> Any:
-                return original(*args, **kwargs) if self._stored is None else load(self._stored, *args)
+                return original(*args, **kwargs) if self._stored is None else load(self._stored)
 
             return replacement
 
@@ -173,7 +167,6 @@ class Session:
         return state
 
     def _place_is_found(self) -> None:
-        assert self._stored is not None
         if inside_epoch(self._trainer.state) and not self._trainer.args.ignore_data_skip:
             self.adapter.data.in_epoch()
         else:
@@ -313,13 +306,8 @@ class Session:
         saved = self.run.moment(due=due, planned=planned, last=bool(control.should_training_stop) or best)
         if due or best or control.should_training_stop:
             self._requested = False
-        if saved:
-            self._note_best()
-
-    def _note_best(self) -> None:
-        if self._new_best:
-            address = Address(url=self.run.settings.url, step=self.adapter.step)
-            self._trainer.state.best_model_checkpoint = str(address)
+        if saved and self._new_best:
+            state.best_model_checkpoint = str(Address(url=self.run.settings.url, step=self.adapter.step))
 
     # ---- after training
 

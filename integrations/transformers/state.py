@@ -20,15 +20,13 @@ from shrinkpoint.session.identity import (
     rounded_weights,
     scheduler_classes,
 )
-from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import state_of
-from shrinkpoint.state.training import Describe, TrainingState, plain
+from shrinkpoint.state.training import TrainingState, plain
 from shrinkpoint.warn import warn
 
 __all__ = [
     "OUTLINE",
     "Progress",
-    "describe_state",
     "followed_state",
     "generated_state",
     "inside_epoch",
@@ -39,7 +37,6 @@ __all__ = [
     "optimizers_of",
     "require_own_run",
     "stored_state",
-    "trainer_state",
 ]
 
 FORMAT = "transformers"
@@ -52,13 +49,10 @@ OUTLINE = ("format", "version", "model", "pytorch-lightning_version")
 def optimizers_of(trainer: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers that the trainer steps, without accelerate's wrapper."""
     optimizer = trainer.optimizer
-    return [] if optimizer is None else [_unwrapped(optimizer)]
-
-
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    if optimizer is None:
+        return []
     wrapped = any(base.__module__.startswith("accelerate.") for base in type(optimizer).__mro__)
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer) if wrapped else optimizer
-    return inner
+    return [getattr(optimizer, "optimizer", optimizer) if wrapped else optimizer]
 
 
 # ---- saving
@@ -97,13 +91,6 @@ def arguments(args: Any) -> dict[str, Any]:
 def followed_state(trainer: Any) -> dict[str, Any]:
     """Return the part of a `stored_state` with weights."""
     return {"model": state_of(trainer.model), **reference_of(trainer)}
-
-
-def describe_state(trainer: Any) -> Describe:
-    """Return the role of each tensor of a `stored_state`."""
-    return describe_training(
-        trainer.model, optimizers_of(trainer), model_path=("model",), optimizers_path=("optimizers",)
-    )
 
 
 def _trainer_state(trainer: Any) -> dict[str, Any]:
@@ -205,12 +192,6 @@ def load_callbacks(stored: Mapping[str, Any], trainer: Any) -> None:
         if states and not isinstance(part, TrainerControl):
             for name, value in states.pop(0).get("attributes", {}).items():
                 setattr(part, name, value)
-
-
-def trainer_state(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trainer's state, as it reads it from a file of JSON."""
-    state: dict[str, Any] = dict(stored["trainer"])
-    return state
 
 
 _LAST_LOGGED = "_globalstep_last_logged"
