@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer.core import State
-from composer.loggers import Logger
 
 from shrinkpoint.engine.resume import overridden_options
 from shrinkpoint.engine.retention import is_weights_only
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
+from shrinkpoint.integrations.composer.adapter import ComposerAdapter
 from shrinkpoint.integrations.composer.data import DataPlace
 from shrinkpoint.integrations.composer.state import (
     OUTLINE,
@@ -49,21 +49,12 @@ def require_supported(state: State) -> None:
         )
 
 
-def continue_run(
-    run: TrainingSession,
-    data: DataPlace,
-    state: State,
-    logger: Logger,
-    *,
-    lineage: str | None = None,
-) -> None:
+def continue_run(run: TrainingSession, adapter: ComposerAdapter, *, lineage: str | None) -> None:
     """Continue a run from its newest sound checkpoint, unless it was loaded from a load_path already.
 
     Args:
         run: where to look.
-        data: gets the position in the training data.
-        state: at Composer's event ``AFTER_LOAD``.
-        logger: for Composer.
+        adapter: of the training, at Composer's event ``AFTER_LOAD``.
         lineage: the training of the checkpoint that Composer has loaded by itself: saves go on with it if the run has it.
 
     Raises:
@@ -71,17 +62,18 @@ def continue_run(
         StateMismatchError: the run is another model's, optimizer's or framework's.
         ChainError, StoreError: no checkpoint can be read.
     """
-    loaded = state.load_path if int(state.timestamp.batch) else None
+    state, logger = adapter.run, adapter.logger
+    loaded = state.load_path if adapter.step else None
     manifest = run.choose() if loaded is None else None
     if manifest is None:
         _require_own_run(run, state)
         start_log(run, state)
         if run.log is not None:
-            run.log.restart(int(state.timestamp.batch))
+            run.log.restart(adapter.step)
         if loaded is not None:
-            run.saved_step = int(state.timestamp.batch)
+            run.saved_step = adapter.step
             run.go_on_with(lineage)
-            run.warn_newer(f"load_path={str(loaded)!r} (or autoresume)", int(state.timestamp.batch))
+            run.warn_newer(f"load_path={str(loaded)!r} (or autoresume)", adapter.step)
         return
     url = run.settings.url
     start_log(run, state)
@@ -102,16 +94,15 @@ def continue_run(
     if stores_optimizers:
         _warn_overridden(stored["state"]["optimizers"], state)
     load_state(stored, state, logger, url, optimizers=stores_optimizers)
-    stored = replayed(run, stored, state, logger)
-    _take_place(run, stored, data)
+    stored = replayed(run, stored, adapter)
+    _take_place(run, stored, adapter.data)
     run.note_restored(stored)
     run.saved_step = manifest.step
     run.remember()
-    step = int(state.timestamp.batch)
-    run.announce(step)
+    run.announce(adapter.step)
     done = state.get_elapsed_duration() if state.max_duration is not None else None
     if done is not None and done >= 1.0:
-        run.warn_complete(step, f"Raise max_duration={state.max_duration} to continue")
+        run.warn_complete(adapter.step, f"Raise max_duration={state.max_duration} to continue")
 
 
 def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:
@@ -155,7 +146,7 @@ def start_log(run: TrainingSession, state: State) -> None:
     run.begin_log(trained_module(state), state.optimizers)
 
 
-def replayed(run: TrainingSession, stored: dict[str, Any], state: State, logger: Logger) -> dict[str, Any]:
+def replayed(run: TrainingSession, stored: dict[str, Any], adapter: ComposerAdapter) -> dict[str, Any]:
     """Replay the logged steps after a checkpoint that has just been loaded.
 
     Returns:
@@ -163,12 +154,13 @@ def replayed(run: TrainingSession, stored: dict[str, Any], state: State, logger:
     """
     if run.log is None:
         return stored
-    base, url, checkpoint = int(state.timestamp.batch), run.settings.url, stored
+    state, logger, url = adapter.run, adapter.logger, run.settings.url
+    base, checkpoint = adapter.step, stored
     reached, rest = run.log.recover(base, lambda: lambda: load_state(checkpoint, state, logger, url))
     if reached > base:
         now = stored_state(state, [])["state"]
         kept = {key: now[key] for key in ("model", "optimizers")}
         stored = {**rest, "state": {**rest["state"], **kept}}
         load_state(stored, state, logger, url)
-    run.log.restart(int(state.timestamp.batch))
+    run.log.restart(adapter.step)
     return stored

@@ -110,8 +110,7 @@ class Session:
             )
         elif any(isinstance(each, (torch.optim.LBFGS, SAMOptimizer)) for each in state.optimizers):
             raise ConfigError("Composer cannot load the state of LBFGS and SAM with FSDP: train without FSDP")
-        data, logger = self.adapter.data, self.adapter.logger
-        continue_run(self.run, data, state, logger, lineage=self._loaded_lineage)
+        continue_run(self.run, self.adapter, lineage=self._loaded_lineage)
 
     def fit_start(self, state: State) -> None:
         """Training starts or continues.
