@@ -45,14 +45,11 @@ class BestCheckpoints:
         Without a monitor the last one is the best one; where none of the best is kept there is no best one.
         """
         self.last_path = str(Address(url=self.url, step=step))
-        self.current = (
-            {"step": float(step), **metrics}.get(self.monitor) if self.monitor is not None else None
-        )
         if self.monitor is None:
             self.best_path = self.last_path
-        if self.monitor is None or self.top_k == 0:
             return
-        if self.current is None or not math.isfinite(self.current) or not finite:
+        self.current = {"step": float(step), **metrics}.get(self.monitor)
+        if self.top_k == 0 or self.current is None or not math.isfinite(self.current) or not finite:
             return
         self.scores.pop(self.last_path, None)
         self.scores[self.last_path] = self.current

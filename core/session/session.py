@@ -732,22 +732,23 @@ class TrainingSession:
 
         def accepted() -> Accepted | None:
             asked = request()
+            metrics = {} if asked.metrics is None else asked.metrics
+            if self.group().is_first and isinstance(
+                metrics, Mapping
+            ):  # the saver refuses others, on every rank
+                self._require_monitor(asked.step, metrics)
             # What a framework's first rank saves alone, all ranks may have to evaluate: they wait in `drain`.
             waits = self.together or self.adapter.is_loop or self.saver.busy
-            return self._accepted(replace(asked, wait=asked.wait and waits, adoption=adoption))
+            guarded = replace(
+                asked,
+                evaluate=None if asked.evaluate is None else reporting(asked.evaluate, self.warn_once),
+                resumed=self._until_failure.guard(asked.resumed),
+                wait=asked.wait and waits,
+                adoption=adoption,
+            )
+            return self.saver.accept(guarded)
 
         return self.decide(accepted)
-
-    def _accepted(self, request: SaveRequest) -> Accepted | None:
-        metrics = {} if request.metrics is None else request.metrics
-        if self.group().is_first and isinstance(metrics, Mapping):  # the saver refuses others, on every rank
-            self._require_monitor(request.step, metrics)
-        guarded = replace(
-            request,
-            evaluate=None if request.evaluate is None else reporting(request.evaluate, self.warn_once),
-            resumed=self._until_failure.guard(request.resumed),
-        )
-        return self.saver.accept(guarded)
 
     def warn_once(self, message: str | None, *, topic: str | None = None) -> None:
         """Warn on the first rank, unless it is None, or the same message, or another one of the same `topic`, was given before."""
