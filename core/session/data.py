@@ -1,18 +1,40 @@
-"""What is known of a training's data: a resume says how it differs from the run's."""
+"""What is known of a training's data: the generators that its order depends on, and how a resume's differs from the run's."""
 
+import itertools
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
+import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import world
+from shrinkpoint.state.rng import Counters, is_generator
+from shrinkpoint.state.stateful import plain_names
 
-__all__ = ["in_use", "other_data", "other_processes", "require_same_workers", "sizes_of"]
+__all__ = [
+    "generators",
+    "generators_in",
+    "in_use",
+    "other_data",
+    "other_processes",
+    "parts_of",
+    "require_same_workers",
+    "samplers",
+    "sizes_of",
+    "unknown_order",
+]
 
 _WORKERS = "num_workers"
 _OWN_REFERENCES = 3  # of a loader to its iterator, and those of the count itself
+_DEPTH = 3
+_FIRST = 100  # of a list, as one of transforms, and not of samples
+_MOST = 10_000  # objects that are looked at
 
 
 def sizes_of(loader: Any, name: str = "") -> dict[str, int]:
@@ -77,8 +99,7 @@ def require_same_workers(loader: Any, state: Any, name: str) -> None:
     Raises:
         StateMismatchError: with both numbers.
     """
-    kinds = {kind.__name__ for kind in type(loader).__mro__ if kind.__module__.startswith("torchdata.")}
-    if "StatefulDataLoader" not in kinds or not isinstance(state, Mapping) or not state:
+    if "StatefulDataLoader" not in _torchdata(loader) or not isinstance(state, Mapping) or not state:
         return
     there = state.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers", 0)
     if there != loader.num_workers:
@@ -86,6 +107,28 @@ def require_same_workers(loader: Any, state: Any, name: str) -> None:
             f"{name} has num_workers={loader.num_workers} here and had {there} in the checkpoint: the position of a StatefulDataLoader"
             f" is divided among its workers. Give it num_workers={there} again"
         )
+
+
+def unknown_order(loader: Any) -> str | None:
+    """Return a line where a resume within an epoch cannot restore the order of torchdata's loader; else None.
+
+    Args:
+        loader: that has taken its state; other loaders are let pass.
+    """
+    if not _torchdata(loader):
+        return None
+    for sampler in samplers(loader):
+        if _is_own(sampler) and not hasattr(sampler, "state_dict") and generators_in(sampler):
+            return (
+                f"resume: {type(sampler).__qualname__} draws from a generator of its own, which torchdata's loader does not restore: the order of samples may"
+                " differ up to the end of this epoch. Give the sampler state_dict() and load_state_dict()"
+            )
+    return None
+
+
+def _torchdata(loader: Any) -> set[str]:
+    """Return the names of torchdata's classes among those of a loader."""
+    return {kind.__name__ for kind in type(loader).__mro__ if kind.__module__.startswith("torchdata.")}
 
 
 def in_use(loader: Any) -> bool:
@@ -98,3 +141,103 @@ def in_use(loader: Any) -> bool:
     iterator = getattr(inner, "_iterator", None)
     finished = getattr(iterator, "_finished", True)
     return not finished and sys.getrefcount(iterator) > _OWN_REFERENCES
+
+
+# ---- what its order depends on
+
+
+def samplers(loader: Any) -> Iterator[Any]:
+    """The objects that determine a loader's order: its sampler, its batch sampler and that one's own sampler.
+
+    Args:
+        loader: a ``DataLoader``, or any object with some of its attributes.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if sampler is not None:
+            yield sampler
+
+
+def parts_of(loader: Any) -> dict[str, Any]:
+    """Return a loader's data set and collator, its generator, its samplers, and those within them, each once, by name.
+
+    Args:
+        loader: a ``DataLoader``, or any object with some of its attributes.
+    """
+    order = ("generator", "sampler", "batch_sampler")
+    found: dict[str, Any] = {}
+    waiting = [(name, getattr(loader, name, None)) for name in ("dataset", "collate_fn", *order)]
+    while waiting:
+        name, part = waiting.pop(0)
+        if part is None or any(part is other for other in found.values()) or name.count(".") > _DEPTH:
+            continue
+        found[name] = part
+        if (name in order or "." in name) and not _seeds_itself(part):
+            waiting += [(f"{name}.{inner}", getattr(part, inner, None)) for inner in order]
+    return found
+
+
+def _seeds_itself(part: object) -> bool:
+    """Return whether it is accelerate's sampler, which seeds its generator for each epoch."""
+    return type(part).__module__ == "accelerate.data_loader" and hasattr(part, "initial_seed")
+
+
+def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> dict[str, Any]:
+    """Return the generators of any kind that some objects and loaders have, each once, and samplers' `Counters`, by where they are.
+
+    Args:
+        loaders: whose `parts_of` are looked through.
+        owners: a model, callbacks and the like: generators are attributes of theirs, or of a model's modules.
+    """
+    found: dict[str, Any] = {}
+    kinds: Counter[str] = Counter()  # of owners, some of which may not be there at the next start
+    for owner in owners:
+        with plain_names(owner) if isinstance(owner, nn.Module) else nullcontext(owner) as inner:
+            kind = type(inner).__qualname__
+            number = kinds[kind]
+            kinds[kind] += 1
+            parts = inner.named_modules() if isinstance(inner, nn.Module) else [("", inner)]
+            for name, part in parts:
+                own = getattr(part, "__dict__", {}).items()
+                found |= {f"{kind} {number}.{name}.{key}": one for key, one in own if is_generator(one)}
+    for number, loader in enumerate(loaders):
+        for name, part in parts_of(loader).items():
+            found |= {f"loader {number}.{name}{path}": one for path, one in generators_in(part).items()}
+            if "sampler" in name and _is_own(part) and not hasattr(part, "state_dict"):
+                found[f"loader {number}.{name}: counters"] = Counters(part)
+    first: dict[int, str] = {}
+    for name, one in found.items():
+        first.setdefault(id(one), name)
+    return {name: found[name] for name in first.values()}
+
+
+def _is_own(sampler: object) -> bool:
+    """Return whether a sampler is of a class of the user's."""
+    kind = type(sampler)
+    known = kind.__module__.startswith(("torch.", "torchdata.", "accelerate."))
+    return not known and hasattr(sampler, "__dict__") and hasattr(sampler, "__weakref__")
+
+
+def generators_in(value: Any) -> dict[str, Any]:
+    """Return the random generators of any kind that an object, such as a data set, and its parts have, by where they are."""
+    found: dict[str, Any] = {}
+    level, left = [("", value)], _MOST
+    for _ in range(_DEPTH + 1):
+        found |= {name: part for name, part in level if is_generator(part)}
+        parts = ((f"{name}.{key}", one) for name, part in level for key, one in _inside(part))
+        level = list(itertools.islice(parts, left))
+        left -= len(level)
+    return found
+
+
+def _inside(value: Any) -> Iterable[tuple[object, Any]]:
+    if (
+        isinstance(value, (str, bytes, torch.Tensor, np.ndarray))
+        or is_generator(value)
+        or _seeds_itself(value)
+    ):
+        return ()
+    if isinstance(value, (list, tuple)):
+        return enumerate(value[:_FIRST])
+    own = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return list(itertools.islice(own.items(), _FIRST))

@@ -22,14 +22,20 @@ from shrinkpoint.quality.swap import swapped_tensors, swapped_weights
 from shrinkpoint.saver import Saver
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.continuing import load_optimizers, require_same_training
-from shrinkpoint.session.data import in_use, other_data, require_same_workers, sizes_of
+from shrinkpoint.session.data import (
+    generators,
+    in_use,
+    other_data,
+    require_same_workers,
+    sizes_of,
+    unknown_order,
+)
 from shrinkpoint.session.identity import (
     disabled_scalers,
     rounded_weights,
     scheduler_classes,
 )
 from shrinkpoint.session.trained import load_trained, require_shapes
-from shrinkpoint.session.worker_reads import generators, unknown_order
 from shrinkpoint.state.averages import live_tensors
 from shrinkpoint.state.rng import (
     capture_rng,

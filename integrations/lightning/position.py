@@ -17,8 +17,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.group.group import world
-from shrinkpoint.session.data import other_data, other_processes, require_same_workers, sizes_of
-from shrinkpoint.session.worker_reads import generators, samplers, unknown_order
+from shrinkpoint.session.data import (
+    generators,
+    other_data,
+    other_processes,
+    require_same_workers,
+    samplers,
+    sizes_of,
+    unknown_order,
+)
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import forget_position, named_parameters

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from shrinkpoint.session.adapter import TrainingAdapter
+from shrinkpoint.session.data import generators
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.triggers import Schedule
-from shrinkpoint.session.worker_reads import generators
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import load_stateful
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from shrinkpoint.session.worker_reads import generators, samplers
+from shrinkpoint.session.data import generators, samplers
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
 DATA: Any = list(range(8))
