@@ -19,11 +19,11 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.lightning.io import (
+    CAPTURED,
     NAMES_KEY,
-    Captured,
     RunCheckpointIO,
     storable,
     trained_key,
@@ -106,16 +106,20 @@ class LightningAdapter(TrainingAdapter):
         trainer = self.trainer
         capturing = RunCheckpointIO.install(trainer.strategy).capturing(trainer)
         with capturing as captured, plainly_named(trainer, self.model):
-            trainer.save_checkpoint(captured.path, weights_only=False)
+            trainer.save_checkpoint(CAPTURED, weights_only=False)
         found = world().on_every(lambda: self._stored(captured))
         if self._shards:
             self.own = {POSITION_KEY: {key: found[POSITION_KEY][key] for key in OWN_KEYS}}
         return found
 
-    def _stored(self, captured: Captured) -> dict[str, Any]:
-        if captured.found is None and not world().is_first:
+    def _stored(self, captured: list[dict[str, Any]]) -> dict[str, Any]:
+        if not captured and not world().is_first:
             return {}
-        checkpoint = captured.checkpoint()
+        if not captured:
+            raise CannotRepresentError(
+                "Lightning's strategy did not pass the checkpoint on to its checkpoint plugin: this strategy is not supported"
+            )
+        [checkpoint] = captured
         if world().is_first and (names := own_names(self.model)):
             checkpoint[NAMES_KEY] = names
         return storable(checkpoint)

@@ -34,6 +34,7 @@ from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.store.connect import StorageOptions
 
 __all__ = [
+    "CAPTURED",
     "NAMES_KEY",
     "RunCheckpointIO",
     "answer_words",
@@ -48,6 +49,8 @@ __all__ = [
 
 Read = Callable[[Address], dict[str, Any]]
 
+CAPTURED = "shrinkpoint-run"
+"""The path of a checkpoint that is captured."""
 NAMES_KEY = "shrinkpoint_names"
 """The entry of a checkpoint with the names that the trained module had for its weights, where they were others."""
 _HYPER_PARAMETERS = {
@@ -61,35 +64,13 @@ _BESIDE = "current_model_state"
 """The key of the trained module's state where ``WeightAveraging``, since Lightning 2.6, has stored its average in the module's place."""
 
 
-class Captured:
-    """A checkpoint collected by Lightning: on the first rank its state, whose tensors are the live ones."""
-
-    path = "shrinkpoint-run"
-
-    def __init__(self) -> None:
-        self.found: dict[str, Any] | None = None
-        """None on a rank that has none."""
-
-    def checkpoint(self) -> dict[str, Any]:
-        """Return the collected checkpoint.
-
-        Raises:
-            CannotRepresentError: there is none: the strategy does not write checkpoints through its plugin.
-        """
-        if self.found is None:
-            raise CannotRepresentError(
-                "Lightning's strategy did not pass the checkpoint on to its checkpoint plugin: this strategy is not supported"
-            )
-        return self.found
-
-
 class RunCheckpointIO(CheckpointIO):
     """Handles the paths of shrinkpoint runs and delegates all others to the previous plugin."""
 
     def __init__(self, base: CheckpointIO, strategy: Strategy) -> None:
         self.base, self._strategy = base, strategy
         self._runs: dict[str, Read] = {}
-        self._captured: Captured | None = None
+        self._captured: list[dict[str, Any]] | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "base":  # not set yet, where pickle makes one
@@ -115,17 +96,18 @@ class RunCheckpointIO(CheckpointIO):
         self._runs[url] = read
 
     @contextmanager
-    def capturing(self, trainer: Trainer) -> Iterator[Captured]:
-        """Inside this block, a checkpoint saved to `Captured.path` is kept there, on every rank, instead of being written to a file.
+    def capturing(self, trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
+        """Inside this block, a checkpoint saved to `CAPTURED` is kept in the list, on every rank that has one, instead of being written to a
+        file; its tensors are the live ones.
 
         A strategy that shards the model writes folders of its own, past any plugin. Its optimizers' states are theirs as they are: torch's
         own way to collect them makes a step where there was none yet.
         """
-        self._captured = captured = Captured()
+        self._captured = captured = list[dict[str, Any]]()
         own, replaced = vars(self._strategy), dict[str, Callable[..., Any]]()
 
         def keep(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-            captured.found = checkpoint
+            captured.append(checkpoint)
 
         if shards_model(self._strategy):
             reshard(trainer.lightning_module)
@@ -150,8 +132,8 @@ class RunCheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
         """Called by Lightning on the first rank."""
-        if self._captured is not None and str(path) == self._captured.path:
-            self._captured.found = checkpoint
+        if self._captured is not None and str(path) == CAPTURED:
+            self._captured.append(checkpoint)
         else:
             self.base.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
