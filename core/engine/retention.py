@@ -32,6 +32,7 @@ __all__ = [
     "keep_every",
     "keep_last",
     "lineage_of",
+    "metrics_of",
     "monitor_of",
     "not_finite_text",
     "policy_of",
@@ -84,9 +85,19 @@ def is_weights_only(meta: Mapping[str, object]) -> bool:
 
 def not_finite_text(manifest: Manifest) -> str | None:
     """What was not finite of a stored checkpoint, as its writer noted it; None where all was, or nothing is noted."""
-    save = manifest.meta.get("save")
-    noted = save.get("not_finite") if isinstance(save, dict) else None
+    noted = _save_of(manifest).get("not_finite")
     return noted if isinstance(noted, str) and noted else None
+
+
+def metrics_of(manifest: Manifest) -> dict[str, Any]:
+    """Return the metrics that were stored with a checkpoint."""
+    metrics = _save_of(manifest).get("metrics")
+    return dict(metrics) if isinstance(metrics, dict) else {}
+
+
+def _save_of(manifest: Manifest) -> Mapping[str, Any]:
+    save = manifest.meta.get("save")
+    return save if isinstance(save, dict) else {}
 
 
 def is_finite(manifest: Manifest) -> bool:
@@ -116,14 +127,8 @@ class Adopted:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of a manifest's ``meta``."""
-        return {
-            "planned": self.planned,
-            "count": self.count,
-            "step": self.step,
-            "settings": dict(self.settings),
-            "since": self.since,
-            "stand_ins": sorted(self.stand_ins),
-        }
+        noted = {name: value for name, value in vars(self).items() if name != "search"}
+        return {**noted, "settings": dict(self.settings), "stand_ins": sorted(self.stand_ins)}
 
 
 def adopted_of(manifest: Manifest) -> Adopted | None:
@@ -297,9 +302,7 @@ def _check_positive(name: str, value: object) -> None:
 
 def record_of(manifest: Manifest, monitor: str | None) -> Record:
     """Return what retention needs to know of a checkpoint."""
-    save = manifest.meta.get("save")
-    metrics = save.get("metrics") if isinstance(save, dict) else None
-    known = {"step": manifest.step, **(metrics if isinstance(metrics, dict) else {})}
+    known = {"step": manifest.step, **metrics_of(manifest)}
     metric = known.get(monitor) if monitor is not None else None
     measured = float(metric) if isinstance(metric, int | float) else None
     return Record(

@@ -11,9 +11,8 @@ import torch
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.retention import Record, keep_best
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.store.manifest import Manifest
 
-__all__ = ["BestCheckpoints", "configuration", "finite", "log_line", "metrics_of", "number_of", "numbers"]
+__all__ = ["BestCheckpoints", "configuration", "finite", "log_line", "number_of", "numbers"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,13 +78,6 @@ def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that a manifest can store: numbers, of which JSON has neither NaN nor infinity."""
     found = {name: number_of(value) for name, value in metrics.items()}
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
-
-
-def metrics_of(manifest: Manifest) -> dict[str, float]:
-    """Return the metrics that were stored with a checkpoint."""
-    save = manifest.meta.get("save")
-    metrics = save.get("metrics") if isinstance(save, dict) else None
-    return dict(metrics) if isinstance(metrics, dict) else {}
 
 
 def numbers(report: SaveReport) -> dict[str, float]:

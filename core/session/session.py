@@ -17,7 +17,7 @@ from shrinkpoint.engine.fitting import DryRestore
 from shrinkpoint.engine.handover import Adoption
 from shrinkpoint.engine.placement import Placement
 from shrinkpoint.engine.request import SaveRequest
-from shrinkpoint.engine.retention import is_finite, lineage_of
+from shrinkpoint.engine.retention import is_finite, lineage_of, metrics_of
 from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointError
 from shrinkpoint.group.group import Group, world
 from shrinkpoint.io.loading import weights_of_step
@@ -31,7 +31,7 @@ from shrinkpoint.session.batches import PROBE_BATCHES, KeptBatches, PathBatches
 from shrinkpoint.session.ddp import HookStates, bucket_order, restore_buckets, restore_hook_states
 from shrinkpoint.session.gradients import GradientCollector
 from shrinkpoint.session.probe import LossProbe, StepProbe, reporting
-from shrinkpoint.session.reports import BestCheckpoints, metrics_of
+from shrinkpoint.session.reports import BestCheckpoints
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.trained import Trained, load_trained
 from shrinkpoint.session.triggers import Schedule, Trigger

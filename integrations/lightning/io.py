@@ -19,13 +19,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.engine.address import Address
+from shrinkpoint.engine.retention import metrics_of
 from shrinkpoint.errors import CannotRepresentError, ConfigError, NoCheckpointError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.lightning.position import OWN_MARK, POSITION_KEY
 from shrinkpoint.io.loading import load_state
 from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.saver import Saver
-from shrinkpoint.session.reports import metrics_of
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.targets import reshard

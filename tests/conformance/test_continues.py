@@ -28,6 +28,7 @@ from support.frameworks import (
 from support.lightning_models import assert_same
 
 import shrinkpoint
+from shrinkpoint.engine.retention import metrics_of
 from shrinkpoint.errors import (
     ConfigError,
     FencedError,
@@ -38,7 +39,6 @@ from shrinkpoint.errors import (
     StoreError,
 )
 from shrinkpoint.saver import Saver, SaverConfig
-from shrinkpoint.session.reports import metrics_of
 from shrinkpoint.store.writer import RunWriter
 
 pytestmark = pytest.mark.filterwarnings(

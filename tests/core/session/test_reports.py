@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reports import REPORT
 
-from shrinkpoint.engine.retention import Record, keep_best
+from shrinkpoint.engine.retention import Record, keep_best, metrics_of
 from shrinkpoint.saver import Saver
 from shrinkpoint.session.reports import (
     BestCheckpoints,
     configuration,
     finite,
     log_line,
-    metrics_of,
     numbers,
 )
 
