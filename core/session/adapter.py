@@ -218,7 +218,8 @@ class TrainingAdapter(ABC):
 
     def obstacle(self, *, shards: bool) -> str | None:
         """Why steps of this training cannot be repeated by `step_losses`, `clip` and the optimizers; None where they can."""
-        return "the framework's steps cannot be repeated" if _lacks_steps(self) else None
+        lacks = type(self).step_losses is TrainingAdapter.step_losses
+        return "the framework's steps cannot be repeated" if lacks else None
 
     # ---- numbers
 
@@ -242,7 +243,3 @@ class TrainingAdapter(ABC):
         """Give finished saves to the framework's loggers; on the first rank."""
         for report in reports:
             log_line(report)
-
-
-def _lacks_steps(adapter: TrainingAdapter) -> bool:
-    return type(adapter).step_losses is TrainingAdapter.step_losses

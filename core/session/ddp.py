@@ -21,9 +21,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
+from shrinkpoint.optimizers.objects import moved
 from shrinkpoint.quality.preserve import preserved_state
 from shrinkpoint.state.rng import generator_state, is_generator, set_generator
 from shrinkpoint.warn import warn
@@ -216,7 +218,8 @@ class HookStates:
         if not self._wanted or not states or hidden_state(model) is not None:
             return []
         found = world().gather_first([_captured(state) for state in states])
-        self.nbytes = _bytes_of(found)
+        tensors = (leaf for leaf in tree_leaves(found) if isinstance(leaf, (torch.Tensor, np.ndarray)))
+        self.nbytes = sum(int(tensor.nbytes) for tensor in tensors)
         return found
 
 
@@ -268,7 +271,7 @@ def hidden_state(model: object) -> str | None:
 def _hooks(model: object) -> list[tuple[Any, Any]]:
     if not _is_ddp(model) or getattr(model, "mixed_precision", None) is not None:  # a hook of DDP's own
         return []
-    return [(hook, state) for hook, state in getattr(model, "_comm_hooks", [])]
+    return list(getattr(model, "_comm_hooks", []))
 
 
 def _states(model: object) -> list[Any]:
@@ -315,7 +318,7 @@ def _load(state: Any, stored: Mapping[str, Any], device: torch.device) -> None:
     if "state" in stored:
         state.load_state_dict(stored["state"])
         return
-    values = {name: _on(value, device) for name, value in stored["values"].items()}
+    values = moved(stored["values"], device)
     if isinstance(state, MutableMapping):
         kept = {name: value for name, value in state.items() if _is_left(value)}
         state.clear()
@@ -332,16 +335,6 @@ def _load(state: Any, stored: Mapping[str, Any], device: torch.device) -> None:
                 live.update(value)
             else:
                 setattr(state, name, value)
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _on(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on(item, device) for item in value)
-    return value
 
 
 def _unknown_in(value: Any, where: object) -> str | None:
@@ -397,12 +390,3 @@ def _cell(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
-
-
-def _bytes_of(value: Any) -> int:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return int(value.nbytes)
-    items = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    )
-    return sum(map(_bytes_of, items))

@@ -1,9 +1,8 @@
 """What a training's optimizers train and keep: stored where no object's state has it, frozen again as it was, and missed where it is replaced."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -69,7 +68,7 @@ class Trained:
         require_shapes(model)
         changed_attributes(self._adapter.optimizers)
         self._buffers = [(part, _sizes(part)) for part in model.modules()]
-        self._parameters = {name: _Seen.of(parameter) for name, parameter in named_parameters(model)}
+        self._parameters = {name: _Seen(p, _kind(p), p.requires_grad) for name, p in named_parameters(model)}
         self._counts = []
         self._numbers, self._looks = _numbers(model), _LOOKS
 
@@ -217,15 +216,10 @@ class Trained:
             self._say(line)
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     parameter: torch.Tensor
     kind: tuple[object, ...]
     grows: bool
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor) -> "_Seen":
-        return cls(parameter, _kind(parameter), parameter.requires_grad)
 
 
 def _numbers(model: nn.Module) -> dict[str, object]:
