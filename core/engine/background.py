@@ -290,7 +290,7 @@ class Background:
                 stored = store(job, self._encode(job, state, choice, started, spent))
         finally:
             if job.handover is not None:
-                job.handover.withdraw()
+                job.handover.leave()
         return stored
 
     def _state(self, job: Job) -> tuple[TrainingState, Movement | None]:

@@ -74,10 +74,6 @@ class Handover:
             if self._outcome != "taken":
                 raise NotAdoptedError("the training has left before it could take over what was quantized")
 
-    def withdraw(self) -> None:
-        """There is nothing to be taken over: the save has failed, or is exact."""
-        self._finish("withdrawn")
-
     # ---- the training's side
 
     @property
@@ -104,8 +100,10 @@ class Handover:
         self.seconds = time.perf_counter() - started - self.served_s
         self._finish("taken")
 
+    # ---- both sides
+
     def leave(self) -> None:
-        """Stop waiting; if no values were accepted, `offer` raises."""
+        """Note that this side waits no longer, and offers nothing more; if no values were accepted, `offer` raises."""
         self._finish("left")
 
     def _finish(self, outcome: str) -> None:
