@@ -287,7 +287,7 @@ class Saver:
             CannotRepresentError: the state holds an object that cannot be stored without pickle.
             ConfigError: a field cannot work, or this was called within another call, by an evaluation, say.
         """
-        return self._turns.take("save", lambda: self._accept(request))
+        return self._turns.take("save", partial(self._accept, request))
 
     def _accept(self, request: SaveRequest) -> Accepted | None:
         started = time.perf_counter()
@@ -615,7 +615,7 @@ class Saver:
         """
         which = which if which is None or isinstance(which, Manifest) else plain_step(which)
         if adopt:
-            return self._turns.take("restore", lambda: self._restored(which, adopt=True))
+            return self._turns.take("restore", partial(self._restored, which, adopt=True))
         return self._restored(which, adopt=False)
 
     def _restored(self, which: Manifest | int | None, *, adopt: bool) -> Restored | None:

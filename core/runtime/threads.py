@@ -280,6 +280,6 @@ def in_turn(method: F) -> F:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._turns.take(method.__name__, lambda: method(self, *args, **kwargs))
+        return self._turns.take(method.__name__, partial(method, self, *args, **kwargs))
 
     return cast("F", call)
