@@ -178,7 +178,7 @@ class ExchangePlan:
         moved: Callable[[str], None] = lambda name: None,
         *,
         pinned: bool = False,
-    ) -> int:
+    ) -> None:
         """Fill the boxes; a collective, on the training thread. Its memory is there already, so that no rank stays away from it.
 
         Args:
@@ -189,11 +189,7 @@ class ExchangePlan:
             moved: called with the name of each tensor of which nothing will be given any more.
             pinned: `taken` is pinned memory, to which a GPU copies while the host goes on: it is there once the GPU's
                 current stream has come so far.
-
-        Returns:
-            Bytes that this rank has sent to others.
         """
-        sent = 0
 
         def put(move: Move, piece: torch.Tensor) -> None:
             into = move.into(taken)
@@ -215,13 +211,12 @@ class ExchangePlan:
                         list(bucket.sizes_out),
                         group=group.process_group,
                     )
-                    sent, at = sent + at, 0
+                    at = 0
                     for move in bucket.into:
                         put(move, move.in_buffer(buffers.receiving, at))
                         at += move.room
                 for name in bucket.names:
                     moved(name)
-        return sent
 
 
 def _moves(

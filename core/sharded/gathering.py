@@ -47,7 +47,7 @@ class Gathering:
 
     def gathered(
         self, group: Distributed, tree: JSON, pieces: Pieces
-    ) -> tuple[TrainingState, DeviceCopy | None, int]:
+    ) -> tuple[TrainingState, DeviceCopy | None]:
         """Whole tensors of this rank's own, in host memory; a collective, on the training thread.
 
         From a GPU they are copied into pinned memory, which is kept for the next call, while the host goes on. The training's
@@ -59,8 +59,7 @@ class Gathering:
             pieces: what this rank holds of each tensor.
 
         Returns:
-            What this rank is to code; for shards on a GPU, what is to be waited for before that is read; and the bytes that it has
-            sent to others.
+            What this rank is to code; and for shards on a GPU, what is to be waited for before that is read.
 
         Raises:
             NoMemoryError: a rank has too little memory. CannotRepresentError: see `check_copies`. On every rank.
@@ -77,11 +76,11 @@ class Gathering:
             of, box = block_box(self._blocks[name])
             owned.setdefault(of, {})[box] = tensor
         copy = None if gpu is None else DeviceCopy(torch.cuda.current_stream(gpu))
-        moved = self._plan.run(group, buffers, pieces, owned, pinned=gpu is not None)
+        self._plan.run(group, buffers, pieces, owned, pinned=gpu is not None)
         if copy is not None:
             copy.end()
         state = TrainingState(renamed_tensors(tree, self._layout.aliases), tensors, dict(self._blocks))
-        return state, copy, moved
+        return state, copy
 
     def _prepared(
         self, group: Distributed, pieces: Pieces

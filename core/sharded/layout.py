@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -215,7 +216,8 @@ def owners_of(
     Returns:
         By the name of each stored tensor, its spec and its owner.
     """
-    stored = [block for spec in specs.values() for block in _own_blocks(spec, limit)]
+    blocks = ([spec] if spec.block is not None else blocks_of(spec, limit) for spec in specs.values())
+    stored = [*chain.from_iterable(blocks)]
     folders = {_folder(spec): _group(spec) for spec in reversed(stored) if spec.tag.parameter is not None}
     groups = {
         spec.name: _group(spec)
@@ -228,10 +230,6 @@ def owners_of(
         sizes[groups[spec.name]] = sizes.get(groups[spec.name], 0) + spec.nbytes
     owner = _balanced(sizes, world)
     return {spec.name: (spec, owner[groups[spec.name]]) for spec in stored}
-
-
-def _own_blocks(spec: TensorSpec, limit: int) -> list[TensorSpec]:
-    return [spec] if spec.block is not None else blocks_of(spec, limit)
 
 
 def _folder(spec: TensorSpec) -> str:

@@ -279,7 +279,7 @@ class PlacedShards(Placed):
                 (before, step), place.begun = place.begun, None
                 weights = moved_to(group, layout, before, owners, background.movement.noted)
                 background.note(weights, step, lasting=True)
-        state, copy, _ = place.gathering.gathered(group, self.state.tree, self._pieces)
+        state, copy = place.gathering.gathered(group, self.state.tree, self._pieces)
         self.shards = Shards(group, place.layout, self._pieces, place.owners)
         return Snapshot(state, time.perf_counter() - started, copy, lasting=copy is None)
 

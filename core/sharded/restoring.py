@@ -75,16 +75,12 @@ def plan_of(
             f"{manifest.chain[-1].key} contains another state than its manifest (commit {manifest.seq}) states"
         )
     specs = tables[-1][0] if tables else {name: record.spec for name, record in newest.tensors.items()}
-    places = tuple(each for _, each in tables) or tuple(_places(header) for header in headers)
-    return ReadPlan(manifest, newest.tree, specs, places, _own_of(newest))
-
-
-def _places(header: Header) -> Mapping[str, int]:
-    return header.places if isinstance(header, PartsHeader) else dict.fromkeys(header.tensors, 0)
-
-
-def _own_of(header: Header) -> tuple[JSON, ...]:
-    return tuple(own for _, own in sorted(header.own.items())) if isinstance(header, PartsHeader) else ()
+    places = tuple(each for _, each in tables) or tuple(
+        header.places if isinstance(header, PartsHeader) else dict.fromkeys(header.tensors, 0)
+        for header in headers
+    )
+    own = tuple(own for _, own in sorted(newest.own.items())) if isinstance(newest, PartsHeader) else ()
+    return ReadPlan(manifest, newest.tree, specs, places, own)
 
 
 def rows_of(store: RunStore, plan: ReadPlan, wanted: AbstractSet[str], threads: int) -> Iterator[Row]:

@@ -96,8 +96,8 @@ def hop_reusing(*given: Any) -> Any:
         return dict(self._pinned)
 
     def copied(self: Gathering, *args: Any) -> Any:
-        state, _, moved = gathered(self, *args)
-        return state, _Copied(), moved
+        state, _ = gathered(self, *args)
+        return state, _Copied()
 
     Gathering._memory, Gathering.gathered = kept, copied
     return hop(*given)
