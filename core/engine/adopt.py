@@ -276,17 +276,10 @@ class AdoptingBackground(Background):
             )
         return now
 
-    def _learn(
-        self,
-        job: Job,
-        choice: Choice,
-        reference: Mapping[str, ReferenceState],
-        digest: str,
-        report: SaveReport,
-    ) -> None:
+    def _learn(self, job: Job, choice: Choice, link: Link, report: SaveReport) -> None:
         if choice.staged is not None:
-            self.link = Link(digest, {}, number=job.number, restored=True)
-            self._last, self._known = choice.last, reference
+            self.link = replace(link, reference={}, restored=True)
+            self._last, self._known = choice.last, link.reference
         elif self._chain is not None and not self._warned_of_size:
             self._warned_of_size = True
             warn(

@@ -264,7 +264,8 @@ class Background:
             manifest = Manifest.from_bytes(outcome["manifest"].encode())
             self._store.copy_near(manifest, stored.copied, share)
         report = SaveReport.of_message(outcome["report"])
-        self._learn(job, choice, stored.reference, outcome["digest"], report)
+        link = Link(outcome["digest"], dict(stored.reference), job.number, exact=choice.plan.is_exact)
+        self._learn(job, choice, link, report)
         return report
 
     def _made(self, job: Job, store: Callable[[Job, _Coded], T]) -> T:
@@ -448,7 +449,8 @@ class Background:
             advances=choice.advances,
             explained=choice.plan.is_explained,
         )
-        self._learn(job, choice, coded.encoded.reference, checkpoint.state_digest, report)
+        reference, exact = dict(coded.encoded.reference), choice.plan.is_exact
+        self._learn(job, choice, Link(checkpoint.state_digest, reference, job.number, exact=exact), report)
         return report
 
     def _store_part(self, ranks: Ranks, job: Job, coded: _Coded) -> tuple[Choice, StoredPart, dict[str, Any]]:
@@ -481,15 +483,8 @@ class Background:
             outcome["manifest"] = chain.committed.to_bytes().decode()
         return outcome
 
-    def _learn(
-        self,
-        job: Job,
-        choice: Choice,
-        reference: Mapping[str, ReferenceState],
-        digest: str,
-        report: SaveReport,
-    ) -> None:
-        """Note that the save is committed."""
+    def _learn(self, job: Job, choice: Choice, link: Link, report: SaveReport) -> None:
+        """Note that the save is committed, and with it what a delta to it builds on."""
         if not job.snapshot.lasting:
             self.note(choice.values, job.step)
-        self.link = Link(digest, dict(reference), number=job.number, exact=choice.plan.is_exact)
+        self.link = link
