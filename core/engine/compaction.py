@@ -5,7 +5,7 @@ It is written and verified before anything old is removed, by the ordinary colle
 run holds the old checkpoint, or both.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,13 +14,7 @@ import torch
 from shrinkpoint.coding.decode import EXPANSION, required, stands_alone
 from shrinkpoint.coding.encode import standing_alone
 from shrinkpoint.coding.grouping import groups_of, mapped, siblings_of
-from shrinkpoint.coding.selective import (
-    Row,
-    decode_batches,
-    decode_chain,
-    in_memory,
-    sources_of_run,
-)
+from shrinkpoint.coding.selective import Row, decode_batches, decode_chain, in_memory, sources_of_run
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Header
@@ -35,9 +29,7 @@ from shrinkpoint.errors import (
     NoCheckpointError,
     ShrinkpointError,
 )
-from shrinkpoint.schemes.base import (
-    Context,
-)
+from shrinkpoint.schemes.base import Context
 from shrinkpoint.schemes.catalogue import codec_for_reading
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import exact_parts, pack_reasons, parts_json, unpack_reasons
@@ -312,6 +304,8 @@ def make_weights(
     if not manifest.has_parts and (manifest.kind == "base" or parent is not None):
         alone = required(kept, header.tensors.values()) == kept
         entries = tuple(source.entries(kept))
+        names = [entry.spec.name for entry in entries]
+        reasons = unpack_reasons(header.exact, list(header.tensors))
         parent = None if header.kind == "base" else parent
         checkpoint = Checkpoint(
             kind=header.kind,
@@ -321,7 +315,7 @@ def make_weights(
             scheme=header.scheme,
             parent=None if parent is None else parent.state_digest,
             provenance=header.provenance,
-            exact=_reasons_of(entries, header.exact, header.tensors),
+            exact=pack_reasons(names, {name: reasons[name] for name in names if name in reasons}),
         )
         container = write_container(checkpoint)
         made = Remade(source=manifest, parent=parent, checkpoint=checkpoint, container=container)
@@ -356,12 +350,6 @@ def _as_base(
             f"what was made of {manifest.chain[-1].key} would restore to other values; nothing was written"
         )
     return made
-
-
-def _reasons_of(entries: Sequence[Entry], exact: JSON, names: Iterable[str]) -> JSON:
-    """Return why those that are kept are stored exactly, of a checkpoint with tensors of these names."""
-    reasons, kept = unpack_reasons(exact, list(names)), [entry.spec.name for entry in entries]
-    return pack_reasons(kept, {name: reasons[name] for name in kept if name in reasons})
 
 
 def _is_sound(store: RunStore, made: Remade, old: Header, threads: int) -> bool:

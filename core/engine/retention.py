@@ -259,8 +259,11 @@ class RetentionPolicy:
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best", "keep_total"):
-            if getattr(self, name) is not None:
-                _check_positive(f"RetentionPolicy.{name}", getattr(self, name))
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(
+                    f"RetentionPolicy.{name}={value!r}: use a whole number from 1, or leave it out"
+                )
         if self.mode not in ("min", "max"):
             raise ConfigError(f"RetentionPolicy.mode={self.mode!r}: use 'min' or 'max'")
 
@@ -293,11 +296,6 @@ def _newest_first(records: Iterable[Record]) -> list[Record]:
 def _position(record: Record) -> tuple[int, int, int, int]:
     own = (record.epoch, record.seq)
     return (record.replaces or own) + own
-
-
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r}: use a whole number from 1, or leave it out")
 
 
 def record_of(manifest: Manifest, monitor: str | None) -> Record:
