@@ -344,16 +344,17 @@ class TrainingSession:
                 " continue from there"
             )
 
-    def restore(self, manifest: Manifest | int) -> Any:
+    def restore(self, manifest: Manifest | int, *, adopt: bool = True) -> Any:
         """Return the state of a checkpoint, which saves go on from.
 
         Args:
             manifest: as `choose` gave it; or a step.
+            adopt: as of `Saver.restore`.
 
         Raises:
             ChainError, StoreError: it cannot be read; on every rank.
         """
-        restored = self.group().on_every(lambda: self.saver.restore(manifest))
+        restored = self.group().on_every(lambda: self.saver.restore(manifest, adopt=adopt))
         assert restored is not None
         state = restored.state.to_object()
         if self._targets is None and isinstance(state, dict):

@@ -159,9 +159,7 @@ class Session:
         load_reference(stored, self._trainer)
 
     def _restored(self, step: int, *, adopt: bool = True) -> Any:
-        restored = world().on_every(lambda: self.run.saver.restore(step, adopt=adopt))
-        assert restored is not None
-        state = restored.state.to_object()
+        state = self.run.restore(step, adopt=adopt)
         if self.run.shards:
             state["optimizers"] = self.adapter.found.reordered(state["optimizers"])
         return state
