@@ -20,12 +20,7 @@ except ModuleNotFoundError as error:
 
 from shrinkpoint.engine.resume import ResumePolicy
 from shrinkpoint.integrations.lightning.adapter import Settings
-from shrinkpoint.integrations.lightning.io import (
-    answer_words,
-    open_as_ckpt,
-    shards_model,
-    take_addresses,
-)
+from shrinkpoint.integrations.lightning.io import answer_words, open_as_ckpt, shards_model, take_addresses
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import given, reduced, refusing_unknown

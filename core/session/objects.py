@@ -30,11 +30,7 @@ from shrinkpoint.session.data import (
     sizes_of,
     unknown_order,
 )
-from shrinkpoint.session.identity import (
-    disabled_scalers,
-    rounded_weights,
-    scheduler_classes,
-)
+from shrinkpoint.session.identity import disabled_scalers, rounded_weights, scheduler_classes
 from shrinkpoint.session.trained import load_trained, require_shapes
 from shrinkpoint.state.averages import live_tensors
 from shrinkpoint.state.rng import (

@@ -17,11 +17,7 @@ from shrinkpoint.engine.ranks import OwnedWeights
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.group.mailbox import Mailbox
-from shrinkpoint.quality.evaluation import (
-    EvaluationDesk,
-    EvaluationUnavailableError,
-    losses_of,
-)
+from shrinkpoint.quality.evaluation import EvaluationDesk, EvaluationUnavailableError, losses_of
 from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.sharded.boxes import Pieces, pieces_of

@@ -15,9 +15,7 @@ from shrinkpoint.integrations.composer.adapter import ComposerAdapter
 from shrinkpoint.integrations.composer.gathering import GatheringSession
 from shrinkpoint.integrations.composer.resume import continue_run, require_supported
 from shrinkpoint.integrations.composer.schedule import Settings, saves_until
-from shrinkpoint.integrations.composer.state import (
-    trained_module,
-)
+from shrinkpoint.integrations.composer.state import trained_module
 from shrinkpoint.session.gradients import require_fresh_gradients
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.warn import warn

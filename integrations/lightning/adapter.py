@@ -21,13 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.lightning.io import (
-    CAPTURED,
-    NAMES_KEY,
-    RunCheckpointIO,
-    storable,
-    trained_key,
-)
+from shrinkpoint.integrations.lightning.io import CAPTURED, NAMES_KEY, RunCheckpointIO, storable, trained_key
 from shrinkpoint.integrations.lightning.position import OWN_KEYS, POSITION_KEY
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter

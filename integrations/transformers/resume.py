@@ -11,11 +11,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.transformers.state import (
-    OUTLINE,
-    arguments,
-    require_own_run,
-)
+from shrinkpoint.integrations.transformers.state import OUTLINE, arguments, require_own_run
 from shrinkpoint.session.data import other_processes
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.store.manifest import Manifest

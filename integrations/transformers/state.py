@@ -16,10 +16,7 @@ from shrinkpoint.group.group import world
 from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.session.adapter import SESSION
 from shrinkpoint.session.continuing import load_optimizers, require_format, require_same_training
-from shrinkpoint.session.identity import (
-    rounded_weights,
-    scheduler_classes,
-)
+from shrinkpoint.session.identity import rounded_weights, scheduler_classes
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import TrainingState, plain
 from shrinkpoint.warn import warn
