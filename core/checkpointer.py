@@ -289,7 +289,7 @@ class Checkpointer:
             reached, _ = log.recover(base, lambda: self._objects.way_back(self.saver, manifest))
         log.restart(reached)
         if reached > base:
-            self._last_step, self._versions = reached, self._objects.changes
+            self._last_step, self._versions = reached, self._objects.changes.count
             self._overdue = self._every is not None and reached // self._every > base // self._every
         return reached
 
@@ -324,7 +324,7 @@ class Checkpointer:
             owed = self._every is not None and self._ending is None and self._run.owes(metrics or {})
             due |= owed
             self._run.log_step(boundary=due)
-            self._versions = self._objects.changes
+            self._versions = self._objects.changes.count
             self._watch()
             number = (
                 self._termination.number if self._ending is None else self._agreed_end(self._ending, step)
@@ -376,7 +376,7 @@ class Checkpointer:
         objects.step, objects.given_metrics = step, metrics
         run.rehearse()
         planned = planned and bool(self.saver.config.adopt)
-        with objects.undone() if planned else nullcontext():
+        with objects.changes.undone() if planned else nullcontext():
             accepted = run.save(last=wait, exact=exact, again=True, planned=planned)
         if not isinstance(accepted, Accepted):
             return None
@@ -440,13 +440,13 @@ class Checkpointer:
                 stack.callback(self._ending.close)
             if self.step_log is not None:
                 self._run.attend(serve=False)
-                self.step_log.close(whole=whole and self._versions == self._objects.changes)
+                self.step_log.close(whole=whole and self._versions == self._objects.changes.count)
 
     def _finish(self) -> None:
         step = self._last_step
         if self._every is None or step is None:
             return
-        changed = self._versions != self._objects.changes
+        changed = self._versions != self._objects.changes.count
         if self.saver.together:  # all ranks save, or none does
             (changed,) = world().any_of(changed)
         self.saver.flush()

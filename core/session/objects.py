@@ -1,7 +1,6 @@
 """The objects of a hand-written loop: what a checkpoint holds of them, and how they are restored."""
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.quality.swap import swapped_tensors, swapped_weights
 from shrinkpoint.saver import Saver
 from shrinkpoint.session.adapter import TrainingAdapter
+from shrinkpoint.session.changes import StepCount, WeightChanges
 from shrinkpoint.session.continuing import load_optimizers, require_same_training
 from shrinkpoint.session.data import (
     generators,
@@ -41,14 +41,7 @@ from shrinkpoint.state.rng import (
     restore_rng,
     set_generator,
 )
-from shrinkpoint.state.stateful import (
-    load_object,
-    load_stateful,
-    optimizers_in,
-    scheduler_in,
-    state_of,
-    unwrapped,
-)
+from shrinkpoint.state.stateful import load_object, load_stateful, scheduler_in, state_of, unwrapped
 from shrinkpoint.state.training import Describe, Role, TrainingState, plain
 from shrinkpoint.state.tree import join_path
 from shrinkpoint.store.manifest import Manifest
@@ -146,38 +139,22 @@ class LoopObjects(TrainingAdapter):
         }
         self.measures = evaluate is not None
         require_shapes(model)
-        self._undone = self._replaced = 0
         self._starts: dict[str, Any] = {}
         self._noted = [name for name, value in self.stateful.items() if hasattr(value, "_get_iterator")]
-        for name in self._noted:
-            self._note_starts(name, self.stateful[name])
+        for (
+            name
+        ) in self._noted:  # torchdata's loaders, whose samplers draw their order when an iterator is made
+            loader: Any = self.stateful[name]
+            loader._get_iterator = partial(_started, loader, self._starts, name)
         self._made: tuple[int, int] | None = None
-        self._steps = _Steps(self.optimizers)
-        self._begin()
-
-    def _note_starts(self, name: str, loader: Any) -> None:
-        """Note the generators' states whenever torchdata's loader makes an iterator: samplers draw their order then."""
-        loader._get_iterator = partial(_started, loader, self._starts, name)
+        self._steps = StepCount(self.optimizers)
+        self.changes = WeightChanges(model)
+        """How often the weights have changed."""
 
     @property
     def model(self) -> nn.Module:
         """See `TrainingAdapter.model`."""
         return self._model
-
-    def _begin(self) -> None:
-        """Count changes of the parameters that the model has now."""
-        self._parameters = list(self.model.parameters())
-        # Parameters made in inference mode have no count of changes; those that are made of others, as shards are, no place.
-        self._versioned = [parameter for parameter in self._parameters if not parameter.is_inference()]
-        self._placed = [p for p in self._parameters if type(p) in (torch.Tensor, nn.Parameter)]
-        self._places, self._kinds = _places(self._placed), _kinds(self._placed)
-
-    def _follow(self) -> None:
-        """Count changes of the parameters that have taken the places of others."""
-        if list(map(id, self._parameters)) != list(map(id, self.model.parameters())):
-            counted = self._counted()
-            self._begin()
-            self._replaced += counted - self._counted()
 
     def log_options(self) -> dict[str, Any]:
         """See `TrainingAdapter.log_options`."""
@@ -214,7 +191,7 @@ class LoopObjects(TrainingAdapter):
 
     def state(self) -> dict[str, Any]:
         """See `TrainingAdapter.state`."""
-        self._follow()
+        self.changes.follow()
         self._require_steps()
         return {
             "format": _FORMAT,
@@ -241,7 +218,7 @@ class LoopObjects(TrainingAdapter):
 
     def _require_steps(self) -> None:
         """Warn where the weights have changed since the last save, and none of the optimizers has made a step."""
-        made, before = (self.changes, self._steps.count), self._made
+        made, before = (self.changes.count, self._steps.count), self._made
         self._made = made
         if before is not None and made[0] > before[0] and made[1] == before[1] and self._steps.known:
             self.session.warn_once(
@@ -311,7 +288,7 @@ class LoopObjects(TrainingAdapter):
         given = fitted(state["model"], self.model, self.url, warns=warns)
         untied = require_same_ties(state["model"], self.model, self.url)
         self.settle()
-        self._follow()
+        self.changes.follow()
         stored, trained = state["identities"], state["trained"]
         schedulers = [value for value in self.stateful.values() if scheduler_in(value)]
         classes = state.get("schedulers", {}), scheduler_classes(self.stateful)
@@ -366,26 +343,6 @@ class LoopObjects(TrainingAdapter):
     def _data(self) -> dict[str, int]:
         loaders = {name: value for name, value in self.stateful.items() if _may_load(value)}
         return {key: size for name in loaders for key, size in sizes_of(loaders[name], f"{name}: ").items()}
-
-    @property
-    def changes(self) -> int:
-        """A number that grows whenever a parameter is changed in place, gets other memory (``p.data = ...``) or another dtype.
-
-        Left out are `undone` changes, and moves to another device, which keep the values.
-        """
-        self._replaced += self._look()
-        return self._counted() - self._undone + self._replaced
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Inside this block changes of the weights are not counted, since they are undone at its end."""
-        before = self._counted()
-        self._replaced += self._look()
-        try:
-            yield
-        finally:
-            self._undone += self._counted() - before
-            self._look()
 
     def loss(self, batch: Any, index: int, *, held_out: bool, together: bool) -> Loss:
         """See `TrainingAdapter.loss`; there is one batch, of the loop's own `evaluate`."""
@@ -447,7 +404,7 @@ class LoopObjects(TrainingAdapter):
         def state() -> dict[str, Any]:
             return {"stateful": {name: state_of(value) for name, value in owners.items()}}
 
-        with self.undone(), ExitStack() as stack:
+        with self.changes.undone(), ExitStack() as stack:
             for value in owners.values():
                 if isinstance(value, nn.Module):  # in eval mode, which is undone afterwards
                     stack.enter_context(swapped_weights(value, {}))
@@ -463,59 +420,10 @@ class LoopObjects(TrainingAdapter):
     def settle(self) -> None:
         """Let all parameters be in memory of their own."""
 
-    def _counted(self) -> int:
-        return sum(parameter._version for parameter in self._versioned)
-
-    def _look(self) -> int:
-        """How many parameters have got other memory on their device, or another dtype, since the last look; training waits for it."""
-        places = _places(self._placed)
-        if places == self._places:
-            return 0
-        kinds = _kinds(self._placed)
-        before = zip(self._places, self._kinds, strict=True)
-        found = sum(
-            place != old and (dtype is not old_dtype or device == old_device)
-            for place, (dtype, device), (old, (old_dtype, old_device)) in zip(
-                places, kinds, before, strict=True
-            )
-        )
-        self._places, self._kinds = places, kinds
-        return found
-
 
 def _started(loader: Any, starts: dict[str, Any], name: str) -> Any:
     starts[name] = capture_rng(generators([loader]))
     return type(loader)._get_iterator(loader)
-
-
-class _Steps:
-    """Counts the steps of optimizers.
-
-    Args:
-        optimizers: without wrappers.
-    """
-
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        self.count, self.known = 0, bool(optimizers)
-        """Whether all can be counted."""
-        own = weakref.ref(self)
-
-        def made(*_: Any) -> None:
-            if (steps := own()) is not None:
-                steps.count += 1
-
-        self._hooks = ExitStack()
-        for optimizer in (inner for each in optimizers for inner in optimizers_in(each)):
-            try:
-                self._hooks.callback(optimizer.register_step_post_hook(made).remove)
-            except AttributeError:
-                self.known = False
-        weakref.finalize(self, self._hooks.close)
-
-    def stop(self) -> None:
-        """Count no more."""
-        self.known = False
-        self._hooks.close()
 
 
 class _Generators:
@@ -548,11 +456,3 @@ def _may_load(value: object) -> bool:
     """Return whether an object may be a loader or a sampler: reading its state may start workers."""
     is_iterable = hasattr(value, "__iter__") and not isinstance(value, nn.Module)  # nn.Sequential is
     return is_iterable or hasattr(value, "dataset")
-
-
-def _places(parameters: Sequence[torch.Tensor]) -> list[int]:
-    return [parameter.data_ptr() for parameter in parameters]
-
-
-def _kinds(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device]]:
-    return [(parameter.dtype, parameter.device) for parameter in parameters]

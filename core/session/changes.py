@@ -1,0 +1,117 @@
+"""Counts of what a hand-written loop does between two saves: changes of the weights, and steps of the optimizers."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shrinkpoint.state.stateful import optimizers_in
+
+__all__ = ["StepCount", "WeightChanges"]
+
+
+class WeightChanges:
+    """Counts the changes of a model's parameters.
+
+    Args:
+        model: the trained one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._undone = self._replaced = 0
+        self._begin()
+
+    @property
+    def count(self) -> int:
+        """A number that grows whenever a parameter is changed in place, gets other memory (``p.data = ...``) or another dtype.
+
+        Left out are `undone` changes, and moves to another device, which keep the values.
+        """
+        self._replaced += self._look()
+        return self._counted() - self._undone + self._replaced
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Inside this block changes of the weights are not counted, since they are undone at its end."""
+        before = self._counted()
+        self._replaced += self._look()
+        try:
+            yield
+        finally:
+            self._undone += self._counted() - before
+            self._look()
+
+    def follow(self) -> None:
+        """Count the changes of parameters that have taken the places of others."""
+        if list(map(id, self._parameters)) != list(map(id, self._model.parameters())):
+            counted = self._counted()
+            self._begin()
+            self._replaced += counted - self._counted()
+
+    def _begin(self) -> None:
+        self._parameters = list(self._model.parameters())
+        # Parameters made in inference mode have no count of changes; those that are made of others, as shards are, no place.
+        self._versioned = [parameter for parameter in self._parameters if not parameter.is_inference()]
+        self._placed = [p for p in self._parameters if type(p) in (torch.Tensor, nn.Parameter)]
+        self._places, self._kinds = _places(self._placed), _kinds(self._placed)
+
+    def _counted(self) -> int:
+        return sum(parameter._version for parameter in self._versioned)
+
+    def _look(self) -> int:
+        """How many parameters have got other memory on their device, or another dtype, since the last look; training waits for it."""
+        places = _places(self._placed)
+        if places == self._places:
+            return 0
+        kinds = _kinds(self._placed)
+        before = zip(self._places, self._kinds, strict=True)
+        found = sum(
+            place != old and (dtype is not old_dtype or device == old_device)
+            for place, (dtype, device), (old, (old_dtype, old_device)) in zip(
+                places, kinds, before, strict=True
+            )
+        )
+        self._places, self._kinds = places, kinds
+        return found
+
+
+def _places(parameters: Sequence[torch.Tensor]) -> list[int]:
+    return [parameter.data_ptr() for parameter in parameters]
+
+
+def _kinds(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device]]:
+    return [(parameter.dtype, parameter.device) for parameter in parameters]
+
+
+class StepCount:
+    """Counts the steps of optimizers.
+
+    Args:
+        optimizers: without wrappers.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self.count, self.known = 0, bool(optimizers)
+        """Whether all can be counted."""
+        own = weakref.ref(self)
+
+        def made(*_: Any) -> None:
+            if (steps := own()) is not None:
+                steps.count += 1
+
+        self._hooks = ExitStack()
+        for optimizer in (inner for each in optimizers for inner in optimizers_in(each)):
+            try:
+                self._hooks.callback(optimizer.register_step_post_hook(made).remove)
+            except AttributeError:
+                self.known = False
+        weakref.finalize(self, self._hooks.close)
+
+    def stop(self) -> None:
+        """Count no more."""
+        self.known = False
+        self._hooks.close()
