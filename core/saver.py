@@ -292,7 +292,7 @@ class Saver:
     def _accept(self, request: SaveRequest) -> Accepted | None:
         started = time.perf_counter()
         self.adopted = ()
-        asked, error = _attempt(lambda: self._checked(request))
+        asked, error = _attempt(lambda: request.checked(adopts=bool(self.config.adopt)))
         if request.wait or self.config.busy == "wait" or self.config.adopt:
             self._join("save")
         else:
@@ -364,11 +364,6 @@ class Saver:
             if self.failed:
                 return None
         return Accepted(step=asked.step, blocked_s=blocked_s)
-
-    def _checked(self, request: SaveRequest) -> SaveRequest:
-        if request.adoption is not None and not self.config.adopt:
-            raise ConfigError("adoption needs a saver with adopt=True")
-        return request.checked()
 
     def _captured(self, state: object, describe: Describe) -> TrainingState:
         frozen, shards = self._frozen, self.together

@@ -36,7 +36,8 @@ def plain_step(step: Any) -> int:
         ConfigError: it is no step.
     """
     try:
-        plain = -1 if _is_truth(step) else operator.index(step)
+        truth = isinstance(step, bool) or str(getattr(step, "dtype", "")) in ("bool", "torch.bool")
+        plain = -1 if truth else operator.index(step)
     except (TypeError, RuntimeError):  # RuntimeError: of a tensor on the meta device
         plain = -1
     if not 0 <= plain <= MAX_STEP:
@@ -46,10 +47,6 @@ def plain_step(step: Any) -> int:
             f"step={brief(step)} must be a whole number: of the training steps done so far, 0 or more{rest}{fix}"
         )
     return plain
-
-
-def _is_truth(value: Any) -> bool:
-    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def check_metrics(metrics: Any) -> None:
@@ -150,12 +147,17 @@ class SaveRequest:
     """With ``adopt=True``, for a planned save: the training's tensors get the values that are stored before the call returns.
     None for a save that an undisturbed run would not make: it is stored exactly."""
 
-    def checked(self) -> "SaveRequest":
+    def checked(self, *, adopts: bool) -> "SaveRequest":
         """Check all fields, and give a copy with a plain step and plain metrics.
 
+        Args:
+            adopts: whether the saver does.
+
         Raises:
-            ConfigError: `step` is no step, a metric is no number, or another field has a type that cannot work.
+            ConfigError: `step` is no step, a metric is no number, or another field has a type or value that cannot work.
         """
+        if self.adoption is not None and not adopts:
+            raise ConfigError("adoption needs a saver with adopt=True")
         for name, optional in (("describe", False), ("evaluate", True), ("resumed", True)):
             function = getattr(self, name)
             if not callable(function) and not (optional and function is None):
