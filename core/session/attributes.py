@@ -41,7 +41,8 @@ def changed_attributes(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
     for optimizer in _inner(optimizers):
         own = {name: value for name, value in vars(optimizer).items() if name not in _OWN}
         plain = {name: _plain(value) for name, value in own.items()}
-        elsewhere = _memory(optimizer) if any(map(_has_tensors, plain.values())) else set()
+        trained = [[group["params"] for group in optimizer.param_groups], [*optimizer.state.values()]]
+        elsewhere = _storages(trained) if any(map(_has_tensors, plain.values())) else set()
         kept = {
             name: value
             for name, value in plain.items()
@@ -170,13 +171,8 @@ def _has_tensors(value: object) -> bool:
     return any(isinstance(leaf, torch.Tensor) or is_generator(leaf) for leaf in tree_leaves(value))
 
 
-def _memory(optimizer: Any) -> set[int]:
-    """Return the addresses of what the optimizer trains and keeps for it."""
-    parameters = [group["params"] for group in optimizer.param_groups]
-    return _storages([parameters, [*optimizer.state.values()]])
-
-
 def _storages(value: object) -> set[int]:
+    """Return the addresses of the memory that the tensors in a value have."""
     found: set[int] = set()
     for leaf in tree_leaves(value):
         if is_traceable_wrapper_subclass(leaf):

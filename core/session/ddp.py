@@ -138,16 +138,12 @@ def _backward_of_zeros(model: Any, order: Sequence[int]) -> None:
             model.reducer.prepare_for_forward()
             model.reducer.prepare_for_backward([])
             for number in order:
-                parameters[number].backward(_zeros(parameters[number], sparse=sparse[number]))
+                zeros = torch.zeros_like(parameters[number], memory_format=torch.preserve_format)
+                parameters[number].backward(zeros.to_sparse(1) if sparse[number] else zeros)
             model.reducer._rebuild_buckets()
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
-
-
-def _zeros(parameter: torch.Tensor, *, sparse: bool) -> torch.Tensor:
-    zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    return zeros.to_sparse(1) if sparse else zeros
 
 
 @contextmanager

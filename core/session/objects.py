@@ -251,11 +251,7 @@ class LoopObjects(TrainingAdapter):
 
     def bare_state(self) -> dict[str, Any]:
         """See `TrainingAdapter.bare_state`."""
-        return {
-            "model": state_of(self.model),
-            "optimizers": [with_object_states(state_of(optimizer)) for optimizer in self.given],
-            "stateful": {name: state_of(value) for name, value in self.objects().items()},
-        }
+        return self.live()
 
     def followed(self) -> dict[str, Any]:
         """See `TrainingAdapter.followed`."""
