@@ -11,11 +11,17 @@ Nothing depends on it. Where the child cannot run or fails, kernels are compiled
 import hashlib
 import json
 import os
+import subprocess
 import sys
+import tempfile
+import threading
+import time
+import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,19 +35,10 @@ from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import TrainingState
+from shrinkpoint.warn import warn
 
 if TYPE_CHECKING:
     from shrinkpoint.runtime.kernel_cache import KernelCache
-import subprocess
-import tempfile
-import threading
-import time
-import weakref
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import IO
-
-from shrinkpoint.warn import warn
 
 __all__ = ["Warmup", "cache_folder", "compile_coders", "is_compiled", "precompile"]
 
