@@ -98,9 +98,7 @@ class CompressedCheckpoint(Callback):
                 f'CompressedCheckpoint needs Composer ({_missing}): pip install "shrinkpoint[composer]"'
             ) from _missing
         super().__init__()
-        settings = Settings.build(**given(self, CompressedCheckpoint))
-        self._settings = settings
-        self._session = Session(settings)
+        self._session = Session(Settings.build(**given(self, CompressedCheckpoint)))
 
     def __reduce__(self) -> Any:
         return reduced(self, CompressedCheckpoint)
@@ -130,7 +128,7 @@ class CompressedCheckpoint(Callback):
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Let the session handle an event, and then the method that a subclass has for it."""
         if event is Event.INIT:  # a callback may serve one trainer after another
-            self._session = Session(self._settings, shards=shards_model(state))
+            self._session = Session(self._session.settings, shards=shards_model(state))
             self._session.init(state, logger)
         elif event in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT):
             self._session.checkpoint(state, event)

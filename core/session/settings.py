@@ -178,7 +178,7 @@ def _refusal(name: str, names: Iterable[str]) -> str:
 
 _GIVEN = "_shrinkpoint_given"
 _SESSIONS = ("_session", "_shrinkpoint_session")
-_OF_PROCESS = (_GIVEN, "_settings", *_SESSIONS)
+_OF_PROCESS = (_GIVEN, *_SESSIONS)
 
 
 def given(callback: Any, kind: Any) -> dict[str, Any]:
