@@ -119,6 +119,8 @@ class Saver:
         self.adopted: tuple[str, ...] = ()
         """With ``adopt=True``: the tensors that the last call of `save` has given other values, in the training."""
         self._placement = placement(self.store, self.config)
+        self.together = self._placement.together
+        """Whether several processes save to this run together, each its part, and make all calls at the same moments."""
         self._group, self._desk = self._placement.group, self._placement.desk
         self._chain = Chain(self.store, self.config) if self._group.is_first else None
         background = AdoptingBackground if self.config.adopt else Background
@@ -180,11 +182,6 @@ class Saver:
         """
         self._require_checked()
         return self._placement.ending()
-
-    @property
-    def together(self) -> bool:
-        """Return whether several processes save to this run together, each its part, and make all calls at the same moments."""
-        return self._placement.together
 
     @property
     def busy(self) -> bool:

@@ -43,13 +43,8 @@ class LossProbe:
     def __init__(
         self, adapter: TrainingAdapter, *, together: Callable[[], bool] = bool, shards: bool = False
     ) -> None:
-        self.adapter, self.shards, self._together = adapter, shards, together
+        self.adapter, self.shards, self.together = adapter, shards, together
         self.kept = KeptBatches(PROBE_BATCHES, MORE_BATCHES * PROBE_BATCHES)
-
-    @property
-    def together(self) -> bool:
-        """Whether all ranks measure."""
-        return self._together()
 
     def evaluation(self) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
         """The loss with given weights on each of the batches that are kept now, even if others are kept later: losses are compared by
@@ -69,7 +64,7 @@ class LossProbe:
             named = named_as(own, without_averages(weights))
             named = dict(named) if self.shards else named  # shards do not exchange their memory
             with (
-                nullcontext() if self.together else _alone(),
+                nullcontext() if self.together() else _alone(),
                 self.adapter.measuring(averages_in(weights)),
                 swapped(self.adapter.model, named, *self.adapter.around()),
             ):
@@ -102,7 +97,7 @@ class LossProbe:
 
     def agreed(self) -> list[Any] | None:
         """The batches that all ranks measure on together, a collective then; None where one rank measures by itself."""
-        return self.kept.agreed() if self.together else None
+        return self.kept.agreed() if self.together() else None
 
 
 class StepProbe:
@@ -131,7 +126,7 @@ class StepProbe:
         Of copies each rank makes the steps by itself, on its own batches. Gradients are clipped as in training. No hooks of callbacks are called, nor those of the framework's loop.
         """
         batches = self.recent.take()
-        if self._losses.together:  # as many on every rank
+        if self._losses.together():  # as many on every rank
             batches = batches[: min(world().gather(len(batches)))]
         agreed = self._losses.agreed()
         if self._refused(batches) or not batches:

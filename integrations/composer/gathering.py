@@ -49,8 +49,7 @@ class GatheringSession(TrainingSession):
     @property
     def evaluation_wanted(self) -> bool:
         """Whether the first rank waits for an evaluation."""
-        saver = self.saver
-        return self._gathers and world().is_first and not saver.together and saver.evaluation_wanted
+        return self._gathers and world().is_first and self.saver.evaluation_wanted
 
     def evaluate(self) -> None:
         """Make the evaluation that the first rank waits for; on every rank."""
