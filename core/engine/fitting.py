@@ -375,7 +375,7 @@ class DryRestore:
         *,
         shards: bool = False,
     ) -> None:
-        """Refuse a training whose state could not be continued; free of cost where its structure is known.
+        """Refuse a training whose state could not be continued, and know its structure from now on.
 
         Args:
             capture: gives the state as a save would, and what takes the model's and the optimizers' states out of it.
@@ -388,24 +388,20 @@ class DryRestore:
             CannotRepresentError: a part cannot be stored; the message names it.
             StateMismatchError: an object would not take its state back, or the state lacks an inner optimizer's.
         """
-        if self.knows(optimizers, shards=shards):
-            return
         found, parts = capture()
-        if shards:
-            self._known = _structure(optimizers)
-            return
-        whole = found.to_object(own_tensors=True)
-        weights, states = parts(whole)
-        kept = {tensor.data_ptr() for tensor in found.tensors.values()}
-        fitted(weights, model, "this run")
-        for optimizer, state in zip(optimizers, states, strict=True):
-            _require_inner(optimizer, kept)
-            kind = type(unwrapped(optimizer))
-            loads = getattr(kind, "load_state_dict", None)
-            if not parts_of(state, optimizer) or loads is not torch.optim.Optimizer.load_state_dict:
-                taken(optimizer, state)
-        for name, value in objects.items() if world().size == 1 else ():  # some may call collectives
-            taken(value, whole["stateful"][name], name)
+        if not shards:
+            whole = found.to_object(own_tensors=True)
+            weights, states = parts(whole)
+            kept = {tensor.data_ptr() for tensor in found.tensors.values()}
+            fitted(weights, model, "this run")
+            for optimizer, state in zip(optimizers, states, strict=True):
+                _require_inner(optimizer, kept)
+                kind = type(unwrapped(optimizer))
+                loads = getattr(kind, "load_state_dict", None)
+                if not parts_of(state, optimizer) or loads is not torch.optim.Optimizer.load_state_dict:
+                    taken(optimizer, state)
+            for name, value in objects.items() if world().size == 1 else ():  # some may call collectives
+                taken(value, whole["stateful"][name], name)
         self._known = _structure(optimizers)
 
 
