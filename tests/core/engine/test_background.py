@@ -166,7 +166,7 @@ def test_levels_share_no_dither_with_an_anchor_from_before_a_restore(objects):
     for step in range(6):
         if step == 3:
             manifest, decoded = of_newest(training.store)
-            training.background.forget()
+            training.background.link = None
             training.adopt(manifest, decoded)
         training.commit(measure=nearly_flat)
         seeds.append(seeds_of(training.store, "log-levels"))
@@ -178,7 +178,7 @@ def test_levels_share_no_dither_with_an_anchor_from_before_a_restore(objects):
 def test_forgetting_makes_a_base(objects):
     training = Training(objects)
     training.commit()
-    training.background.forget()
+    training.background.link = None
     assert training.commit().kind == "base"
 
 
@@ -196,7 +196,7 @@ def seeds_of_a_chain(objects, codec, **options):
         if restored:
             newest = training.store.manifests()[0]
             decoded = decode_checkpoint(training.store, newest)
-            training.background.forget()
+            training.background.link = None
             training.adopt(newest, decoded)
         training.commit(measure=nearly_flat)
         seeds.append(seeds_of(training.store, codec))
