@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 
-__all__ = ["brief", "meant", "naming_this_line", "refuses_unknown_options", "warn"]
+__all__ = ["brief", "meant", "naming_this_line", "refuses_unknown_options", "some", "warn"]
 
 T = TypeVar("T")
 
@@ -101,6 +101,12 @@ class _Place:
 
 
 _asked_for: ContextVar[_Place | None] = ContextVar("_asked_for", default=None)
+
+
+def some(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
+    """Return the first of some names, for a message, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{between.join(names[:most])}{more}"
 
 
 def naming_this_line(job: Callable[[], None]) -> Callable[[], None]:

@@ -23,7 +23,7 @@ from shrinkpoint.store.keys import data_key, new_nonce
 from shrinkpoint.store.manifest import Anchor, BlobRef, Head, Manifest, Part
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
-from shrinkpoint.warn import warn
+from shrinkpoint.warn import some, warn
 
 __all__ = ["Chain", "Link", "StoredPart", "commit_parts", "store_part"]
 
@@ -381,8 +381,7 @@ def commit_parts(
     """
     failed = [f"rank {rank}: {post['error']}" for rank, post in enumerate(posts) if "error" in post]
     if failed:
-        more = f" and {len(failed) - 4} more" if len(failed) > 4 else ""
-        raise StoreError("; ".join(failed[:4]) + more)
+        raise StoreError(some(failed, 4, "; "))
     own = [SaveReport.of_message(post["report"]) for post in posts]
     report = merged(own, [post.get("untried") for post in posts])
     parts = [Part(ref=BlobRef.from_json(post["ref"]), state_digest=post["state_digest"]) for post in posts]

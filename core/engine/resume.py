@@ -9,6 +9,7 @@ from torch import nn
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.state.stateful import parts_of, plain_names, scheduler_in, unwrapped
+from shrinkpoint.warn import some
 
 __all__ = [
     "ResumePolicy",
@@ -58,13 +59,13 @@ def require_same_model(
     differ = [name for name in stored if name in live and tuple(stored[name]) != tuple(live[name])]
     if differ:
         shapes = [f"{name} is {tuple(live[name])} here and {tuple(stored[name])} there" for name in differ]
-        parts.append(_some("of other shapes", shapes))
+        parts.append(f"Tensors of other shapes: {some(shapes)}")
     for label, names in (
         ("missing in the checkpoint", [name for name in live if name not in stored]),
         ("unknown to this model", [name for name in stored if name not in live]),
     ):
         if names:
-            parts.append(_some(label, names))
+            parts.append(f"Tensors {label}: {some(names)}")
     if parts:
         raise StateMismatchError(
             f"{url} holds another model's run. {'; '.join(parts)}. Give this model a URL of its own, or build the"
@@ -298,8 +299,3 @@ def _plain(value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else f"{value!r:.60}"
-
-
-def _some(label: str, items: list[str]) -> str:
-    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
-    return f"Tensors {label}: {', '.join(items[:_NAMED])}{more}"

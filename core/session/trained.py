@@ -15,6 +15,7 @@ from shrinkpoint.session.attributes import changed_attributes, left_out, parts_o
 from shrinkpoint.session.identity import identities
 from shrinkpoint.state.roles import unnamed
 from shrinkpoint.state.stateful import named_buffers, named_parameters, plain_names
+from shrinkpoint.warn import some
 
 __all__ = ["Trained", "load_trained", "require_shapes"]
 
@@ -101,7 +102,7 @@ class Trained:
                 )
             if lost := left_out(optimizers, state):
                 self._report(
-                    f"{_some(lost)} is not saved: a tensor of over a million elements, a generator in a list, or an object that changes. If the optimizer's steps depend"
+                    f"{some(lost)} is not saved: a tensor of over a million elements, a generator in a list, or an object that changes. If the optimizer's steps depend"
                     " on it, keep it in optimizer.state, or give the object state_dict() and load_state_dict()"
                 )
         flags = _flags({"": model, **self._adapter.modules()}, self.outside)
@@ -128,7 +129,7 @@ class Trained:
         if changed:
             self._looks = 0
             self._report(
-                f"no state of the model has {_some(changed)}, which training changes: after a resume each is what the script sets. Make what training depends"
+                f"no state of the model has {some(changed)}, which training changes: after a resume each is what the script sets. Make what training depends"
                 " on a buffer, or give its module get_extra_state() and set_extra_state()"
             )
 
@@ -154,7 +155,7 @@ class Trained:
             ""
             if not late
             else (
-                f"training has made or resized the model's buffers {_some(late)}: a checkpoint cannot be loaded into a model that is built anew. Make"
+                f"training has made or resized the model's buffers {some(late)}: a checkpoint cannot be loaded into a model that is built anew. Make"
                 " them in their size with the model, or call it on one batch before it is given to be saved, at every start, or let their module's"
                 " _load_from_state_dict() make room for them"
             )
@@ -183,12 +184,12 @@ class Trained:
         left = [seen.parameter for seen in before.values() if seen.grows and id(seen.parameter) in trained]
         if gone:
             raise StateMismatchError(
-                f"the optimizer trains {_some(gone)}, which the model has no more: other parameters, or none, have taken the places since this"
+                f"the optimizer trains {some(gone)}, which the model has no more: other parameters, or none, have taken the places since this"
                 f" training began to be saved. A checkpoint would not hold what is trained. {_IN_ORDER}"
             )
         if idle and not all(p.requires_grad for p in left):
             raise StateMismatchError(
-                f"since this training began to be saved the model has got {_some(idle)}, and parameters that the optimizer trains were frozen:"
+                f"since this training began to be saved the model has got {some(idle)}, and parameters that the optimizer trains were frozen:"
                 f" another optimizer must train the new ones, whose state a checkpoint would lack. {_IN_ORDER}"
             )
         same = [
@@ -197,11 +198,11 @@ class Trained:
             if name in before and before[name].grows and name not in new
         ]
         cast = [f"{name}: {old} before, {kind} now" for name, old, kind in same if kind != old]
-        changes = [f"other parameters ({_some(new)})"] if new else []
+        changes = [f"other parameters ({some(new)})"] if new else []
         renamed = [name for name in now if name not in before and name not in new]
-        changes += [f"parameters under other names ({_some(renamed)})"] if renamed else []
-        changes += [f"{_some(idle)}, which no optimizer here trains"] if idle and optimizers else []
-        changes += [f"another dtype or shape ({_some(cast)})"] if cast else []
+        changes += [f"parameters under other names ({some(renamed)})"] if renamed else []
+        changes += [f"{some(idle)}, which no optimizer here trains"] if idle and optimizers else []
+        changes += [f"another dtype or shape ({some(cast)})"] if cast else []
         if changes or before.keys() != now.keys():
             self.begin()
         if changes:
@@ -297,7 +298,7 @@ def load_trained(stored: Mapping[str, Any], adapter: TrainingAdapter, url: str) 
     ]
     if lacking:
         raise StateMismatchError(
-            f"{url} holds a run whose optimizer trains {_some(lacking)}, outside the model, and here it has no such parameters. Build"
+            f"{url} holds a run whose optimizer trains {some(lacking)}, outside the model, and here it has no such parameters. Build"
             " the optimizer that the run was made with, or give this run a URL of its own"
         )
     device = next(chain(model.parameters(), [torch.empty(0)])).device
@@ -324,7 +325,7 @@ def load_trained(stored: Mapping[str, Any], adapter: TrainingAdapter, url: str) 
                 if getattr(part, "training", None) == (name in evaluating):
                     part.training = not part.training
     return (
-        f"resume: requires_grad of {_some(changed)} is the checkpoint's, and not what this process set: to change it, set it after resuming"
+        f"resume: requires_grad of {some(changed)} is the checkpoint's, and not what this process set: to change it, set it after resuming"
         if changed
         else None
     )
@@ -371,7 +372,7 @@ def _outside(
     shards = [name for name, parameter in found.items() if type(parameter).__name__ == "DTensor"]
     if shards:
         raise StateMismatchError(
-            f"the optimizer trains {_some(shards)}, shards of parameters that are neither the model's nor in another object's state: they cannot"
+            f"the optimizer trains {some(shards)}, shards of parameters that are neither the model's nor in another object's state: they cannot"
             " be saved. Make them the model's, or give the module that has them by name"
         )
     return found
@@ -392,8 +393,3 @@ def _adapters(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
 
 def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"

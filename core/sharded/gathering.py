@@ -18,6 +18,7 @@ from shrinkpoint.state.dtypes import empty_tensor
 from shrinkpoint.state.snapshot import DeviceCopy, empty_tensors
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
+from shrinkpoint.warn import some
 
 __all__ = ["Gathering", "Owners", "Shards", "fingerprints", "moved_to", "spread"]
 
@@ -114,7 +115,6 @@ class Gathering:
 _SOME = 2**14
 """Elements of a tensor that are compared at every save, evenly spread."""
 _ABSENT = -(2**62)
-_SHOWN = 3
 
 Unproven = Sequence[tuple[str, Box]]
 
@@ -174,10 +174,9 @@ def check_copies(group: Distributed, unproven: Unproven, own: Sequence[int | Non
     count = len(unproven)
     differ = sorted({unproven[i][0] for i in range(count) if most[i] != -most[count + i]})
     if differ:
-        more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
         raise CannotRepresentError(
             f"ranks that are not on one device mesh have different values under one name, of which a save would keep one:"
-            f" {', '.join(differ[:_SHOWN])}{more}. If these are stages of a pipeline, give each stage's tensors names of their own, or"
+            f" {some(differ, 3)}. If these are stages of a pipeline, give each stage's tensors names of their own, or"
             " each stage a run of its own. If they should be copies of each other, they have drifted apart: put them on the mesh"
             " of all these ranks, or broadcast them before training"
         )
