@@ -113,7 +113,7 @@ class LightningAdapter(TrainingAdapter):
             raise CannotRepresentError(
                 "Lightning's strategy did not pass the checkpoint on to its checkpoint plugin: this strategy is not supported"
             )
-        [checkpoint] = captured
+        checkpoint = captured[-1]
         if world().is_first and (names := own_names(self.model)):
             checkpoint[NAMES_KEY] = names
         return storable(checkpoint)
