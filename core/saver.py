@@ -624,7 +624,6 @@ class Saver:
         state = self._placement.loaded(found, self._filled, lambda spec: follows and is_followed(spec))
         if adopt:  # the next save continues it
             self._require_checked()
-            self._placement.begun = None
             self._background.continue_from(found)
         self._group.on_first(lambda: self._warn_of(manifest, adopts=adopt))
         return Restored(manifest, state)
@@ -695,7 +694,6 @@ class Saver:
         """
         self._newest = None
         self._join("forget")
-        self._placement.begun = None
         self._background.start_over()
         if follows is not None and self._chain is not None:
             self._chain.follow(follows)

@@ -25,10 +25,12 @@ class MovementTracker:
     Attributes:
         noted: these weights, by name; not to be changed.
         step: the training step of that snapshot; None where none was noted.
+        owners: of several ranks, who has each of them, where that is not who codes it: as where training began. None: who codes it.
     """
 
     noted: Mapping[str, torch.Tensor]
     step: int | None
+    owners: Mapping[str, tuple[TensorSpec, int]] | None
 
     def __init__(self) -> None:
         self.forget()
@@ -71,7 +73,7 @@ class MovementTracker:
 
     def forget(self) -> None:
         """Drop the copy: the next movement is unknown."""
-        self.noted, self.step = {}, None
+        self.noted, self.step, self.owners = {}, None, None
 
 
 def is_followed(spec: TensorSpec) -> bool:

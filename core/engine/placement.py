@@ -111,8 +111,6 @@ class Placement:
     group: Group
     desk: EvaluationDesk
     ranks: Ranks | None = None
-    begun: tuple[object, int] | None = None
-    """Of several processes: who has the weights of where training began, and its step."""
 
     def __init__(self, store: RunStore, config: SaverConfig) -> None:
         self.store, self.config = store, config

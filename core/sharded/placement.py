@@ -73,7 +73,6 @@ class ShardedPlacement(Placement):
     group: Distributed
     desk: SharedDesk
     ranks: Ranks
-    begun: tuple[Owners, int] | None = None
     gathering: Gathering
 
     def __init__(
@@ -275,10 +274,12 @@ class PlacedShards(Placed):
             owners = owners_of(layout.specs, group.size, place.limit)
             place.gathering = group.on_every(lambda: Gathering(group.rank, group.size, layout, owners))
             place.rank_tensors, place.layout, place.owners = self._own, layout, owners
-            if place.begun is not None:  # its weights go to those that own them in the whole state
-                (before, step), place.begun = place.begun, None
-                weights = moved_to(group, layout, before, owners, background.movement.noted)
-                background.note(weights, step, lasting=True)
+            began = background.movement
+            if began.owners is not None and began.step is not None:
+                # its weights go to those that own them in the whole state
+                weights = moved_to(group, layout, began.owners, owners, began.noted)
+                background.note(weights, began.step, lasting=True)
+        background.movement.owners = None
         state, copy = place.gathering.gathered(group, self.state.tree, self._pieces)
         self.shards = Shards(group, place.layout, self._pieces, place.owners)
         return Snapshot(state, time.perf_counter() - started, copy, lasting=copy is None)
@@ -286,7 +287,7 @@ class PlacedShards(Placed):
     def begin(self, background: Background, step: int) -> None:
         """See `Placed.begin`; each rank gets the weights that it would own if the state were weights alone."""
         super().begin(background, step)
-        self._placement.begun = self.shards.owners, step
+        background.movement.owners = self.shards.owners
 
     def gradients(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See `Placed.gradients`; they are whole, and the same on every rank."""
