@@ -60,7 +60,9 @@ def device_digests(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str
         for key, names in numbers.items()
     }
     devices = {device for device, _ in single} | set(several)
-    reached = [_reached(device) for device in devices if device.type == "cuda"]
+    reached = [
+        torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"
+    ]
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     kinds = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items()}
 
@@ -134,9 +136,3 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _reached(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event

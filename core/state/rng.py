@@ -2,7 +2,7 @@
 
 import random
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -63,14 +63,15 @@ def is_generator(value: object) -> bool:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of one of the generators of `is_generator`, or of `Counters`."""
+    """Return the state of one of the generators of `is_generator`, of `Counters`, or of the module `random`."""
     if isinstance(generator, (torch.Generator, Counters)):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
-    return _python(generator.getstate())
+    version, words, gauss = generator.getstate()
+    return [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]
 
 
 def set_generator(generator: Any, state: Any) -> None:
@@ -86,11 +87,6 @@ def set_generator(generator: Any, state: Any) -> None:
         generator.setstate((version, tuple(words.tolist()), gauss))
 
 
-def _python(state: tuple[int, Sequence[int], float | None]) -> list[Any]:
-    version, words, gauss = state
-    return [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]
-
-
 def capture_rng(own: Mapping[str, Any] = NO_OTHERS) -> dict[str, Any]:
     """Return the state of torch's, numpy's and Python's global generators and of this process's GPU.
 
@@ -101,7 +97,7 @@ def capture_rng(own: Mapping[str, Any] = NO_OTHERS) -> dict[str, Any]:
     """
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": _python(random.getstate()),
+        "python": generator_state(random),
         "numpy": _capture_numpy(),
     }
     if torch.cuda.is_initialized():
@@ -114,8 +110,7 @@ def restore_rng(state: Mapping[str, Any], own: Mapping[str, Any] = NO_OTHERS) ->
     """Set the generators to the state from `capture_rng`; a GPU's only where this process uses one."""
     restore_own(state.get("own", {}), own)
     torch.set_rng_state(state["torch"].cpu())
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
+    set_generator(random, state["python"])
     _restore_numpy(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())

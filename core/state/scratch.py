@@ -156,7 +156,8 @@ class ScratchFile:
     """
 
     def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
+        self.scratch = scratch
+        """Whose it is."""
         self._lock = threading.Lock()
         self._end = 0
         self._fails = False
@@ -167,11 +168,6 @@ class ScratchFile:
             scratch.trouble(error)
             return
         weakref.finalize(self, _free, self._file, os.getpid()).atexit = False  # the system closes it then
-
-    @property
-    def folder(self) -> str:
-        """Where it is."""
-        return self._scratch.folder
 
     def put(self, data: UInt8s) -> "Place | None":
         """Write some bytes; from any thread.
@@ -193,7 +189,7 @@ class ScratchFile:
                     self._write(part.data, self._end + start)
             except OSError as error:
                 self._fails = True
-                self._scratch.trouble(error)
+                self.scratch.trouble(error)
                 with suppress(
                     OSError
                 ):  # others may need the room; a disk that fails does not give it back either
@@ -248,12 +244,12 @@ class Place:
                 checksum.update(part)
         except OSError as error:
             raise ScratchError(
-                f"scratch_folder={self.file.folder!r} cannot be read ({error.strerror or error}): is its disk failing? Give another"
+                f"scratch_folder={self.file.scratch.folder!r} cannot be read ({error.strerror or error}): is its disk failing? Give another"
                 " one, or leave scratch_folder out"
             ) from error
         if checksum.digest() != self.checksum:
             raise ScratchError(
-                f"scratch_folder={self.file.folder!r} gives back other bytes than were written there: its disk is failing, or"
+                f"scratch_folder={self.file.scratch.folder!r} gives back other bytes than were written there: its disk is failing, or"
                 " something else writes to it. Give another one, or leave scratch_folder out"
             )
 

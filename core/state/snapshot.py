@@ -84,6 +84,13 @@ class Snapshot:
         cast(dict[str, torch.Tensor], self.state.tensors)[name] = tensor
 
 
+@contextmanager
+def _writable() -> Iterator[None]:
+    """Copies into buffers without gradients, also where a save is made within an evaluation."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class Snapshotter:
     """Copies states into buffers that it keeps and reuses: at most 1x the state, and no allocation in steady state.
 
@@ -142,23 +149,18 @@ class Snapshotter:
         self._buffers = {} if lasting else copies
         host = TrainingState(state.tree, dict(copies), state.specs)
 
+        @_writable()
         def copy() -> Snapshot:
-            with _writable():
-                if ordinary[0]:
-                    torch._foreach_copy_(*ordinary)  # without the GIL
-                for buffer, tensor in others:
-                    buffer.copy_(tensor)
+            if ordinary[0]:
+                torch._foreach_copy_(*ordinary)  # without the GIL
+            for buffer, tensor in others:
+                buffer.copy_(tensor)
             return Snapshot(host, time.perf_counter() - start, lasting=lasting)
 
         return copy
 
+    @_writable()
     def _from_gpu(self, state: TrainingState, devices: set[torch.device], start: float) -> Snapshot:
-        with _writable():
-            copy = self._copy_from_gpu(state, devices)
-        host = dataclasses.replace(state, tensors=dict(self._buffers))
-        return Snapshot(host, time.perf_counter() - start, copy)
-
-    def _copy_from_gpu(self, state: TrainingState, devices: set[torch.device]) -> DeviceCopy:
         last, *others = devices
         for device in devices:
             stream = self._streams.get(device) or torch.cuda.Stream(device)
@@ -186,7 +188,8 @@ class Snapshotter:
         for device in others:
             self._streams[last].wait_stream(self._streams[device])
         made.end()
-        return made
+        host = dataclasses.replace(state, tensors=dict(copies))
+        return Snapshot(host, time.perf_counter() - start, made)
 
     def _fits(self, name: str, tensor: torch.Tensor) -> bool:
         buffer = self._buffers.get(name)
@@ -202,13 +205,6 @@ def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
     """Memory on the host, whatever `torch.set_default_device` says, which can be written to later in any mode."""
     with torch.inference_mode(False):
         return empty_tensor(tensor.shape, tensor.dtype)
-
-
-@contextmanager
-def _writable() -> Iterator[None]:
-    """Copies into buffers without gradients, also where a save is made within an evaluation."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def empty_tensors(like: Mapping[str, torch.Tensor], *, pinned: bool) -> dict[str, torch.Tensor]:

@@ -103,24 +103,12 @@ class Block:
         Raises:
             FormatError: it is something else.
         """
-        if type(node) is not list or len(node) != 4:
-            raise FormatError(f"{node!r:.80} is not a block of a tensor")
-        of, at, shape, parameter = node
-        sound = (
-            type(of) is str
-            and (parameter is None or type(parameter) is str)
-            and type(shape) is list
-            and 0 < len(shape) <= 1024
-            and all(type(n) is int and 0 <= n < 2**48 for n in shape)
-        )
-        if sound and type(at) is int:
+        sound = type(node) is list and len(node) == 4 and _is_shape(node[2]) and node[2]
+        of, at, shape, parameter = node if sound else (None, None, [], None)
+        if type(at) is int:
             at = [at, *(0 for _ in shape[1:])]
-        if (
-            not sound
-            or type(at) is not list
-            or len(at) != len(shape)
-            or not all(type(n) is int and 0 <= n < 2**48 for n in at)
-        ):
+        named = type(of) is str and (parameter is None or type(parameter) is str)
+        if not (named and _is_shape(at) and len(at) == len(shape)):
             raise FormatError(f"{node!r:.80} is not a block of a tensor")
         return cls(of=of, offset=tuple(at), shape=tuple(shape), parameter=parameter)
 
@@ -190,15 +178,8 @@ class TensorSpec:
             name, shape, parameter = node["name"], node["shape"], node["parameter"]
             if type(name) is not str or not (parameter is None or type(parameter) is str):
                 raise FormatError("a tensor's name and parameter must be strings")
-            (
-                name.encode(),
-                (parameter or "").encode(),
-            )  # lone surrogates are a ValueError; digests are over UTF-8
-            if (
-                type(shape) is not list
-                or len(shape) > _MAX_DIMS
-                or any(type(n) is not int or not 0 <= n < 2**48 for n in shape)
-            ):
+            f"{name}{parameter}".encode()  # lone surrogates are a ValueError; digests are over UTF-8
+            if not _is_shape(shape):
                 raise FormatError(f"tensor {name!r}: {shape!r} is not a shape")
             tag = Tag(role=Role(node["role"]), layer_type=LayerType(node["layer_type"]), parameter=parameter)
             if math.prod(n or 1 for n in shape) >= 2**59:  # torch counts bytes in signed 64-bit integers
@@ -212,6 +193,11 @@ class TensorSpec:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"a tensor's entry in the header is malformed: {error!r}") from error
+
+
+def _is_shape(node: JSON) -> bool:
+    whole = type(node) is list and all(type(n) is int and 0 <= n < 2**48 for n in node)
+    return whole and len(node) <= _MAX_DIMS
 
 
 def blocks_of(spec: TensorSpec, limit: int = BLOCK_ELEMENTS) -> list[TensorSpec]:

@@ -22,7 +22,6 @@ __all__ = [
     "TensorSpec",
     "TrainingState",
     "merged_tree",
-    "own_name",
     "plain",
 ]
 
@@ -178,11 +177,6 @@ def _address(tensor: torch.Tensor, path: Path) -> int:
         f"{join_path(path)} is a {kind.__module__}.{kind.__qualname__}, a tensor that is made of others and has no memory of its own:"
         " return the tensors that it is made of from your state_dict() instead, or an ordinary tensor"
     )
-
-
-def own_name(rank: int) -> str:
-    """Return what the names of a rank's own tensors begin with."""
-    return f"ranks/{rank}"
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,12 @@ def _encode_leaf(value: object, put: Callable[[Path, torch.Tensor], str], path: 
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return _encode_str(value)
+        text = str.__str__(value)  # a subclass may override __str__
+        return (
+            text
+            if _is_unicode(text)
+            else {_TAG: "str", "data": _to_base64(text.encode("utf-8", "surrogatepass"))}
+        )
     if isinstance(value, (bytes, bytearray)):
         return _encode_bytes(bytes(value), put, path)
     if isinstance(value, BytesIO):
@@ -240,13 +245,6 @@ def _refused(value: object, path: Path) -> CannotRepresentError:
         " stored without pickle. Return numbers, strings, lists, dicts and tensors from your state_dict() instead; an object"
         " that an optimizer keeps for a parameter may have a state_dict() and a load_state_dict()"
     )
-
-
-def _encode_str(value: str) -> JSON:
-    text = str.__str__(value)  # a subclass may override __str__
-    if _is_unicode(text):
-        return text
-    return {_TAG: "str", "data": _to_base64(text.encode("utf-8", "surrogatepass"))}
 
 
 def _encode_bytes(value: bytes, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
