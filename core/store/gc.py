@@ -35,7 +35,6 @@ class GcReport:
         blobs_removed: Keys of deleted containers.
         bytes_freed: Their total size.
         waiting: Containers that no kept checkpoint needs and whose grace is not over.
-        leftovers_removed: Temporary files and unfinished uploads of interrupted saves.
         damaged: Keys of unreadable manifests; they, and every container that they may name, are left alone.
     """
 
@@ -44,7 +43,6 @@ class GcReport:
     blobs_removed: tuple[str, ...]
     bytes_freed: int
     waiting: int
-    leftovers_removed: int
     damaged: tuple[str, ...]
 
 
@@ -93,7 +91,7 @@ def collect(
     blobs, waiting, expired = _dead_blobs(objects, catalog, gone, now - grace_s, check_fence)
     objects.delete([info.key for info in blobs])
     objects.delete(expired)
-    leftovers = _sweep(objects, now - grace_s)
+    _sweep(objects, now - grace_s)
     if not at_once:  # only now, since the copies take space, which may just have been freed
         _unpublish(objects, catalog, doomed, copied=True)
     return GcReport(
@@ -102,7 +100,6 @@ def collect(
         blobs_removed=tuple(info.key for info in blobs),
         bytes_freed=sum(info.size for info in blobs),
         waiting=waiting,
-        leftovers_removed=leftovers,
         damaged=tuple(damaged.key for damaged in listing.damaged),
     )
 
@@ -217,7 +214,7 @@ def _read_trash(
     return recent, expired
 
 
-def _sweep(objects: ObjectStore, before: float) -> int:
+def _sweep(objects: ObjectStore, before: float) -> None:
     probes = [
         i.key
         for i in objects.list("probe/")
@@ -226,10 +223,9 @@ def _sweep(objects: ObjectStore, before: float) -> int:
     if probes:
         objects.delete(probes)
     try:
-        return objects.sweep(before)
+        objects.sweep(before)
     except StoreError as error:
         warn(f"{error}: unfinished uploads stay; have the bucket abort them by a lifecycle rule")
-        return 0
 
 
 def removed(objects: ObjectStore, catalog: Catalog) -> list[Manifest]:

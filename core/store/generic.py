@@ -101,11 +101,11 @@ class GenericObjects:
 
     def list(self, prefix: str, *, limit: int | None = None) -> list[ObjectInfo]:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
-        folder = prefix.rpartition("/")[0]
+        below = self._full("").lstrip("/")
         with self._translated("list", prefix):
             found: list[ObjectInfo] = []
-            for entry in self._entries_below(self._full(folder) if folder else self._full("")):
-                key = self._relative(entry["name"])
+            for entry in self._entries_below(self._full(prefix.rpartition("/")[0])):
+                key = str(entry["name"]).lstrip("/").removeprefix(below).lstrip("/")
                 if key.startswith(prefix) and key:
                     found.append(ObjectInfo(key=key, size=entry["size"] or 0, modified=_time_of(entry)))
                 if len(found) == limit:
@@ -141,9 +141,6 @@ class GenericObjects:
     def _full(self, key: str) -> str:
         path = f"{self._location.path}/{key}".rstrip("/")
         return str(self._filesystem._strip_protocol(f"{self._location.protocol}://{path}"))
-
-    def _relative(self, name: str) -> str:
-        return str(name).lstrip("/").removeprefix(self._full("").lstrip("/")).lstrip("/")
 
     def _entries_below(self, folder: str) -> Iterator[dict[str, Any]]:
         # Not find() or walk(): they leave out what could not be listed, and an unlisted checkpoint looks like none.

@@ -211,30 +211,17 @@ class Manifest:
         _check_version(self.format, self.reader_features, self.library)
         _check_int("seq", self.seq, 0, MAX_SEQ)
         _check_int("epoch", self.epoch, 1, _MAX_INT)
-        _check(
-            isinstance(self.session, str) and is_session(self.session),
-            "session",
-            self.session,
-            "16 hex digits",
-        )
+        is_nonce = isinstance(self.session, str) and is_session(self.session)
+        _check(is_nonce, "session", self.session, "16 hex digits")
         _check_int("step", self.step, 0, MAX_STEP)
         _check(self.kind in ("base", "delta"), "kind", self.kind, "'base' or 'delta'")
         self._check_chain()
-        _check(
-            isinstance(self.state_digest, str) and len(self.state_digest) <= 256,
-            "state_digest",
-            "...",
-            "short text",
-        )
+        for name in ("state_digest", "library"):
+            text = getattr(self, name)
+            _check(isinstance(text, str) and len(text) <= 256, name, "...", "short text")
         # A comparison, which integers of any size stand, and NaN fails.
-        wall_time_ok = isinstance(self.wall_time, float | int) and abs(self.wall_time) <= _MAX_INT
-        _check(
-            wall_time_ok and not isinstance(self.wall_time, bool),
-            "wall_time",
-            self.wall_time,
-            "finite seconds",
-        )
-        _check(isinstance(self.library, str) and len(self.library) <= 256, "library", "...", "short text")
+        is_time = type(self.wall_time) in (float, int) and abs(self.wall_time) <= _MAX_INT
+        _check(is_time, "wall_time", self.wall_time, "finite seconds")
         _check(isinstance(self.meta, dict), "meta", self.meta, "a JSON object")
         if self.replaces is not None:
             _check(len(self.replaces) == 2, "replaces", self.replaces, "epoch and seq")
@@ -243,13 +230,8 @@ class Manifest:
 
     def _check_chain(self) -> None:
         _check(1 <= len(self.chain) <= MAX_CHAIN, "chain length", len(self.chain), f"1 to {MAX_CHAIN}")
-        parts_known = PARTS in self.reader_features or not self.has_parts
-        _check(
-            parts_known,
-            "reader_features",
-            self.reader_features,
-            f"{PARTS!r} among them, as the chain has heads",
-        )
+        features, expected = self.reader_features, f"{PARTS!r} among them, as the chain has heads"
+        _check(PARTS in features or not self.has_parts, "reader_features", features, expected)
         keys = [ref.key for ref in self.chain]
         _check(len(set(keys)) == len(keys), "chain", keys, "different keys")
         own = f"data/{self.step:012d}-{self.session}-"
@@ -408,13 +390,9 @@ class Head:
         if record.get("type") != _HEAD_MAGIC:
             raise FormatError(f"{what} is not the head of a checkpoint")
         try:
-            return cls(
-                step=record["step"],
-                parts=tuple(
-                    Part(ref=BlobRef.from_json(node), state_digest=node["state_digest"])
-                    for node in record["parts"]
-                ),
-            )
+            nodes = record["parts"]
+            parts = (Part(ref=BlobRef.from_json(node), state_digest=node["state_digest"]) for node in nodes)
+            return cls(step=record["step"], parts=tuple(parts))
         except (KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{what} lacks a field or has one of the wrong type: {error}") from error
 

@@ -73,11 +73,8 @@ class S3Objects(GenericObjects):
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
         if start is not None and start == end:
             return b""
-        extra = (
-            {}
-            if start is None and end is None
-            else {"Range": f"bytes={start or 0}-{'' if end is None else end - 1}"}
-        )
+        whole = start is None and end is None
+        extra = {} if whole else {"Range": f"bytes={start or 0}-{'' if end is None else end - 1}"}
         with self._translated("read", key):
             data: bytes = self._sync(self._read, key, max_size, extra)
         if end is not None and len(data) != end - (start or 0):
@@ -107,12 +104,9 @@ class S3Objects(GenericObjects):
             for page in self._pages("list_objects_v2", self._full(prefix)):
                 for entry in page.get("Contents", ()):
                     key = entry["Key"][len(self._full("")) :]
+                    modified = entry["LastModified"].timestamp()
                     if key:  # the empty one is the marker that consoles create for a "folder"
-                        found.append(
-                            ObjectInfo(
-                                key=key, size=entry["Size"], modified=entry["LastModified"].timestamp()
-                            )
-                        )
+                        found.append(ObjectInfo(key=key, size=entry["Size"], modified=modified))
                 if limit is not None and len(found) >= limit:
                     return found[:limit]
         return found
@@ -135,7 +129,6 @@ class S3Objects(GenericObjects):
 
     def sweep(self, before: float) -> int:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`; aborts uploads below this prefix, nobody else's."""
-        aborted = 0
         with self._translated("clean", ""):
             old = [
                 upload
@@ -145,8 +138,7 @@ class S3Objects(GenericObjects):
             ]
             for upload in old:
                 self._call("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
-                aborted += 1
-        return aborted
+        return len(old)
 
     def _full(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key

@@ -74,15 +74,13 @@ def _is_mirrored(key: str) -> bool:
     return not own and ShardName.parse(key) is None
 
 
-def survey(
-    objects: StripedObjects, manifests: list[Manifest], needed: Collection[str] | None = None
-) -> Survey:
+def survey(objects: StripedObjects, manifests: list[Manifest], needed: Collection[str]) -> Survey:
     """Look at all stores; nothing is read but their listings, so that damage is not seen (`shrinkpoint verify`, `heal`).
 
     Args:
         objects: The set.
         manifests: The run's checkpoints.
-        needed: Keys of all containers that they need; None where no chain has heads.
+        needed: Keys of all containers that they need.
 
     Raises:
         StoreError: Fewer stores answer than it takes to be sure.
@@ -90,13 +88,11 @@ def survey(
     group = objects.group
     listed = group.listings("")
     layouts = layouts_of(listed)
-    if needed is None:
-        needed = {ref.key for manifest in manifests for ref in manifest.chain}
     present = {
         store: {info.key for info in infos if _is_mirrored(info.key)} for store, infos in listed.items()
     }
     records: set[str] = set().union(*present.values())
-    by_seq = {manifest.seq: manifest for manifest in reversed(manifests)}
+    by_seq: dict[int | None, Manifest] = {manifest.seq: manifest for manifest in reversed(manifests)}
     missing = dict.fromkeys(group.everyone, 0)
     spares = [group.parity, len(listed) - group.quorum.read]
     unrestorable = []
@@ -115,20 +111,16 @@ def survey(
     states = []
     for store in group.everyone:
         problem = None if store in listed else group.health.why(store) or "does not answer"
-        seqs = [seq_of_commit(key) for key in present.get(store, ())]
-        last = max(
-            (seq for seq in seqs if seq in by_seq),
-            key=lambda seq: by_seq[seq].position if seq in by_seq else (0, 0),
-            default=None,
-        )
+        listed_here = [by_seq[seq] for key in present.get(store, ()) if (seq := seq_of_commit(key)) in by_seq]
+        last = max(listed_here, key=lambda manifest: manifest.position, default=None)
         files = [info for info in listed.get(store, ()) if ShardName.parse(info.key) is not None]
         states.append(
             StoreState(
                 number=store + 1,
                 shown=group.shown[store],
                 problem=problem,
-                last_step=None if last is None else by_seq[last].step,
-                last_seq=last,
+                last_step=None if last is None else last.step,
+                last_seq=None if last is None else last.seq,
                 records_missing=len(records - present[store]) if store in present else 0,
                 shards_missing=missing[store],
                 files=len(files),

@@ -68,15 +68,12 @@ class RangeReader:
                 data = self._blocks.get(place, {}).get(block)
                 if data is None:
                     if block not in rebuilt:
-                        rebuilt[block] = self._rebuild(block)
+                        found = {p: blocks[block] for p, blocks in self._blocks.items() if block in blocks}
+                        rebuilt[block] = rebuild(found, self._cut.k, self._cut.spare)
                     data = rebuilt[block][place]
                 offset = place * size + block * BLOCK
                 parts.append(data[max(0, start - offset) : max(0, end - offset)].data)
         return join_bytes(parts, end - start)
-
-    def _rebuild(self, block: int) -> list[Shard]:
-        found = {place: blocks[block] for place, blocks in self._blocks.items() if block in blocks}
-        return rebuild(found, self._cut.k, self._cut.spare)
 
     def _wanted(self, start: int, end: int) -> dict[int, Blocks]:
         """Return which blocks of which data shards the range lies in."""

@@ -47,7 +47,8 @@ def healed(stores: Stores, **how: Any) -> Healed:
 
 def surveyed(stores: Stores) -> Survey:
     objects = stores.objects()
-    return survey(objects, stores.run(objects).manifests())
+    run = stores.run(objects)
+    return survey(objects, run.manifests(), needed(run))
 
 
 def chains(stores: Stores) -> list[tuple[Manifest, list[bytes]]]:
