@@ -19,7 +19,7 @@ from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import SaveContext, Scheme, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec, Lossless
 from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
-from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, weights_of
 from shrinkpoint.schemes.inshrinkerator.space import ConfigurationSpace
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.published.excp import ExCP
@@ -83,11 +83,6 @@ class SchemeEntry:
     """What is chosen at each save: for the scheme of another package the default, or ``nothing`` if every restore is exact."""
 
 
-def _inshrinkerator(options: InshrinkeratorOptions, save_context: SaveContext) -> Scheme:
-    weights = Weights(save_context.state, options, save_context.gradients)
-    return Inshrinkerator(options, weights, ConfigurationSpace().mildest)
-
-
 ENTRIES: Mapping[str, SchemeEntry] = MappingProxyType(
     {
         "auto": SchemeEntry(
@@ -105,7 +100,12 @@ ENTRIES: Mapping[str, SchemeEntry] = MappingProxyType(
             "scale",
         ),
         "inshrinkerator": SchemeEntry(
-            _inshrinkerator, InshrinkeratorOptions, (InshrinkeratorWeightCodec,), "configurations"
+            lambda options, save: Inshrinkerator(
+                options, weights_of(save, options), ConfigurationSpace().mildest
+            ),
+            InshrinkeratorOptions,
+            (InshrinkeratorWeightCodec,),
+            "configurations",
         ),
         "lc-checkpoint": SchemeEntry(
             lambda options, _: LCCheckpoint(options=options), LCCheckpointOptions, (LCCheckpointWeightCodec,)

@@ -87,6 +87,10 @@ class ExactPart:
     raw_bytes: int
     """In memory."""
 
+    def __add__(self, other: "ExactPart") -> "ExactPart":
+        tensors, size = self.tensors + other.tensors, self.bytes + other.bytes
+        return replace(self, tensors=tensors, bytes=size, raw_bytes=self.raw_bytes + other.raw_bytes)
+
 
 def explained(code: str) -> str:
     """Return the message of a reason's code."""
@@ -123,17 +127,8 @@ def added_parts(parts: Iterable[ExactPart]) -> tuple[ExactPart, ...]:
     """Return one part for each role and reason, the one with the most bytes first."""
     sums: dict[tuple[str, str], ExactPart] = {}
     for one in parts:
-        before = sums.get((one.role, one.code))
-        sums[one.role, one.code] = (
-            one
-            if before is None
-            else replace(
-                one,
-                tensors=before.tensors + one.tensors,
-                bytes=before.bytes + one.bytes,
-                raw_bytes=before.raw_bytes + one.raw_bytes,
-            )
-        )
+        key = one.role, one.code
+        sums[key] = sums[key] + one if key in sums else one
     return tuple(sorted(sums.values(), key=lambda part: -part.bytes))
 
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.base import ReferenceState, TensorCodec
-from shrinkpoint.schemes.closed_loop import VALUE, as_reference
+from shrinkpoint.schemes.closed_loop import as_reference, previous_value
 from shrinkpoint.schemes.codec_io import WEIGHT_DTYPES
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
@@ -100,9 +100,7 @@ def reference_value(
 ) -> ReferenceState | None:
     """Return the reader's reconstruction of a weight, if this codec can code a delta to it."""
     own = as_reference((reference or {}).get(spec.name), codec, spec)
-    if own is None or VALUE not in own.planes:
-        return None
-    return own if own.planes[VALUE].size == spec.numel else None
+    return own if previous_value(own, spec) is not None else None
 
 
 def described(name: str, options: object) -> JSON:
