@@ -302,8 +302,9 @@ class RecoveryEstimate:
             return self._long
         if self._budget_s >= self._price(self._long):
             return self._long
-        if not self._is_new(options, scale):
-            return ()
+        probed, before = self._probed or (None, scale)
+        if probed == options and abs(math.log2(scale / before)) <= 1:
+            return ()  # the cost is hardly another one
         price = self._price(self._short)
         credit = min(self._overhead * _CREDIT_S, _CREDIT_PROBES * price)
         return self._short if math.isfinite(price) and self._budget_s - price >= -credit else ()
@@ -312,12 +313,6 @@ class RecoveryEstimate:
     def shortest(self) -> Sequence[int]:
         """The marks of the cheapest probe."""
         return self._short
-
-    def _is_new(self, options: str, scale: float) -> bool:
-        """Return whether the settings differ enough from those of the last probe that the cost may differ."""
-        if self._probed is None or self._probed[0] != options:
-            return True
-        return abs(math.log2(scale / self._probed[1])) > 1
 
     def _price(self, marks: Sequence[int]) -> float:
         return 2 * marks[-1] * _MARGIN * self._step_s

@@ -277,14 +277,11 @@ class ScaleLadder(Ladder):
         self._rung, self._limit = rung, rung + _PER_OCTAVE
         self._history = History.from_json(state.get("history"))
         if self._whole and "chain" in state:
-            self._load_chain(state["chain"])
+            chain = state["chain"]
+            if not isinstance(chain, list) or [type(value) for value in chain] != [int, bool, bool]:
+                raise ConfigError(f"the search state's chain {chain!r} is malformed: start a new search")
+            self._limit, self._may_widen, self._out_of_reach = chain
         self._sensitive = state.get("sensitive") is True
-
-    def _load_chain(self, stored: Any) -> None:
-        kinds = [type(value) for value in stored] if isinstance(stored, list) else []
-        if kinds != [int, bool, bool]:
-            raise ConfigError(f"the search state's chain {stored!r} is malformed: start a new search")
-        self._limit, self._may_widen, self._out_of_reach = stored
 
 
 def _scale(rung: int) -> float:

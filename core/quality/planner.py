@@ -32,7 +32,6 @@ from shrinkpoint.quality.measurement import (
     CONFIDENCE,
     EXACT,
     Losses,
-    Rise,
     absolute_error,
     lasting_rises,
     measured_rise,
@@ -307,12 +306,14 @@ class Planner:
         """Return the ladder's choice that the guard accepts, with its cost as predicted without a probe."""
         plan = save.ladder.measured(save.context, comparison, allowed)
         plan = self._guarded(save, plan, comparison, allowed)
-        if plan.rise is not None and 2 * _half(plan.rise) > allowed:
-            plan = replace(
-                plan,
-                reason=f"{plan.reason}; this is known from {_batches(plan.rise)} to ±{_half(plan.rise):.2g} only",
-            )
-        return replace(plan, cost=plan.rise.times(remains) if plan.rise is not None else None)
+        rise = plan.rise
+        if rise is None:
+            return replace(plan, cost=None)
+        half = CONFIDENCE * rise.error
+        if 2 * half > allowed:
+            known_from = "one number" if rise.batches < 2 else f"{rise.batches} batches"
+            plan = replace(plan, reason=f"{plan.reason}; this is known from {known_from} to ±{half:.2g} only")
+        return replace(plan, cost=rise.times(remains))
 
     def _probed(self, save: _Save, plan: Plan, comparison: Comparison) -> tuple[Plan, float]:
         """Return the plan with the rise of the loss after some steps from what it restores, above as many steps from the true state, and
@@ -455,11 +456,3 @@ def _baseline_of(stored: object) -> tuple[int, float] | None:
         if type(step) is int and isinstance(loss, float) and math.isfinite(loss):
             return step, loss
     return None
-
-
-def _half(rise: Rise) -> float:
-    return CONFIDENCE * rise.error
-
-
-def _batches(rise: Rise) -> str:
-    return "one number" if rise.batches < 2 else f"{rise.batches} batches"

@@ -442,13 +442,10 @@ def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
 def _give(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Give a tensor its memory back, if it has another."""
-    if _layout(tensor) != _layout(data):
+    now, before = ((each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (tensor, data))
+    if now != before:
         tensor.data = data
 
 

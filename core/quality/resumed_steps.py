@@ -203,8 +203,8 @@ def obstacle(
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         return "the model is compiled by torch.jit"
     tensors = [*_trained(module, optimizers), *module.buffers()]
-    known = own_part if shards else _plain_part
-    if any(known(tensor) is None for tensor in tensors):
+    known = _is_shard if shards else is_plain_tensor
+    if not all(map(known, tensors)):
         return "some parameters or buffers are no plain tensors"
     gpus = {torch.device("cuda", torch.cuda.current_device())} if torch.cuda.is_initialized() else set()
     if not {tensor.device for tensor in tensors} <= {_HOST, *gpus}:
@@ -218,13 +218,11 @@ def obstacle(
     return global_hooks() or next(filter(None, each), None)
 
 
-def _plain_part(tensor: torch.Tensor) -> torch.Tensor | None:
-    return tensor if is_plain_tensor(tensor) else None
+def _is_shard(tensor: torch.Tensor) -> bool:
+    return own_part(tensor) is not None
 
 
-def _optimizer_obstacle(
-    optimizer: Optimizer, known: Callable[[torch.Tensor], torch.Tensor | None]
-) -> str | None:
+def _optimizer_obstacle(optimizer: Optimizer, known: Callable[[torch.Tensor], bool]) -> str | None:
     kind = type(optimizer)
     attributes = vars(optimizer)
     if not isinstance(optimizer, Optimizer) or not {"state", "param_groups"} <= attributes.keys():
@@ -242,9 +240,9 @@ def _optimizer_obstacle(
     return None
 
 
-def _is_copyable(value: Any, known: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
+def _is_copyable(value: Any, known: Callable[[torch.Tensor], bool]) -> bool:
     if isinstance(value, torch.Tensor):
-        return known(value) is not None
+        return known(value)
     if type(value) in (dict, list, tuple):
         return all(_is_copyable(item, known) for item in (value.values() if type(value) is dict else value))
     return value is None or isinstance(value, (bool, int, float, str))
@@ -285,21 +283,12 @@ def _load_optimizer(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
     names = chain.from_iterable(group["params"] for group in given)
     parameters = dict(zip(names, chain.from_iterable(group["params"] for group in groups), strict=True))
     for group, values in zip(groups, given, strict=True):
-        group.update(
-            {
-                name: _placed(value, group.get(name), None)
-                for name, value in values.items()
-                if name != "params"
-            }
-        )
+        own = {name: value for name, value in values.items() if name != "params"}
+        group.update(_placed(own, group, None))
     before = dict(optimizer.state)
     optimizer.state.clear()
-    on_device = {
-        parameter
-        for group in groups
-        if group.get("fused") or group.get("capturable")
-        for parameter in group["params"]
-    }
+    fast = [group["params"] for group in groups if group.get("fused") or group.get("capturable")]
+    on_device = set(chain.from_iterable(fast))
     for name, entries in stored["state"].items():
         parameter: Any = parameters.get(name, name)
         device = parameter.device if isinstance(parameter, torch.Tensor) else None
