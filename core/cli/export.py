@@ -59,9 +59,8 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as a file that torch.load(weights_only=True), Lightning or safetensors reads."""
-    from shrinkpoint.io.export import check_target
+    from shrinkpoint.io.export import bytes_of, check_target, export_adapters, export_weights
     from shrinkpoint.io.export import export as write
-    from shrinkpoint.io.exporting import bytes_of, export_adapters, export_weights
     from shrinkpoint.io.loading import load_weights
     from shrinkpoint.state.training import TrainingState
 

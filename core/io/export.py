@@ -4,41 +4,70 @@ safetensors.
 It is independent of frameworks: a ``.ckpt`` contains the nested state as it was given to the saver, which the framework
 that wrote it can read. The few types that torch's safe loader refuses become plain types, and every such change is
 reported.
+
+The weights of a stored checkpoint are written some tensors at a time, so that a model larger than memory can be exported: the
+optimizer's state is neither read nor decoded. One file, or several with an index, which Hugging Face's ``from_pretrained`` reads.
+Files are written piece by piece, in any order: the safetensors package takes all tensors of a file at once, as bytes. The format is
+https://github.com/huggingface/safetensors#format: eight bytes of length, a JSON header, the tensors' bytes.
 """
 
+import json
 import os
+import re
 import secrets
 import shutil
 import stat
+import struct
 import sys
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from shrinkpoint.errors import CannotRepresentError, ConfigError, StoreError
-from shrinkpoint.state.dtypes import PACKED
-from shrinkpoint.state.training import Role, TrainingState
+from shrinkpoint.coding.selective import decode_batches, decode_selected
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, StoreError
+from shrinkpoint.io.loading import Chain, model_names, model_places, read_chain
+from shrinkpoint.state.dtypes import PACKED, tensor_to_bytes
+from shrinkpoint.state.frozen import ADAPTERS
+from shrinkpoint.state.specs import whole_specs
+from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.tree import Path as Place
 from shrinkpoint.state.tree import join_path
 
-__all__ = ["SUFFIXES", "Exported", "export", "model_places", "model_tensors", "put_in_place", "to_loadable"]
+if TYPE_CHECKING:
+    from shrinkpoint.container.reader import Header
+    from shrinkpoint.store.connect import StorageOptions
+    from shrinkpoint.store.urls import RunUrl
+
+__all__ = [
+    "SUFFIXES",
+    "Exported",
+    "SafetensorsWriter",
+    "bytes_of",
+    "check_target",
+    "export",
+    "export_adapters",
+    "export_weights",
+    "model_tensors",
+    "to_loadable",
+]
 
 SUFFIXES = (".ckpt", ".pt", ".safetensors")
 """What `export` writes, by the file's suffix."""
-
-_Path = tuple[str, ...]
-_AVERAGED: _Path = ("state_dict",)
 
 _MAX_INT_BITS = 255 * 8 - 1  # capacity of pickle's LONG1, the only long integer that the safe loader reads
 
@@ -94,13 +123,11 @@ def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = 
     target, state = check_target(path, force=force), state.whole()
     if target.suffix == ".safetensors":
         tensors, aliases = model_tensors(state)
-        notes = tuple(
-            f"{alias} is tied to {kept}, which contains the tensor" for alias, kept in aliases.items()
-        )
-        write, count = _safetensors_writer(tensors, aliases), len(tensors)
+        notes = _ties(aliases)
+        write, count = partial(_write_safetensors, tensors, aliases), len(tensors)
     else:
         value, notes = to_loadable(state.to_object())
-        write, count = _torch_writer(value), len(state.tensors)
+        write, count = partial(_write_torch, value), len(state.tensors)
     size = write_whole(target, write, force=force)
     return Exported(path=target, bytes=size, tensors=count, notes=notes)
 
@@ -140,7 +167,7 @@ def to_loadable(state: Any) -> tuple[Any, tuple[str, ...]]:
     """
     changes: dict[str, list[str]] = {}
 
-    def note(path: _Path, what: str) -> None:
+    def note(path: Place, what: str) -> None:
         changes.setdefault(what, []).append(join_path(path) or "the state")
 
     value = _convert(state, (), note)
@@ -157,7 +184,7 @@ _PLAIN: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
 )
 
 
-def _convert(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any:
+def _convert(value: Any, path: Place, note: Callable[[Place, str], None]) -> Any:
     if isinstance(value, np.datetime64 | np.timedelta64):
         raise _refuse(value, path)
     for kind, what, plain in _PLAIN:
@@ -204,7 +231,7 @@ def _convert(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any
     raise _refuse(value, path)
 
 
-def _convert_key(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any:
+def _convert_key(value: Any, path: Place, note: Callable[[Place, str], None]) -> Any:
     """Keys and members of sets stay hashable."""
     if isinstance(value, frozenset) or (
         isinstance(value, bytes) and not value
@@ -215,7 +242,7 @@ def _convert_key(value: Any, path: _Path, note: Callable[[_Path, str], None]) ->
     return _convert(value, path, note)
 
 
-def _refuse(value: object, path: _Path) -> CannotRepresentError:
+def _refuse(value: object, path: Place) -> CannotRepresentError:
     return CannotRepresentError(
         f"{join_path(path) or 'the state'} contains a {type(value).__module__}.{type(value).__qualname__}, which"
         " torch.load(weights_only=True) refuses: export to .safetensors for the weights alone, or keep numbers and"
@@ -227,18 +254,15 @@ def _listed(places: list[str]) -> str:
     return ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
 
 
-def _torch_writer(value: Any) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        torch.save(value, path)
-        try:  # verify that this torch's safe loader accepts the file, as promised
-            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            raise CannotRepresentError(
-                f"torch {torch.__version__} does not load this state with weights_only=True ({error}): export to"
-                " .safetensors for the weights alone"
-            ) from error
-
-    return write
+def _write_torch(value: Any, path: Path) -> None:
+    torch.save(value, path)
+    try:  # verify that this torch's safe loader accepts the file, as promised
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CannotRepresentError(
+            f"torch {torch.__version__} does not load this state with weights_only=True ({error}): export to"
+            " .safetensors for the weights alone"
+        ) from error
 
 
 # ---- safetensors
@@ -257,105 +281,20 @@ def model_tensors(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[s
     return {name: tensor.contiguous() for name, tensor in tensors.items()}, aliases
 
 
-def model_places(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The model's weights and buffers by their names in the model, and tied names by the name that has the tensor.
-
-    The tensors are the state's own, which may be meta tensors. The model's part is found by the tensors' roles; an
-    average stored in its place is taken instead. In a state that was
-    saved without roles, it is the dict ``state_dict`` or ``model``, or the state itself where that is a flat dict of tensors.
-
-    Raises:
-        CannotRepresentError: no weights are found, or two have the same name.
-    """
-    places = list(_tensor_places(state.to_object(own_tensors=True), ()))
-    names = {id(tensor): name for name, tensor in state.tensors.items()}
-    wanted = {name for name, spec in state.specs.items() if spec.tag.role in (Role.WEIGHT, Role.BUFFER)}
-    if any(spec.tag.role is Role.WEIGHT for spec in state.specs.values()):
-        first: dict[str, _Path] = {}
-        for path, tensor in places:
-            if names.get(id(tensor)) in wanted:
-                first.setdefault(names[id(tensor)], path)
-        folder = _common_folder(list(first.values()))
-        chosen = [(path, tensor) for path, tensor in places if names.get(id(tensor)) in wanted]
-        if _is_averaged(state):
-            folder, chosen = _AVERAGED, places
-    else:
-        folder = _folder_without_roles(state.to_object(own_tensors=True))
-        chosen = places
-    return _named([(path[len(folder) :], t) for path, t in chosen if path[: len(folder)] == folder])
+def _ties(aliases: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(f"{alias} is tied to {kept}, which contains the tensor" for alias, kept in aliases.items())
 
 
-def _is_averaged(state: TrainingState) -> bool:
-    """Return whether an average is stored in the model's place (Lightning's ``WeightAveraging``)."""
-    start = "/".join(_AVERAGED) + "/"
-    specs = state.specs.items()
-    return any(spec.tag.role is Role.AVERAGE and name.startswith(start) for name, spec in specs)
-
-
-def _tensor_places(value: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensor_places(item, (*path, str(key)))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _tensor_places(item, (*path, str(index)))
-
-
-def _common_folder(paths: list[_Path]) -> _Path:
-    folder = paths[0][:-1]
-    for path in paths[1:]:
-        same = [a == b for a, b in zip(folder, path[:-1], strict=False)]
-        folder = folder[: same.index(False) if False in same else len(same)]
-    return folder
-
-
-def _folder_without_roles(state: Any) -> _Path:
-    if isinstance(state, Mapping):
-        for key in ("state_dict", "model"):
-            part = state.get(key)
-            if isinstance(part, Mapping) and any(isinstance(item, torch.Tensor) for item in part.values()):
-                return (key,)
-        if state and all(isinstance(item, torch.Tensor) for item in state.values()):
-            return ()
-    raise CannotRepresentError(
-        "the state does not show which of its tensors are the model's weights (it was saved without roles, and has no"
-        " state_dict): export to .ckpt, which contains everything"
-    )
-
-
-def _named(chosen: list[tuple[_Path, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    tensors: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    kept: dict[int, str] = {}
-    for path, tensor in chosen:
-        name = ".".join(path)
-        if name in tensors or name in aliases:
-            raise CannotRepresentError(f"two tensors of the model would be called {name!r}")
-        if id(tensor) in kept:
-            aliases[name] = kept[id(tensor)]
-        else:
-            kept[id(tensor)] = name
-            tensors[name] = tensor
-    return tensors, aliases
-
-
-def _safetensors_writer(
-    tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
-) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        # Tied names are stored in the metadata, as safetensors.torch.save_model writes and load_model resolves them.
-        try:
-            save_file(dict(tensors), path, metadata={"format": "pt", **aliases})
-        except (SafetensorError, KeyError, ValueError) as error:
-            if "I/O error" in str(error):
-                raise OSError(str(error)) from error
-            raise CannotRepresentError(
-                f"safetensors cannot store this model ({error}): export to .ckpt"
-            ) from error
-
-    return write
+def _write_safetensors(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], path: Path) -> None:
+    # Tied names are stored in the metadata, as safetensors.torch.save_model writes and load_model resolves them.
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt", **aliases})
+    except (SafetensorError, KeyError, ValueError) as error:
+        if "I/O error" in str(error):
+            raise OSError(str(error)) from error
+        raise CannotRepresentError(
+            f"safetensors cannot store this model ({error}): export to .ckpt"
+        ) from error
 
 
 # ---- the file
@@ -408,4 +347,353 @@ def put_in_place(temporary: Path, target: Path, *, force: bool) -> None:
 def _exists(target: Path) -> ConfigError:
     return ConfigError(
         f"{target} exists already: choose another name, or give --force (force=True) to replace it"
+    )
+
+
+# ---- the weights of a stored checkpoint, piece by piece
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class SafetensorsWriter:
+    """One file, of which the tensors' names and sizes are known beforehand.
+
+    Args:
+        path: a new file.
+        specs: by the tensors' names in the file; dtypes and shapes count.
+        metadata: text by name.
+
+    Raises:
+        CannotRepresentError: the format has no such dtype, or, as it is closed, the package does not accept the file.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> None:
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        self._specs, self._at = specs, {}
+        at = 0
+        # as the package does: the largest elements first, so that each tensor is aligned
+        for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
+            spec = specs[name]
+            if spec.dtype not in _NAMES:
+                raise CannotRepresentError(
+                    f"{name} is of {spec.dtype}, which safetensors does not know: export to .ckpt"
+                )
+            self._at[name] = at
+            header[name] = {
+                "dtype": _NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [at, at + spec.nbytes],
+            }
+            at += spec.nbytes
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._path = path
+        self._start = 8 + len(text)
+        self._file = path.open("xb")
+        self._file.write(struct.pack("<Q", len(text)) + text)
+        self._file.truncate(self._start + at)
+
+    def put(self, name: str, tensor: torch.Tensor, offset: Sequence[int] | None = None) -> None:
+        """Write a tensor, or a box of it.
+
+        Args:
+            name: of the whole tensor.
+            tensor: the whole one, or the box; on the host.
+            offset: first index of the box in each dimension; None for a whole tensor.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        spec = self._specs[name]
+        at = self._start + self._at[name]
+        if offset is not None and tuple(tensor.shape[1:]) != spec.shape[1:]:
+            self._put_box(at, spec, tensor, offset)
+            return
+        if offset is not None:  # whole rows
+            at += offset[0] * (spec.nbytes // spec.shape[0])
+        self._file.seek(at)
+        self._file.write(tensor_to_bytes(tensor).data)
+
+    def _put_box(self, at: int, spec: TensorSpec, tensor: torch.Tensor, offset: Sequence[int]) -> None:
+        self._file.flush()
+        place = np.memmap(self._path, dtype=np.uint8, mode="r+", offset=at, shape=(spec.nbytes,))
+        size = spec.dtype.itemsize
+        inner = place.reshape(*spec.shape, size)
+        cut = tuple(slice(low, low + n) for low, n in zip(offset, tensor.shape, strict=True))
+        inner[cut] = tensor_to_bytes(tensor).reshape(*tensor.shape, size)
+        place.flush()
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write out what is buffered, and let the safetensors package read the header of a file that is whole."""
+        self._file.close()
+        if error is not None:
+            return
+        try:
+            with safe_open(self._path, framework="pt"):
+                pass
+        except SafetensorError as refused:
+            raise CannotRepresentError(
+                f"safetensors does not accept this model ({refused}): export to .ckpt"
+            ) from refused
+
+
+_BATCH = 2**26
+"""Bytes of tensors in memory, about: a batch that is decoded, and the next one, which is read meanwhile."""
+_UNITS = {"": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("B", 1000), ("IB", 1024))
+}
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file of an export."""
+
+    name: str
+    specs: dict[str, TensorSpec]
+    """By the tensors' names in the model."""
+    aliases: dict[str, str]
+
+
+def export_weights(
+    url: "RunUrl",
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | None = None,
+    force: bool = False,
+    storage_options: "StorageOptions" = None,
+) -> Exported:
+    """Write the weights and buffers of a checkpoint; memory is bounded by the largest tensor and some buffers.
+
+    Args:
+        url: as of `shrinkpoint.load_weights`.
+        path: ``*.safetensors``.
+        max_shard_size: bytes of tensors from which on several files are written in the place of `path`,
+            ``model-00001-of-00002.safetensors`` ..., with an index ``model.safetensors.index.json``; a larger tensor has a file of
+            its own. None: one file.
+        force: replace existing files.
+        storage_options: as of `shrinkpoint.load_weights`.
+
+    Raises:
+        ConfigError: the path cannot be written, or exists and `force` is not given.
+        CannotRepresentError: the state does not show which tensors are the model's, or safetensors has no such tensors.
+        NoCheckpointError, FormatError, ChainError, StoreError: as `shrinkpoint.load_weights`; or a file cannot be written.
+
+    Examples:
+        >>> from shrinkpoint.io.export import export_weights
+        >>> export_weights("runs/7#step=2000", "weights.safetensors").tensors
+        4
+    """
+    target = check_target(path, force=force)
+    if target.suffix != ".safetensors":
+        raise ConfigError(f"{target} must end in .safetensors: other formats are written whole")
+    if max_shard_size is not None and max_shard_size < 1:
+        raise ConfigError(f"max_shard_size={max_shard_size} must be a number of bytes, at least 1")
+
+    def read(chain: Chain) -> "tuple[Header, Exported]":
+        stored: dict[str, str] = {}
+
+        def choose(header: "Header") -> set[str]:
+            stored.update(model_names(header))
+            return set(stored.values())
+
+        header, wanted, batches = decode_batches(
+            chain, choose, threads=SaverConfig().encoder_threads, batch=_BATCH // 2, lasting=True
+        )
+        shards = _shards(target, header, stored, max_shard_size)
+        places = {place: name for name, place in reversed(stored.items())}
+        with _writing(target, shards, force=force) as writers:
+            for rows in batches:
+                for entry, planes, value in rows:
+                    spec = entry.spec
+                    if spec.name in wanted:
+                        name = places[spec.block.of if spec.block is not None else spec.name]
+                        writers[name].put(name, value, spec.block.offset if spec.block is not None else None)
+                    del entry, planes, value  # before the next ones are decoded
+        files = [target.parent / shard.name for shard in shards]
+        aliases = {alias: kept for shard in shards for alias, kept in shard.aliases.items()}
+        exported = Exported(
+            path=target if len(files) == 1 else _index_of(target),
+            bytes=sum(file.stat().st_size for file in files),
+            tensors=sum(len(shard.specs) for shard in shards),
+            notes=_ties(aliases),
+            step=header.step,
+            files=tuple(files),
+        )
+        return header, exported
+
+    _, exported, manifest = read_chain(url, storage_options, read)
+    return replace(exported, seq=None if manifest is None else manifest.seq)
+
+
+def export_adapters(
+    url: "RunUrl",
+    folder: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    storage_options: "StorageOptions" = None,
+) -> Exported:
+    """Write a checkpoint's adapters as PEFT does, for ``PeftModel.from_pretrained(base, folder)``.
+
+    Args:
+        url: as of `shrinkpoint.load_weights`.
+        folder: gets ``adapter_config.json`` and ``adapter_model.safetensors``; adapters of another name than "default" have
+            folders of that name in it.
+        force: replace existing files.
+        storage_options: as of `shrinkpoint.load_weights`.
+
+    Raises:
+        ConfigError: the checkpoint has no adapters, or files exist and `force` is not given.
+        CannotRepresentError: PEFT computes what it writes of such adapters.
+        NoCheckpointError, FormatError, ChainError, StoreError: as `shrinkpoint.load_weights`; or a file cannot be written.
+    """
+    root = Path(folder).expanduser()
+    adapters: dict[Path, tuple[Any, dict[str, str]]] = {}
+
+    def read(chain: Chain) -> "tuple[Header, dict[str, torch.Tensor]]":
+        def choose(header: "Header") -> set[str]:
+            adapters.clear()
+            adapters.update(_adapters_of(header, root))
+            return {place for _, tensors in adapters.values() for place in tensors.values()}
+
+        return decode_selected(chain, choose, threads=SaverConfig().encoder_threads)
+
+    header, found, manifest = read_chain(url, storage_options, read)
+    files = []
+    for inner, (config, tensors) in adapters.items():
+        inner.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(config, indent=2, sort_keys=True)
+        values = {name: found[place].clone() for name, place in tensors.items()}  # of tied ones each its own
+        files += [
+            check_target(inner / "adapter_model.safetensors", force=force),
+            inner / "adapter_config.json",
+        ]
+        write_whole(files[-2], partial(save_file, values, metadata={"format": "pt"}), force=force)
+        write_whole(files[-1], partial(Path.write_text, data=text), force=force)
+    size, seq = sum(file.stat().st_size for file in files), None if manifest is None else manifest.seq
+    return Exported(
+        path=root, bytes=size, tensors=len(found), notes=(), step=header.step, seq=seq, files=tuple(files)
+    )
+
+
+def _adapters_of(header: "Header", root: Path) -> dict[Path, tuple[Any, dict[str, str]]]:
+    """By its folder, each adapter's configuration and the stored tensors by their names in its file."""
+    described = header.tree.get(ADAPTERS, {}).get("adapters", {}) if isinstance(header.tree, dict) else {}
+    if not described:
+        raise ConfigError(
+            f"the checkpoint has no adapters of PEFT: name a file, as {root}.safetensors, for its weights"
+        )
+    names, found = model_names(header), {}
+    for prefix, adapters in described.items():
+        for adapter, entry in adapters.items():
+            if entry["tensors"] is None:
+                raise CannotRepresentError(
+                    f"what PEFT writes of the adapter {adapter!r} is computed: load the checkpoint's weights into the model"
+                    " (shrinkpoint.load_weights, strict=False), and call its save_pretrained"
+                )
+            parts = [prefix.strip(".") if len(described) > 1 else "", "" if adapter == "default" else adapter]
+            if any(part != Path(part).name for part in parts):
+                raise FormatError(f"the adapter {adapter!r} of {prefix!r} has a name that no folder may have")
+            found[root.joinpath(*parts)] = (
+                entry["config"],
+                {name: names[here] for name, here in entry["tensors"].items()},
+            )
+    return found
+
+
+def bytes_of(text: str) -> int:
+    """Return a size such as ``5GB``, ``500MiB`` or ``1000000``, in bytes.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is no size: write it as 5GB, 500MiB or 1000000")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _index_of(target: Path) -> Path:
+    return target.with_name(target.name + ".index.json")
+
+
+def _shards(target: Path, header: "Header", stored: Mapping[str, str], limit: int | None) -> list[_Shard]:
+    """Return which tensors are in which file, in the model's order."""
+    whole = whole_specs(record.spec for record in header.tensors.values())
+    kept: dict[str, str] = {}
+    files: list[dict[str, TensorSpec]] = [{}]
+    size = 0
+    for name, place in stored.items():
+        if kept.setdefault(place, name) != name:
+            continue
+        spec = whole[place]
+        if limit is not None and files[-1] and size + spec.nbytes > limit:
+            files.append({})
+            size = 0
+        files[-1][name] = spec
+        size += spec.nbytes
+    aliases = {name: kept[place] for name, place in stored.items() if kept[place] != name}
+    count = len(files)
+    return [
+        _Shard(
+            target.name if count == 1 else f"{target.stem}-{number:05}-of-{count:05}{target.suffix}",
+            specs,
+            {alias: name for alias, name in aliases.items() if name in specs},
+        )
+        for number, specs in enumerate(files, 1)
+    ]
+
+
+@contextmanager
+def _writing(
+    target: Path, shards: Sequence[_Shard], *, force: bool
+) -> Iterator[Mapping[str, SafetensorsWriter]]:
+    """Writers by tensor, to files next to the target that get their names when all are written, the index last."""
+    nonce = secrets.token_hex(8)
+    temporary = [target.parent / f".{shard.name}.tmp-{nonce}" for shard in shards]
+    index = target.parent / f".{target.name}.index.tmp-{nonce}"
+    try:
+        with ExitStack() as opened:
+            writers: dict[str, SafetensorsWriter] = {}
+            for file, shard in zip(temporary, shards, strict=True):
+                metadata = {"format": "pt", **shard.aliases}
+                writer = opened.enter_context(SafetensorsWriter(file, shard.specs, metadata))
+                writers.update(dict.fromkeys(shard.specs, writer))
+            yield writers
+        for file, shard in zip(temporary, shards, strict=True):
+            put_in_place(file, target.parent / shard.name, force=force)
+        if len(shards) > 1:
+            index.write_text(_index(shards))
+            put_in_place(index, _index_of(target), force=force)
+            with suppress(FileNotFoundError):
+                target.unlink()  # an older export in one file, which readers would prefer
+    except OSError as error:
+        raise StoreError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        for file in (*temporary, index):
+            with suppress(OSError):  # the original error is the one to show
+                file.unlink()
+
+
+def _index(shards: Sequence[_Shard]) -> str:
+    """As Hugging Face's libraries write and read it."""
+    return json.dumps(
+        {
+            "metadata": {"total_size": sum(spec.nbytes for shard in shards for spec in shard.specs.values())},
+            "weight_map": {name: shard.name for shard in shards for name in shard.specs},
+        },
+        indent=2,
     )

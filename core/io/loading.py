@@ -19,24 +19,32 @@ from shrinkpoint.errors import (
     NoCheckpointError,
     StateMismatchError,
 )
-from shrinkpoint.io.export import model_places
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.state.specs import whole_specs
-from shrinkpoint.state.training import TrainingState
-from shrinkpoint.state.tree import JSON, dense_only, tensor_names
+from shrinkpoint.state.training import Role, TrainingState
+from shrinkpoint.state.tree import JSON, Path, dense_only, tensor_names
 from shrinkpoint.store.connect import Options, StorageOptions, looks_like_file, naming, read_file
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl, Stores, parse_url, split_urls, url_text
 from shrinkpoint.warn import brief, warn
 
-__all__ = ["load", "load_state", "load_weights", "model_names", "read_chain", "weights_of_step"]
+__all__ = [
+    "load",
+    "load_state",
+    "load_weights",
+    "model_names",
+    "model_places",
+    "read_chain",
+    "weights_of_step",
+]
 
 T = TypeVar("T")
 Device = str | int | torch.device | None
 Chain = Sequence[Callable[[], AnySource]]
 
 _NEAR = 5
+_AVERAGED: Path = ("state_dict",)
 
 
 def load(
@@ -356,6 +364,90 @@ def model_names(header: Header) -> dict[str, str]:
                 f"{name} is sparse, which load_weights and safetensors do not know: shrinkpoint.load returns the whole state, and an export to .ckpt writes it"
             )
     return {**found, **{alias: found[kept] for alias, kept in aliases.items()}}
+
+
+def model_places(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The model's weights and buffers by their names in the model, and tied names by the name that has the tensor.
+
+    The tensors are the state's own, which may be meta tensors. The model's part is found by the tensors' roles; an
+    average stored in its place is taken instead. In a state that was
+    saved without roles, it is the dict ``state_dict`` or ``model``, or the state itself where that is a flat dict of tensors.
+
+    Raises:
+        CannotRepresentError: no weights are found, or two have the same name.
+    """
+    places = list(_tensor_places(state.to_object(own_tensors=True), ()))
+    names = {id(tensor): name for name, tensor in state.tensors.items()}
+    wanted = {name for name, spec in state.specs.items() if spec.tag.role in (Role.WEIGHT, Role.BUFFER)}
+    if any(spec.tag.role is Role.WEIGHT for spec in state.specs.values()):
+        first: dict[str, Path] = {}
+        for path, tensor in places:
+            if names.get(id(tensor)) in wanted:
+                first.setdefault(names[id(tensor)], path)
+        folder = _common_folder(list(first.values()))
+        chosen = [(path, tensor) for path, tensor in places if names.get(id(tensor)) in wanted]
+        if _is_averaged(state):
+            folder, chosen = _AVERAGED, places
+    else:
+        folder = _folder_without_roles(state.to_object(own_tensors=True))
+        chosen = places
+    return _named([(path[len(folder) :], t) for path, t in chosen if path[: len(folder)] == folder])
+
+
+def _is_averaged(state: TrainingState) -> bool:
+    """Return whether an average is stored in the model's place (Lightning's ``WeightAveraging``)."""
+    start = "/".join(_AVERAGED) + "/"
+    specs = state.specs.items()
+    return any(spec.tag.role is Role.AVERAGE and name.startswith(start) for name, spec in specs)
+
+
+def _tensor_places(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensor_places(item, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _tensor_places(item, (*path, str(index)))
+
+
+def _common_folder(paths: list[Path]) -> Path:
+    folder = paths[0][:-1]
+    for path in paths[1:]:
+        same = [a == b for a, b in zip(folder, path[:-1], strict=False)]
+        folder = folder[: same.index(False) if False in same else len(same)]
+    return folder
+
+
+def _folder_without_roles(state: Any) -> Path:
+    if isinstance(state, Mapping):
+        for key in ("state_dict", "model"):
+            part = state.get(key)
+            if isinstance(part, Mapping) and any(isinstance(item, torch.Tensor) for item in part.values()):
+                return (key,)
+        if state and all(isinstance(item, torch.Tensor) for item in state.values()):
+            return ()
+    raise CannotRepresentError(
+        "the state does not show which of its tensors are the model's weights (it was saved without roles, and has no"
+        " state_dict): export to .ckpt, which contains everything"
+    )
+
+
+def _named(chosen: list[tuple[Path, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    kept: dict[int, str] = {}
+    for path, tensor in chosen:
+        name = ".".join(path)
+        if name in tensors or name in aliases:
+            raise CannotRepresentError(f"two tensors of the model would be called {name!r}")
+        if id(tensor) in kept:
+            aliases[name] = kept[id(tensor)]
+        else:
+            kept[id(tensor)] = name
+            tensors[name] = tensor
+    return tensors, aliases
 
 
 def _chosen(places: Mapping[str, T], names: Collection[str] | None, prefix: str) -> dict[str, T]:

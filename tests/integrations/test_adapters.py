@@ -333,7 +333,7 @@ def test_adapters_of_several_names_and_of_another_kind_are_exported(tmp_path: Pa
     import peft
     from support.adapters import Net
 
-    from shrinkpoint.io.exporting import export_adapters
+    from shrinkpoint.io.export import export_adapters
 
     model = adapted(modules_to_save=["head"], use_dora=True)
     model.add_adapter("more", peft.LoraConfig(r=3, target_modules=["first"]))

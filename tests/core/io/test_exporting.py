@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import shrinkpoint
 from shrinkpoint.cli.app import app
 from shrinkpoint.errors import ConfigError, StoreError
-from shrinkpoint.io.exporting import bytes_of, export_weights
+from shrinkpoint.io.export import bytes_of, export_weights
 
 
 def trained(url: Path, model: torch.nn.Module, steps: int = 2) -> None:
@@ -93,7 +93,7 @@ def test_a_failed_export_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: 
     def fails(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shrinkpoint.io.exporting.SafetensorsWriter.put", fails)
+    monkeypatch.setattr("shrinkpoint.io.export.SafetensorsWriter.put", fails)
     with pytest.raises(StoreError, match=r"model.safetensors: No space left"):
         export_weights(run, tmp_path / "model.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -140,7 +140,7 @@ MEMORY = """
     import torch
 
     import shrinkpoint
-    from shrinkpoint.io import exporting
+    from shrinkpoint.io import export as exporting
 
     run, out = sys.argv[1:]
 
