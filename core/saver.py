@@ -637,24 +637,15 @@ class Saver:
         name = "newest checkpoint" if which is None else f"checkpoint of step {getattr(which, 'step', which)}"
         says = waiting_for(f"reading the {name} of {self.store.display}")
         with says if self._placement.leads_node else nullcontext(), self._warmup.paused():
-            return (
-                self._placement.newest()
-                if which is None
-                else self._placement.read(lambda: self._named(which))
-            )
+            if which is None:
+                return self._placement.newest()
+            if isinstance(which, Manifest):
+                return self._placement.read(lambda: which)
+            address = Address(url=self.url, step=which)
+            return self._placement.read(lambda: address.find(self.store.manifests()))
 
     def _filled(self, state: TrainingState) -> TrainingState:
         return state if self._frozen is None else self._frozen.filled(state, self.store.display)
-
-    def _named(self, which: Manifest | int) -> Manifest:
-        """Return the manifest of a step.
-
-        Raises:
-            NoCheckpointError: there is no checkpoint of it.
-        """
-        if isinstance(which, Manifest):
-            return which
-        return Address(url=self.url, step=which).find(self.store.manifests())
 
     def _warn_of(self, manifest: Manifest, *, adopts: bool) -> None:
         """Warn where a restored checkpoint is not finite, with the way to the last one that is, or has weights alone."""

@@ -41,7 +41,10 @@ def diff(
 ) -> None:
     """Compare two checkpoints tensor by tensor: rms of the difference relative to A's rms, sizes, steps, losses."""
     one, other = (load(addressed(url), parse_storage_options(url, storage_options, option)) for url in (a, b))
-    report = {"a": _side(one), "b": _side(other), "tensors": _tensors(one, other), "data": _data(one, other)}
+    # plain data that differs: learning rates, counters, positions
+    leaves = _leaves(one.decoded.header.tree, other.decoded.header.tree, "")
+    data = [{"name": path, "a": in_a, "b": in_b} for path, in_a, in_b in leaves]
+    report = {"a": _side(one), "b": _side(other), "tensors": _tensors(one, other), "data": data}
     if as_json:
         print_json(report)
     else:
@@ -108,12 +111,6 @@ def _double(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     return (torch.view_as_real(values) if values.is_complex() else values).double()
-
-
-def _data(one: Loaded, other: Loaded) -> list[dict[str, Any]]:
-    """Plain data that differs: learning rates, counters, positions."""
-    trees = (one.decoded.header.tree, other.decoded.header.tree)
-    return [{"name": path, "a": a, "b": b} for path, a, b in _leaves(*trees, "")]
 
 
 def _leaves(a: Any, b: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

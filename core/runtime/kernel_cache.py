@@ -330,11 +330,13 @@ def write(kernels: Iterable[Any], coders: Iterable[str], *, at: Path) -> int:
 def _wheel() -> _Wheel | None:
     """Return the kernels for this machine's level, by this numba and for this Python; None if there are none that can be used."""
     level = LEVELS.get(platform.machine())
-    if level is None or config.DISABLE_JIT or not _is_meant(level):
+    if level is None or config.DISABLE_JIT:
         return None
-    if (
-        sys.flags.optimize > 1
-    ):  # without docstrings, other constants have other numbers: numba finds none of them
+    if {config.CPU_NAME, config.CPU_FEATURES} - {None, level.name, ""}:
+        return None  # numba is to compile for other processors
+    if not level.features <= set(_features()):
+        return None
+    if sys.flags.optimize > 1:  # without docstrings, constants have other numbers: numba finds none of them
         return None
     folder = _PACKAGE / _relative(level)
     try:
@@ -343,12 +345,6 @@ def _wheel() -> _Wheel | None:
         return _Wheel(folder, level.name, frozenset(noted["coders"])) if sound else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or damaged
         return None
-
-
-def _is_meant(level: Level) -> bool:
-    """Return whether numba is to compile for the level, or for this machine and that has what the level needs."""
-    others = {config.CPU_NAME, config.CPU_FEATURES} - {None, level.name, ""}
-    return not others and level.features <= set(_features())
 
 
 def _features() -> Iterator[str]:
