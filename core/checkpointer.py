@@ -23,7 +23,7 @@ from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
 from shrinkpoint.runtime.threads import Turns, in_turn
-from shrinkpoint.session.objects import LoopObjects, Stateful
+from shrinkpoint.session.objects import LoopObjects
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.sharded import CopiedObjects, ShardedObjects, has_shards, refuse_deepspeed
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shrinkpoint.steps.options import StepLog
     from shrinkpoint.steps.training import TrainingLog
 
-__all__ = ["Checkpointer", "Stateful"]
+__all__ = ["Checkpointer"]
 
 
 class Checkpointer:

@@ -32,7 +32,6 @@ __all__ = [
     "AnySource",
     "Decoded",
     "PartsSource",
-    "Row",
     "Source",
     "decode_batches",
     "decode_chain",

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from shrinkpoint.coding.decode import EXPANSION, required, stands_alone
+from shrinkpoint.coding.decode import EXPANSION, Row, required, stands_alone
 from shrinkpoint.coding.encode import standing_alone
 from shrinkpoint.coding.grouping import groups_of, mapped, siblings_of
-from shrinkpoint.coding.selective import Row, decode_batches, decode_chain, in_memory, sources_of_run
+from shrinkpoint.coding.selective import decode_batches, decode_chain, in_memory, sources_of_run
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Header

@@ -11,7 +11,8 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import Comparison, restored_model, true_model
 from shrinkpoint.quality.measurement import History, Rise, pooled
 from shrinkpoint.quality.plan import Ladder, Plan, Refusal, exactly
-from shrinkpoint.schemes.auto.scheme import MILD_SCALE, Auto, AutoOptions
+from shrinkpoint.schemes.auto.options import MILD_SCALE, AutoOptions
+from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import Choice, build, entry_of
 from shrinkpoint.schemes.inshrinkerator.prediction import SizePredictor, predicted_sizes

@@ -13,7 +13,8 @@ from shrinkpoint.errors import ConfigError, UnsupportedFormatError
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.followers import CopiedCodec, RoundedCodec
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
-from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
+from shrinkpoint.schemes.auto.options import AutoOptions
+from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import SaveContext, Scheme, TensorCodec

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from shrinkpoint.coding.decode import Row
 from shrinkpoint.coding.parts import PartsHeader
-from shrinkpoint.coding.selective import Row, decode_batches, sources_of_run
+from shrinkpoint.coding.selective import decode_batches, sources_of_run
 from shrinkpoint.container.reader import Header
 from shrinkpoint.engine.adopt import CARRIED
 from shrinkpoint.engine.placement import Found

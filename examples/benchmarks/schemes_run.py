@@ -36,7 +36,7 @@ from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.coding.selective import Decoded, decode_chain, in_memory
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.engine.movement import MovementTracker
-from shrinkpoint.schemes.auto.scheme import AutoOptions
+from shrinkpoint.schemes.auto.options import AutoOptions
 from shrinkpoint.schemes.base import ReferenceState, SaveContext, Scheme
 from shrinkpoint.schemes.catalogue import build, options_of
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights

@@ -17,7 +17,7 @@ import shrinkpoint.schemes.auto.first_moments as centroid_moments
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
-from shrinkpoint.schemes.auto.scheme import AutoOptions
+from shrinkpoint.schemes.auto.options import AutoOptions
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

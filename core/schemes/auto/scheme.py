@@ -50,7 +50,7 @@ from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["MILD_SCALE", "Auto", "AutoOptions"]
+__all__ = ["Auto"]
 
 Maker = Callable[[], TensorCodec]
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from shrinkpoint.errors import RunMismatchError, StoreError
+from shrinkpoint.store.keys import MEMBER_KEY
 from shrinkpoint.store.objects import ObjectInfo, ObjectStore, TransientStoreError, honours_put_if_absent
 from shrinkpoint.store.striped.calls import Answers, Calls, Health, Patience
 from shrinkpoint.store.striped.members import (
-    MEMBER_KEY,
     Member,
     Quorum,
     agree,

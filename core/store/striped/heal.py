@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from shrinkpoint.errors import CorruptionError, FormatError, RunMismatchError, StoreError
-from shrinkpoint.store.keys import seq_of_commit
+from shrinkpoint.store.keys import MEMBER_KEY, seq_of_commit
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, is_sealed
 from shrinkpoint.store.objects import MissingKeyError
 from shrinkpoint.store.striped.blobs import layouts_of
 from shrinkpoint.store.striped.group import Group
-from shrinkpoint.store.striped.members import JOINING_KEY, MEMBER_KEY, Member, holds_a_run, read_member
+from shrinkpoint.store.striped.members import JOINING_KEY, Member, holds_a_run, read_member
 from shrinkpoint.store.striped.objects import StripedObjects
 from shrinkpoint.store.striped.reading import Layout
 from shrinkpoint.store.striped.shards import (

@@ -26,7 +26,6 @@ from shrinkpoint.store.striped.shards import MAX_STORES, ShardName
 
 __all__ = [
     "JOINING_KEY",
-    "MEMBER_KEY",
     "Member",
     "Quorum",
     "agree",

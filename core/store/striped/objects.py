@@ -4,11 +4,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from shrinkpoint.errors import CorruptionError
+from shrinkpoint.store.keys import MEMBER_KEY
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
 from shrinkpoint.store.striped.blobs import Blobs
 from shrinkpoint.store.striped.calls import Patience
 from shrinkpoint.store.striped.group import Group
-from shrinkpoint.store.striped.members import JOINING_KEY, MEMBER_KEY
+from shrinkpoint.store.striped.members import JOINING_KEY
 from shrinkpoint.store.striped.records import Records, stored_prefix
 from shrinkpoint.store.striped.shards import ShardName
 

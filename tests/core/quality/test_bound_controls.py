@@ -16,7 +16,7 @@ import shrinkpoint.schemes.auto.first_moments as centroid_moments
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
-from shrinkpoint.schemes.auto.scheme import AutoOptions
+from shrinkpoint.schemes.auto.options import AutoOptions
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import Role, TrainingState
 

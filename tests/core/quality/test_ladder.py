@@ -11,7 +11,7 @@ from shrinkpoint.quality.budget import RestoreBudget
 from shrinkpoint.quality.ladder import ScaleLadder
 from shrinkpoint.quality.measurement import EXACT, Rise, absolute_error, measured_rise
 from shrinkpoint.quality.plan import Refusal
-from shrinkpoint.schemes.auto.scheme import AutoOptions
+from shrinkpoint.schemes.auto.options import AutoOptions
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.state.training import TrainingState
 

@@ -25,7 +25,8 @@ from shrinkpoint.quality.comparison import (
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.guards import Verdict
 from shrinkpoint.quality.planner import Planner
-from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
+from shrinkpoint.schemes.auto.options import AutoOptions
+from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.state.training import Role, Tag, TrainingState
 

@@ -31,7 +31,8 @@ from shrinkpoint.engine.compaction import rebase_checkpoint
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.quality.guards import Verdict
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
+from shrinkpoint.schemes.auto.options import AutoOptions
+from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import Movement, ReferenceState, SaveContext
 from shrinkpoint.schemes.exact import Lossless
 from shrinkpoint.schemes.exactness import advice, explained, pack_reasons, unpack_reasons

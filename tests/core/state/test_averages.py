@@ -22,7 +22,8 @@ from shrinkpoint.engine.movement import MovementTracker
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.quality.comparison import mirrored_model, perturbed_model, restored_model, true_model
 from shrinkpoint.quality.guards import Guard
-from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
+from shrinkpoint.schemes.auto.options import AutoOptions
+from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.state.averages import AverageFinder, average_key, confirmed, live_tensors
 from shrinkpoint.state.roles import model_tags

@@ -12,7 +12,8 @@ from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, capture,
 from shrinkpoint.coding.encode import encode_state, restored_values
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import restored_model
-from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
+from shrinkpoint.schemes.auto.options import AutoOptions
+from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.auto.trellis import WIDER
 from shrinkpoint.schemes.base import Movement, SaveContext
 from shrinkpoint.sharded.trees import renamed_tensors

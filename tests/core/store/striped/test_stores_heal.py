@@ -10,10 +10,11 @@ from support.newest import newest_sound
 from support.stores import NamedFake, Stores, take
 
 from shrinkpoint.errors import RunMismatchError, ShrinkpointWarning, StoreError
+from shrinkpoint.store.keys import MEMBER_KEY
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.striped.heal import Healed, Survey, heal, survey
-from shrinkpoint.store.striped.members import JOINING_KEY, MEMBER_KEY
+from shrinkpoint.store.striped.members import JOINING_KEY
 from shrinkpoint.store.striped.shards import BLOCK
 
 BIG = os.urandom(200_001)

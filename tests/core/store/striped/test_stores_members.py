@@ -13,11 +13,12 @@ from support.newest import newest_sound
 from support.stores import QUICK, NamedFake, Stores, take
 
 from shrinkpoint.errors import ConfigError, FormatError, RunMismatchError, ShrinkpointWarning, StoreError
+from shrinkpoint.store.keys import MEMBER_KEY
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import seal
 from shrinkpoint.store.retry import RetryPolicy
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.striped.members import MEMBER_KEY, Member, read_member
+from shrinkpoint.store.striped.members import Member, read_member
 from shrinkpoint.store.striped.objects import StripedObjects
 
 
