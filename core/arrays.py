@@ -8,25 +8,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:  # torch takes seconds to import, and the command line starts without it
     import torch
 
-__all__ = [
-    "Bools",
-    "Float32s",
-    "Float64s",
-    "Indices",
-    "Int8s",
-    "Int16s",
-    "Int32s",
-    "Int64s",
-    "Integer",
-    "Signed",
-    "UInt8s",
-    "UInt16s",
-    "UInt32s",
-    "Unsigned",
-    "overwrite",
-    "widened",
-]
-
 Bools = npt.NDArray[np.bool_]
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from shrinkpoint.steps.options import StepLog
     from shrinkpoint.steps.training import TrainingLog
 
-__all__ = ["Checkpointer"]
-
 
 class Checkpointer:
     """Saves and resumes a model, its optimizers and further objects with a state.

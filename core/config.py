@@ -14,8 +14,6 @@ from shrinkpoint.store.manifest import MAX_CHAIN
 from shrinkpoint.store.urls import Stores
 from shrinkpoint.warn import brief, refuses_unknown_options
 
-__all__ = ["Advanced", "SaverConfig", "whereabouts"]
-
 _POSITIVE = ("commit_timeout_s", "key_every", "restore_budget")
 _POSITIVE_OR_NONE = ("keep_last", "keep_every", "save_total_limit", "threads")
 _CHOICES: Mapping[str, tuple[str | None, ...]] = {

@@ -8,8 +8,6 @@ from typing import Any, Literal
 from shrinkpoint.schemes.exactness import ExactPart, parts_json
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["Accepted", "Measured", "SaveReport", "finite_or_none"]
-
 Measured = Literal["measured", "exact", "unmeasured", "blind"]
 """How a checkpoint's degradation is known: measured; 0 because all is exact; unknown; unknown because the evaluation
 was found not to depend on the weights."""

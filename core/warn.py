@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 
-__all__ = ["brief", "meant", "naming_this_line", "refuses_unknown_options", "some", "warn"]
-
 T = TypeVar("T")
 
 _LIBRARIES = tuple(

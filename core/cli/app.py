@@ -23,8 +23,6 @@ from shrinkpoint.runtime.progress import quieted, waiting_for
 from shrinkpoint.store.connect import reading_anyway
 from shrinkpoint.version import __version__
 
-__all__ = ["app", "main"]
-
 
 class _Commands(TyperGroup):
     """Turns shrinkpoint's exceptions and warnings into lines on stderr and an exit code."""

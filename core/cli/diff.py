@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = ["diff"]
-
 _IDENTICAL, _DIFFERS, _OTHER = "bit-identical", "differs", "other dtype or shape"
 _CHUNK = 1 << 22  # elements compared at a time, in double precision
 _NAMED = 10

@@ -22,8 +22,6 @@ from shrinkpoint.cli.runs import (
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
 
-__all__ = ["export"]
-
 _WEIGHTS_ALONE = "the step log has the weights alone: no optimizer state"
 
 

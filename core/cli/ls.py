@@ -41,8 +41,6 @@ from shrinkpoint.warn import warn
 if TYPE_CHECKING:
     from shrinkpoint.steps.reader import LogOverview
 
-__all__ = ["ls"]
-
 _SHOWN_METRICS = 3
 _NAMED = 4
 

@@ -10,23 +10,6 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-__all__ = [
-    "adopted_text",
-    "age",
-    "bytes_text",
-    "console",
-    "counted",
-    "degradation_text",
-    "exact_texts",
-    "in_all_text",
-    "interval_text",
-    "number",
-    "print_json",
-    "print_pairs",
-    "print_table",
-    "ratio_text",
-]
-
 _PIPE_WIDTH = 1000
 """Width where stdout is not a terminal, so that nothing is cut in a pipe."""
 

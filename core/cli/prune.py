@@ -30,8 +30,6 @@ from shrinkpoint.store.keys import pin_key
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
-__all__ = ["compact", "prune", "undelete"]
-
 # Seconds until the commits that one pass removed are older than "now" for the next: clock ticks of file systems and S3.
 _CLOCK_TICKS = (0.02, 1.1, 1.1)
 

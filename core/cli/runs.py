@@ -24,28 +24,6 @@ if TYPE_CHECKING:
     from shrinkpoint.coding.selective import Decoded
     from shrinkpoint.container.reader import Header
 
-__all__ = [
-    "AsJson",
-    "Loaded",
-    "Pairs",
-    "Seq",
-    "Step",
-    "StorageOptions",
-    "Target",
-    "Url",
-    "Yes",
-    "addressed",
-    "describe_manifest",
-    "find_damage",
-    "keys_of",
-    "load",
-    "name_of",
-    "open_run",
-    "opened",
-    "parse_storage_options",
-    "runs_below",
-]
-
 _VARIABLE = "SHRINKPOINT_STORAGE_OPTIONS"
 
 Url = Annotated[

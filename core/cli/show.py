@@ -40,8 +40,6 @@ from shrinkpoint.store.connect import looks_like_file, naming, read_file
 if TYPE_CHECKING:
     from shrinkpoint.container.reader import Header, Record
 
-__all__ = ["facts_of", "show"]
-
 
 class Order(str, Enum):
     """What the tensors may be sorted by."""

@@ -14,8 +14,6 @@ from shrinkpoint.store.striped.heal import Healed, Survey, survey
 from shrinkpoint.store.striped.heal import heal as heal_objects
 from shrinkpoint.store.urls import split_urls, url_text
 
-__all__ = ["stores"]
-
 
 def stores(
     urls: Annotated[

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shrinkpoint.store.manifest import Manifest
     from shrinkpoint.store.run import RunStore
 
-__all__ = ["verify"]
-
 
 def verify(
     url: Target,

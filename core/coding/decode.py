@@ -16,16 +16,6 @@ from shrinkpoint.schemes.catalogue import codec_for_reading
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = [
-    "EXPANSION",
-    "Row",
-    "check_sizes",
-    "decode_planes",
-    "decode_values",
-    "required",
-    "stands_alone",
-]
-
 EXPANSION = 2**20
 """Most bytes of a tensor for each byte that is stored of it without a reference: exact coding stays below, whatever the values."""
 _FOLLOW = (

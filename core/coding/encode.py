@@ -36,8 +36,6 @@ from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["EncodedState", "StagedState", "encode_state", "restored_values", "stage_state", "standing_alone"]
-
 
 @dataclass(frozen=True)
 class EncodedState:

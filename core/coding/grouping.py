@@ -11,16 +11,6 @@ from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_reference
 from shrinkpoint.schemes.exact import RESIZABLE
 from shrinkpoint.state.training import Role, TensorSpec
 
-__all__ = [
-    "for_codec",
-    "groups_of",
-    "keeps_bases_exact",
-    "mapped",
-    "matching",
-    "siblings_of",
-    "still_needed",
-]
-
 R = TypeVar("R")
 V = TypeVar("V")
 

@@ -9,8 +9,6 @@ from shrinkpoint.schemes.exactness import pack_reasons, unpack_reasons
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.manifest import Head
 
-__all__ = ["PartsHeader", "merged_headers"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PartsHeader(Header):

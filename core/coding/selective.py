@@ -28,20 +28,6 @@ from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.manifest import BlobRef, Head, Manifest
 from shrinkpoint.store.run import RunStore
 
-__all__ = [
-    "AnySource",
-    "Decoded",
-    "PartsSource",
-    "Source",
-    "decode_batches",
-    "decode_chain",
-    "decode_checkpoint",
-    "decode_selected",
-    "header_of",
-    "in_memory",
-    "sources_of_run",
-]
-
 Item = TypeVar("Item")
 T = TypeVar("T")
 

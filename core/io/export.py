@@ -53,19 +53,6 @@ if TYPE_CHECKING:
     from shrinkpoint.store.connect import StorageOptions
     from shrinkpoint.store.urls import RunUrl
 
-__all__ = [
-    "SUFFIXES",
-    "Exported",
-    "SafetensorsWriter",
-    "bytes_of",
-    "check_target",
-    "export",
-    "export_adapters",
-    "export_weights",
-    "model_tensors",
-    "to_loadable",
-]
-
 SUFFIXES = (".ckpt", ".pt", ".safetensors")
 """What `export` writes, by the file's suffix."""
 

@@ -16,8 +16,6 @@ from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.store.connect import Options, write_file
 from shrinkpoint.warn import brief, warn
 
-__all__ = ["save"]
-
 
 def save(
     state: object,

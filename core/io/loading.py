@@ -29,16 +29,6 @@ from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl, Stores, parse_url, split_urls, url_text
 from shrinkpoint.warn import brief, warn
 
-__all__ = [
-    "load",
-    "load_state",
-    "load_weights",
-    "model_names",
-    "model_places",
-    "read_chain",
-    "weights_of_step",
-]
-
 T = TypeVar("T")
 Device = str | int | torch.device | None
 Chain = Sequence[Callable[[], AnySource]]

@@ -15,8 +15,6 @@ from shrinkpoint.optimizers.updates import OptimizerKind, copied_group
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import parameters_of, unwrapped
 
-__all__ = ["moved", "put_back_objects", "with_object_states"]
-
 _MARK = "state_dict of"
 
 

@@ -17,8 +17,6 @@ from shrinkpoint.state.averages import is_near
 from shrinkpoint.state.stateful import optimizer_states
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
-__all__ = ["Behaviour", "behaviours", "recognised"]
-
 _SIZES = (
     "exp_inf",
     "acc_delta",

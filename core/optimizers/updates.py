@@ -24,18 +24,6 @@ from shrinkpoint.runtime.dispatch import Refusing
 from shrinkpoint.state.stateful import optimizer_states, unwrapped
 from shrinkpoint.state.training import Role, TrainingState
 
-__all__ = [
-    "OptimizerKind",
-    "Updates",
-    "compare_updates",
-    "copied_group",
-    "frozen",
-    "global_hooks",
-    "holds_tensors",
-    "moments_of_direction",
-    "obstacle_of",
-]
-
 _STEPS = 10
 _MOST_ELEMENTS = 1 << 19  # of all parameters that are tried
 _SEED = 20230622

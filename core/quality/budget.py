@@ -18,16 +18,6 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.measurement import CONFIDENCE, LOSS_FLOOR, Rise, pooled
 
-__all__ = [
-    "NO_COST",
-    "RecoveryEstimate",
-    "RestoreBudget",
-    "RestoreCost",
-    "budget_of",
-    "fall_of",
-    "reserve_of",
-]
-
 _MEASURED = 0.5
 """Share of `max_degradation` that the measured costs of all restores may use. Over 23 trainings that used it up, the
 mean harm was as measured; the rest of a run's path, which no measurement at a save covers, carried one run in thirty

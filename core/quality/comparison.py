@@ -22,21 +22,6 @@ from shrinkpoint.state.dtypes import PACKED, TRAINED
 from shrinkpoint.state.scratch import DiskTensor
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
-__all__ = [
-    "BlindEvaluationError",
-    "Combine",
-    "Comparison",
-    "alone",
-    "evaluated",
-    "joined",
-    "mirrored_model",
-    "own_memory",
-    "perturbed_model",
-    "restored_model",
-    "restored_state",
-    "true_model",
-]
-
 _MODEL = (Role.WEIGHT, Role.BUFFER)
 _EVALUATED = (*_MODEL, Role.AVERAGE)
 """Roles of the tensors that an evaluation may get."""

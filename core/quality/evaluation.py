@@ -15,15 +15,6 @@ import torch
 from shrinkpoint.errors import ConfigError, ShrinkpointError
 from shrinkpoint.quality.preserve import TraceError
 
-__all__ = [
-    "Evaluate",
-    "EvaluationDesk",
-    "EvaluationUnavailableError",
-    "Loss",
-    "ResumedSteps",
-    "losses_of",
-]
-
 Loss = float | Sequence[float] | torch.Tensor
 """A loss: one number, or one for each of some batches, always the same ones in the same order."""
 

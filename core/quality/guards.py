@@ -21,8 +21,6 @@ from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.codec_io import plane_of
 from shrinkpoint.state.training import Role, TrainingState
 
-__all__ = ["WEIGHTS", "Guard", "Verdict", "sampled_elements", "sampled_parameters"]
-
 WEIGHTS = (Role.WEIGHT, Role.MASTER)
 
 # Steps of a chain are kept up to a noise of sqrt(1.2) of what is wanted, and rows' exponents are quarters of an octave.

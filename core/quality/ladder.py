@@ -25,8 +25,6 @@ from shrinkpoint.schemes.inshrinkerator.scheme import (
 from shrinkpoint.schemes.inshrinkerator.search import ConfigurationSearch, Predict
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
 
-__all__ = ["ScaleLadder", "ladder_of"]
-
 STATE_VERSION = 2
 
 _PER_OCTAVE = 4

@@ -38,21 +38,6 @@ from typing import Any, TypeAlias
 
 from shrinkpoint.errors import ConfigError
 
-__all__ = [
-    "ABSOLUTE",
-    "CONFIDENCE",
-    "EXACT",
-    "LOSS_FLOOR",
-    "History",
-    "Losses",
-    "Rise",
-    "absolute_error",
-    "lasting_rises",
-    "measured_rise",
-    "pooled",
-    "relative_rise",
-]
-
 Losses: TypeAlias = Sequence[float]
 """The loss on each of some batches, always the same ones; a single number where only the mean is known."""
 

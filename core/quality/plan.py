@@ -15,8 +15,6 @@ from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.exact import Lossless
 from shrinkpoint.state.training import Role, TensorSpec
 
-__all__ = ["Ladder", "Plan", "Refusal", "exactly"]
-
 
 @dataclass(frozen=True)
 class Plan:

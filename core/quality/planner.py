@@ -44,9 +44,6 @@ from shrinkpoint.state.scratch import in_memory
 from shrinkpoint.state.training import Role
 from shrinkpoint.warn import warn
 
-__all__ = ["Planner"]
-
-
 _NAMED = 5
 _AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own have mild steps"
 _MILDER = 4  # how many milder settings are tried where a guard refuses

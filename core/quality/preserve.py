@@ -32,8 +32,6 @@ from shrinkpoint.state.dtypes import is_flat
 from shrinkpoint.state.rng import capture_rng, generator_state, is_generator, restore_rng, set_generator
 from shrinkpoint.warn import brief
 
-__all__ = ["TraceError", "is_plain_tensor", "own_part", "preserved_state"]
-
 _LOOKED_INTO = 100_000
 """So many elements of containers are looked into, the nearest first; of others, such as a data set's, only their order is put back."""
 _SMALL_BYTES, _MOST_BYTES = 2**20, 2**26

@@ -26,8 +26,6 @@ from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_st
 from shrinkpoint.state.dtypes import as_bits
 from shrinkpoint.state.stateful import named_buffers, named_parameters
 
-__all__ = ["ResumedRun", "UntilFailure", "obstacle"]
-
 _SEED = 20230622
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _HOST = torch.device("cpu")

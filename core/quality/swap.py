@@ -12,8 +12,6 @@ from shrinkpoint.state.averages import Candidate
 from shrinkpoint.state.dtypes import PACKED, inner_tensors, is_flat
 from shrinkpoint.state.stateful import named_buffers, named_parameters
 
-__all__ = ["swapped_tensors", "swapped_weights"]
-
 _CHUNK = 1 << 18
 """Elements that are exchanged at a time."""
 

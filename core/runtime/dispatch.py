@@ -5,8 +5,6 @@ from typing import Any, Self
 
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-__all__ = ["Refusing"]
-
 
 class Refusing(TorchDispatchMode):
     """Refuses operations of one thread, while `torch.compile` works as ever in all of them.

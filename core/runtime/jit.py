@@ -21,16 +21,6 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from shrinkpoint.runtime.kernel_cache import keep
 
-__all__ = [
-    "KernelCompiler",
-    "jit",
-    "jit_allocating",
-    "jit_in_any_order",
-    "jit_inlined",
-    "jit_part",
-    "rarely_collected",
-]
-
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile lazily, cached on disk (`shrinkpoint.runtime.kernel_cache`), in memory where no folder may be written to.
@@ -177,6 +167,7 @@ class TileCompiler(KernelCompiler):
     """The kernels' compiler with LLVM's SLP vectorizer, for functions of `jit_tiles`."""
 
     def compile_extra(self, function: Callable[..., Any]) -> Any:
+        """See `KernelCompiler.compile_extra`."""
         with global_compiler_lock:
             before, config.SLP_VECTORIZE = config.SLP_VECTORIZE, 1
             try:

@@ -43,18 +43,6 @@ from numba.core.dispatcher import Dispatcher
 
 from shrinkpoint.warn import warn
 
-__all__ = [
-    "LEVELS",
-    "KernelCache",
-    "Level",
-    "includes",
-    "keep",
-    "kept_of",
-    "kernel_sources",
-    "kernels_are_interpreted",
-    "write",
-]
-
 _CACHE = "_cache"  # the attribute of a kernel in which numba looks for its cache
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = "*_kernels.py", "jit.py", "tables.py"

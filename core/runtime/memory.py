@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LARGE", "Returns", "give_back", "join_bytes", "to_bytes"]
-
 LARGE = 1 << 27
 """Size of a state in bytes from which on memory is returned after a save; less is kept for the next save."""
 _TIMES = 16

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["Waiting", "quieted", "say", "waiting_for"]
-
 _AFTER_S = 2.0
 _QUIET = "SHRINKPOINT_QUIET"
 _log = logging.getLogger("shrinkpoint.runtime.progress")

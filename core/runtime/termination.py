@@ -16,8 +16,6 @@ from typing import Any
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.warn import brief
 
-__all__ = ["Pace", "TerminationRequest", "signals_of"]
-
 _ONE_WISH_S = 1.0
 """Seconds in which further signals count as the same: a launcher that gets a Ctrl-C sends a SIGTERM after it."""
 

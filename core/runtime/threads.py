@@ -17,8 +17,6 @@ from typing import Any, TypeVar, cast
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.warn import naming_this_line
 
-__all__ = ["Turns", "Worker", "in_turn", "map_in_order", "map_in_threads", "processors"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 Item = TypeVar("Item")

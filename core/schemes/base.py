@@ -14,22 +14,6 @@ from shrinkpoint.state.scratch import DiskArrays
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = [
-    "Context",
-    "EncodedTensor",
-    "Makers",
-    "Movement",
-    "PackedPlanes",
-    "Planes",
-    "Rebasable",
-    "ReferenceState",
-    "SaveContext",
-    "Scheme",
-    "Staged",
-    "TensorCodec",
-    "bytes_in_memory",
-]
-
 _USUAL_RESTORES = 10
 _USUAL_INTERVAL = 50
 

@@ -35,8 +35,6 @@ from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["VALUE", "ClosedLoopCodec", "Delta", "add", "as_reference", "previous_value", "residual_to"]
-
 VALUE = "value"
 """The plane that holds the reconstruction, fp32."""
 

@@ -14,28 +14,6 @@ from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
 from shrinkpoint.state.training import Role, TensorSpec
 from shrinkpoint.state.tree import JSON
 
-__all__ = [
-    "CODED_DTYPES",
-    "SEEDS",
-    "WEIGHT_DTYPES",
-    "as_float32",
-    "check_moment",
-    "check_sections",
-    "emit",
-    "emitted",
-    "finite",
-    "flag",
-    "floats",
-    "integer",
-    "matrix_shape",
-    "normal",
-    "number",
-    "plane_of",
-    "second_root",
-    "section",
-]
-
-
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that widen to fp32 without loss, and that a lossy codec may round to."""
 

@@ -21,8 +21,6 @@ from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["RESIZABLE", "ExactCodec", "Lossless", "fitted"]
-
 RESIZABLE = frozenset({"exact"})
 """Ids of codecs whose references serve tensors of other sizes too; what they keep is the plane ``bits``."""
 

@@ -13,18 +13,6 @@ if TYPE_CHECKING:  # torch, for which the command line does not wait
     from shrinkpoint.state.training import TensorSpec
     from shrinkpoint.state.tree import JSON
 
-__all__ = [
-    "ExactPart",
-    "added_parts",
-    "advice",
-    "exact_parts",
-    "explained",
-    "large_share",
-    "pack_reasons",
-    "parts_json",
-    "unpack_reasons",
-]
-
 _OURS = "scheme='auto' codes more kinds of tensors"
 _TEXTS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
     {

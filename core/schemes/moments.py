@@ -30,8 +30,6 @@ from shrinkpoint.schemes.codec_io import (
 )
 from shrinkpoint.state.training import Role, TensorSpec
 
-__all__ = ["FirstMomentCodec", "SecondMomentCodec"]
-
 Array = npt.NDArray[Any]
 
 _TINY = np.float32(np.finfo(np.float32).tiny)  # the least a nonzero second moment may be restored as

@@ -8,8 +8,6 @@ from shrinkpoint.schemes.exact import ExactCodec, Lossless
 from shrinkpoint.state.dtypes import dtype_name
 from shrinkpoint.state.training import LayerType, Role, TensorSpec
 
-__all__ = ["reasons_of", "refusal", "why_left"]
-
 _LONGEST = 300  # characters of a detail: an error's message may be of any length
 _ENDINGS = (": stored exactly", " and is stored exactly", " are stored exactly")
 

@@ -13,18 +13,6 @@ from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = [
-    "Moments",
-    "WeightOptions",
-    "check_choice",
-    "check_number",
-    "described",
-    "is_weight",
-    "moment_codecs",
-    "reference_value",
-    "weight_codecs",
-]
-
 Moments = Literal["exact", "levels"]
 """``exact`` as in papers that cover weights only; ``levels`` codes Adam's moments by `shrinkpoint.schemes.moments`."""
 

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["WeightSums", "added_sums"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSums:

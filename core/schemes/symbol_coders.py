@@ -24,17 +24,6 @@ from shrinkpoint.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from shrinkpoint.entropy.lstm.coder import LstmOptions
 
-__all__ = [
-    "PlaneCoder",
-    "SymbolCoder",
-    "decode_plane",
-    "deflate",
-    "encode_plane",
-    "inflate",
-    "uses_previous",
-]
-
-
 SymbolCoder = Literal["packed", "lzma", "huffman", "cyclic", "rans"]
 """``packed`` is plain bits, ``cyclic`` needs a previous plane and is ``huffman`` without one."""
 

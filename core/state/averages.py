@@ -18,17 +18,6 @@ from shrinkpoint.state.stateful import named_parameters
 from shrinkpoint.state.training import Role, Tag, TrainingState
 from shrinkpoint.state.tree import Path
 
-__all__ = [
-    "AverageFinder",
-    "Candidate",
-    "average_key",
-    "averages_in",
-    "confirmed",
-    "is_near",
-    "live_tensors",
-    "without_averages",
-]
-
 _NEAR = (
     0.5  # relative distance: what is nearer has nearly the weight's direction, and at least half its length
 )

@@ -10,8 +10,6 @@ import xxhash
 
 from shrinkpoint.state.dtypes import dtype_name, tensor_to_bytes
 
-__all__ = ["device_digests", "device_sums", "state_digest", "tensor_digest"]
-
 _WORDS = 1 << 21
 """8-byte words that are summed at a time: some 50 MB in addition to the tensor."""
 _SHIFT = 29

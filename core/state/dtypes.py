@@ -12,24 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shrinkpoint.arrays import UInt8s
 from shrinkpoint.errors import CannotRepresentError, FormatError
 
-__all__ = [
-    "DTYPES",
-    "PACKED",
-    "TRAINED",
-    "as_bits",
-    "class_name",
-    "dtype_from_name",
-    "dtype_name",
-    "empty_tensor",
-    "in_memory_order",
-    "inner_tensors",
-    "is_flat",
-    "loaded_class",
-    "memory_order",
-    "tensor_from_bytes",
-    "tensor_to_bytes",
-]
-
 _PACKED = (
     "float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16",
     *(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)),

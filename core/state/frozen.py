@@ -17,8 +17,6 @@ from shrinkpoint.state.stateful import named_parameters, plain_names, state_of
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, replaced
 
-__all__ = ["ADAPTERS", "FILLED", "FrozenTensors", "meta_filled", "named_digests", "references"]
-
 ADAPTERS = "peft"
 """The entry of a state that describes a model's adapters."""
 FILLED = "frozen:"

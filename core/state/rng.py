@@ -12,16 +12,6 @@ from torch.utils._pytree import tree_map_only
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.warn import warn
 
-__all__ = [
-    "Counters",
-    "capture_rng",
-    "diverge_rng",
-    "generator_state",
-    "is_generator",
-    "restore_rng",
-    "set_generator",
-]
-
 NO_OTHERS: Mapping[str, Any] = {}
 _SAID: set[str] = set()
 

@@ -12,18 +12,6 @@ from shrinkpoint.state.stateful import named_parameters, parameters_of, plain_na
 from shrinkpoint.state.training import Describe, LayerType, Role, Tag
 from shrinkpoint.state.tree import Path
 
-__all__ = [
-    "describe_training",
-    "is_master",
-    "model_tags",
-    "moment_role",
-    "named_role",
-    "optimizer_parameter_names",
-    "part_tag",
-    "state_tag",
-    "unnamed",
-]
-
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (

@@ -30,19 +30,6 @@ from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.warn import brief, warn
 
-__all__ = [
-    "DiskArrays",
-    "DiskTensor",
-    "Place",
-    "PlanesLostError",
-    "Scratch",
-    "ScratchFile",
-    "check_scratch",
-    "in_memory",
-    "put_arrays",
-    "put_tensor",
-]
-
 _LEAST = 1 << 16
 """Bytes from which on a tensor or an array is written; smaller ones stay in memory."""
 _MOMENTS = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES, Role.STATE)

@@ -13,8 +13,6 @@ from shrinkpoint.runtime.memory import LARGE
 from shrinkpoint.state.dtypes import PACKED, as_bits, empty_tensor
 from shrinkpoint.state.training import TrainingState
 
-__all__ = ["DeviceCopy", "Snapshot", "Snapshotter", "empty_tensors"]
-
 _ORDINARY = torch.Tensor, torch.nn.Parameter  # one call copies all of these
 _ALIGNED = 64
 _LEAST = 1 << 20

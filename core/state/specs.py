@@ -12,20 +12,6 @@ from shrinkpoint.errors import FormatError
 from shrinkpoint.state.dtypes import as_bits, dtype_from_name, dtype_name, empty_tensor
 from shrinkpoint.state.tree import JSON
 
-__all__ = [
-    "BLOCK_ELEMENTS",
-    "Block",
-    "LayerType",
-    "Role",
-    "Tag",
-    "TensorSpec",
-    "block_of",
-    "blocks_of",
-    "boxes_meet",
-    "joined",
-    "whole_specs",
-]
-
 _MAX_DIMS = 1024
 BLOCK_ELEMENTS = 2**24
 """Elements of a block at most, unless a single row has more. A tensor's blocks depend on its shape alone."""

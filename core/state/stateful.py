@@ -16,25 +16,6 @@ from torch.utils._pytree import tree_map
 
 from shrinkpoint.errors import CannotRepresentError, StateMismatchError
 
-__all__ = [
-    "forget_position",
-    "load_object",
-    "load_optimizer",
-    "load_stateful",
-    "named_buffers",
-    "named_parameters",
-    "optimizer_states",
-    "optimizers_in",
-    "own_names",
-    "parameters_of",
-    "plain_names",
-    "put_back_dtypes",
-    "scheduler_in",
-    "state_of",
-    "unwrapped",
-    "without_functions",
-]
-
 _DEEPEST = 8
 _MANY = 64  # a longer list or dict of an optimizer's is one of tensors
 _INSIDE = {  # the child that a wrapper's class puts into the names of parameters

@@ -33,17 +33,6 @@ from shrinkpoint.state.dtypes import (
     memory_order,
 )
 
-__all__ = [
-    "JSON",
-    "Path",
-    "decode_tree",
-    "dense_only",
-    "encode_tree",
-    "join_path",
-    "replaced",
-    "tensor_names",
-]
-
 JSON: TypeAlias = Any
 """None, bool, int, float, str, or a list or str-keyed dict of these."""
 

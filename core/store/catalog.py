@@ -28,8 +28,6 @@ from shrinkpoint.store.manifest import (
 )
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
 
-__all__ = ["Catalog", "DamagedCheckpoint", "Listing", "exists", "is_begun_here", "is_listed", "read_checked"]
-
 T = TypeVar("T")
 
 _MAGIC = "shrinkpoint-run"

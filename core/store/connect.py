@@ -23,20 +23,6 @@ from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.s3 import S3Objects
 from shrinkpoint.store.urls import Location, RunUrl, Stores, parse_url, split_urls
 
-__all__ = [
-    "Options",
-    "StorageOptions",
-    "check_outside",
-    "looks_like_file",
-    "naming",
-    "open_location",
-    "open_objects",
-    "read_file",
-    "reading_anyway",
-    "shared_fate",
-    "write_file",
-]
-
 T = TypeVar("T")
 
 _MAX_FILE_BYTES = 2**40

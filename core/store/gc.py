@@ -17,8 +17,6 @@ from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
 from shrinkpoint.warn import warn
 
-__all__ = ["DEFAULT_GRACE_S", "GcReport", "collect", "publish_again", "removed"]
-
 DEFAULT_GRACE_S = 86400.0
 # Blobs are written before the manifest that names them; between the two time stamps lies at most one commit.
 _SLACK_S = 7200.0

@@ -18,8 +18,6 @@ from shrinkpoint.store.keys import probe_key
 from shrinkpoint.store.objects import CredentialsError, MissingKeyError, ObjectInfo, TransientStoreError
 from shrinkpoint.store.urls import Location
 
-__all__ = ["GenericObjects"]
-
 # In the names of the errors of clouds' own libraries, as google.auth's RefreshError and azure's ClientAuthenticationError.
 _OF_CREDENTIALS = ("Auth", "Credential", "Expired", "Refresh", "Token")
 _TIME_FIELDS = ("mtime", "modified", "last_modified", "LastModified", "updated", "created")

@@ -3,29 +3,6 @@
 import re
 import secrets
 
-__all__ = [
-    "COMMITTED_KEY",
-    "FORMAT_KEY",
-    "MAX_SEQ",
-    "MAX_STEP",
-    "MEMBER_KEY",
-    "STEPS_PREFIX",
-    "check_data_key",
-    "commit_key",
-    "data_key",
-    "is_data_key",
-    "is_own_key",
-    "is_probe_key",
-    "is_session",
-    "is_trash_key",
-    "new_nonce",
-    "pin_key",
-    "pin_name",
-    "probe_key",
-    "seq_of_commit",
-    "trash_key",
-]
-
 from shrinkpoint.errors import ConfigError, FormatError
 
 FORMAT_KEY = "format.json"

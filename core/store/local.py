@@ -13,8 +13,6 @@ from shrinkpoint.errors import CorruptionError, StoreError
 from shrinkpoint.store.keys import is_own_key, new_nonce
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, TransientStoreError
 
-__all__ = ["LocalObjects"]
-
 _SUFFIXES = {".json", ".shrink"}
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")
 _AT_FDCWD = -100

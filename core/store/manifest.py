@@ -10,22 +10,6 @@ from typing import Any, Literal
 from shrinkpoint.errors import ConfigError, CorruptionError, FormatError, UnsupportedFormatError
 from shrinkpoint.store.keys import MAX_SEQ, MAX_STEP, check_data_key, is_session
 
-__all__ = [
-    "FORMAT",
-    "MAX_CHAIN",
-    "MAX_MANIFEST_BYTES",
-    "PARTS",
-    "READER_FEATURES",
-    "Anchor",
-    "BlobRef",
-    "Head",
-    "Manifest",
-    "Part",
-    "is_sealed",
-    "seal",
-    "unseal",
-]
-
 FORMAT = 1
 PARTS = "parts"
 """The feature of a run whose checkpoints have several containers each (`Head`)."""

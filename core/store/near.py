@@ -15,8 +15,6 @@ from shrinkpoint.store.retry import without_retries
 from shrinkpoint.store.urls import RunUrl, Stores, parse_url
 from shrinkpoint.warn import warn
 
-__all__ = ["NEAR_KEY", "NearCopies", "Share", "is_near"]
-
 NEAR_KEY = "near.json"
 """Marks a folder as one of copies, which their writer may delete at any time, and names their run."""
 

@@ -10,8 +10,6 @@ from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.store.objects import ObjectsBelow, ObjectStore, TransientStoreError
 from shrinkpoint.warn import warn
 
-__all__ = ["RetryPolicy", "RetryingObjects", "without_retries"]
-
 T = TypeVar("T")
 
 # The operating system's randomness: jitter must not advance a generator that the training seeded.

@@ -37,8 +37,6 @@ from shrinkpoint.warn import warn
 if TYPE_CHECKING:
     from shrinkpoint.store.striped.objects import StripedObjects
 
-__all__ = ["RunStore"]
-
 T = TypeVar("T")
 
 _READERS = 8

@@ -11,8 +11,6 @@ from shrinkpoint.store.generic import GenericObjects
 from shrinkpoint.store.objects import CredentialsError, MissingKeyError, ObjectInfo, TransientStoreError
 from shrinkpoint.store.urls import Location
 
-__all__ = ["PART_BYTES", "S3Objects", "http_status", "translate"]
-
 PART_BYTES = 16 * 2**20
 _DELETE_BATCH = 1000
 # A few quick repetitions, so that one lost part does not cost a whole upload; the rest is RetryPolicy's, under its

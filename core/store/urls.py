@@ -13,8 +13,6 @@ from fsspec.registry import known_implementations, registry
 from shrinkpoint.errors import ConfigError, MissingDependencyError
 from shrinkpoint.warn import brief, refuses_unknown_options
 
-__all__ = ["COMMAS", "Location", "RunUrl", "Stores", "parse_url", "split_urls", "url_text"]
-
 
 @refuses_unknown_options
 @dataclass(frozen=True)

@@ -32,8 +32,6 @@ from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, PARTS, Anchor, BlobRe
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.warn import warn
 
-__all__ = ["COMMIT_LIMIT_S", "RunWriter"]
-
 # A commit that takes longer may meet a collection that takes its blobs for leftovers (grace: 24 h).
 COMMIT_LIMIT_S = 3600.0
 _PIN_ATTEMPTS = 5

@@ -20,8 +20,6 @@ from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.codec_io import matrix_shape, section
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["EMPTY", "QUARTERS", "Factors", "row_and_column_means"]
-
 _PER_OCTAVE = 4
 # 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
 QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)

@@ -46,9 +46,6 @@ from shrinkpoint.schemes.codec_io import (
 from shrinkpoint.state.training import Role, TensorSpec
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["CentroidFirstMomentCodec", "CentroidMomentumCodec"]
-
-
 _PARTS = 256  # of a step, in which a centroid's distance from its level is stored
 _CENTROIDS = 16  # levels from which on the middle of the cell does
 _PER_OCTAVE = 4

@@ -14,8 +14,6 @@ from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.codec_io import check_sections
 from shrinkpoint.state.training import Role, TensorSpec
 
-__all__ = ["CopiedCodec", "RoundedCodec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _FollowingCodec:

@@ -14,20 +14,6 @@ from shrinkpoint.arrays import Bools, Float32s, Int8s, Int16s, Int32s, Integer
 from shrinkpoint.quantize.trellis_dither_kernels import random_bits
 from shrinkpoint.runtime.jit import jit, jit_inlined
 
-__all__ = [
-    "HIGH",
-    "LOW",
-    "NONE",
-    "PER_OCTAVE",
-    "Prediction",
-    "away",
-    "nearest",
-    "pack",
-    "reach",
-    "unpack",
-    "values",
-]
-
 PER_OCTAVE = 16
 LOW, HIGH = -126 * PER_OCTAVE, 128 * PER_OCTAVE - 1
 """The exponents of normal numbers."""

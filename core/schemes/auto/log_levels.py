@@ -54,8 +54,6 @@ from shrinkpoint.state.tree import JSON
 if TYPE_CHECKING:
     from shrinkpoint.schemes.auto.log_kernels import Prediction
 
-__all__ = ["LogLevelsCodec"]
-
 _PER_OCTAVE = 16
 _WIDEST = 2 * _PER_OCTAVE
 _SHIFT = 254 * _PER_OCTAVE - 1  # between the greatest and the least normal number

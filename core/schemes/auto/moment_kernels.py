@@ -10,9 +10,6 @@ import numpy as np
 from shrinkpoint.arrays import Float32s, Float64s, UInt8s
 from shrinkpoint.runtime.jit import jit
 
-__all__ = ["count_beyond", "explained", "in_other_units", "levels", "square_sum", "unlevel"]
-
-
 _ROUND = np.float32(
     1.5 * 2**23
 )  # added and taken away, it rounds what is below 2**22 to the nearest even integer

@@ -14,17 +14,6 @@ import torch
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = [
-    "EPSILON",
-    "FADING",
-    "UNKNOWN",
-    "epsilons",
-    "errors_at_once",
-    "memories",
-    "second_memories",
-    "states_of",
-]
-
 Tensors = Mapping[str, torch.Tensor]
 
 UNKNOWN = 99.0

@@ -6,8 +6,6 @@ from shrinkpoint.schemes.codec_io import CODED_DTYPES
 from shrinkpoint.schemes.recipe import check_number
 from shrinkpoint.state.training import Role, TensorSpec
 
-__all__ = ["MILD_SCALE", "AutoOptions"]
-
 MILD_SCALE = 1 / 16
 """Without a way to measure: narrower than nearly all that are found by measuring. A restore then costs the bench's convolutional network
 0.01 % of the loss, and its GPT much less."""

@@ -17,15 +17,6 @@ from shrinkpoint.arrays import Float64s, UInt16s
 from shrinkpoint.entropy.lanes.trellis import NOISE
 from shrinkpoint.schemes.auto.row_and_column_steps import MAX_EXPONENT
 
-__all__ = [
-    "EXPONENTS",
-    "LAST_WALK",
-    "NO_WALK",
-    "Expectation",
-    "measure_walk",
-]
-
-
 EXPONENTS = 4 * MAX_EXPONENT + 1
 """Of steps: quarter octaves."""
 

@@ -24,17 +24,6 @@ from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.codec_io import check_sections, matrix_shape, number, section
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = [
-    "MAX_EXPONENT",
-    "Steps",
-    "curvature_exponents",
-    "join_exponents",
-    "read_steps",
-    "split_exponents",
-    "within",
-    "write_exponents",
-]
-
 MAX_EXPONENT = 32
 """Quarter octaves that a row or a column may change the step by, each way."""
 

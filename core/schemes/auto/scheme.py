@@ -50,8 +50,6 @@ from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["Auto"]
-
 Maker = Callable[[], TensorCodec]
 
 # Levels of other squares and sizes, in sixteenths of an octave: wider where what a restore has changed is soon forgotten

@@ -30,8 +30,6 @@ from shrinkpoint.schemes.codec_io import (
 )
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["FactoredSecondMomentCodec", "rank_one"]
-
 _SHARE = 0.5
 """Of the octaves by which a row must grow for m's updates to keep their length. An autoencoder restored ten times, ten and 40 steps apart, with
 beta2 = 0.999, ended 3.8 to 5.1 and 2.1 to 4.4 % worse with 1, 1.5 to 2.1 and 1.2 to 2.3 % better with 0, within 0.6 % with this."""

@@ -22,20 +22,6 @@ from shrinkpoint.state.training import TensorSpec
 if TYPE_CHECKING:
     from shrinkpoint.quantize.trellis_dither_kernels import Known
 
-__all__ = [
-    "WIDER",
-    "Grid",
-    "KeptRows",
-    "TrellisReference",
-    "deviations",
-    "expected_points",
-    "in_rows",
-    "nearest_points",
-    "packed_planes",
-    "rows_of",
-    "zero_places",
-]
-
 WIDER = (1 / 12 / NOISE) ** 0.5
 """By how much steps may be wider than those of a scalar quantizer for the same noise."""
 

@@ -64,8 +64,6 @@ from shrinkpoint.schemes.codec_io import (
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["TrellisWeightCodec"]
-
 _FARTHEST = 30_000  # half steps from 0 that a point lies at most
 
 

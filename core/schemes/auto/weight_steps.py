@@ -30,8 +30,6 @@ from shrinkpoint.schemes.codec_io import matrix_shape
 from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
 
-__all__ = ["WeightStep", "WeightSteps", "known_movement"]
-
 _CURVED = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES)
 _FARTHEST = 64.0  # no tensor's curvature changes its steps by more
 _PER_OCTAVE = 4  # exponents of rows and columns

@@ -23,8 +23,6 @@ from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["InshrinkeratorWeightCodec", "Quantized"]
-
 _PRUNED, _PROTECTED, _FIRST = 0, 1, 2  # level ids; independent of the number of bins
 
 

@@ -28,9 +28,6 @@ from shrinkpoint.entropy.static.tables import count_symbols
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import FormatError
 
-__all__ = ["MAX_RUN", "LevelCoder", "decode_levels", "decode_runs", "encode_levels", "encode_runs"]
-
-
 LevelCoder = Literal["rans", "rle-huffman"]
 """``rans`` is the smaller one; ``rle-huffman`` is what Inshrinkerator published."""
 

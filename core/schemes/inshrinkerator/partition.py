@@ -15,8 +15,6 @@ from shrinkpoint.quantize.sketch import Sketch
 from shrinkpoint.schemes.inshrinkerator.sensitivity import magnitude_score, sensitivity_score
 from shrinkpoint.schemes.inshrinkerator.space import Metric
 
-__all__ = ["ScoreSketches", "Thresholds", "added_scores", "partition"]
-
 # A row that no batch of the averaging window touched has no gradient: by sensitivity it would be pruned first.
 _ALWAYS_BY_MAGNITUDE = frozenset({"embedding"})
 _CHUNK = 1 << 22

@@ -12,9 +12,6 @@ from shrinkpoint.schemes.inshrinkerator.scheme import Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 from shrinkpoint.state.training import LayerType
 
-__all__ = ["SizePredictor", "predicted_sizes"]
-
-
 _PROTECTED_BITS = 16  # a protected weight is stored in two bytes
 _CENTROID_BITS = 32
 _Part: TypeAlias = tuple[bool, int, float, float]

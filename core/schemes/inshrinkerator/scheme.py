@@ -22,8 +22,6 @@ from shrinkpoint.schemes.recipe import check_choice, check_number, is_weight, mo
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["Inshrinkerator", "InshrinkeratorOptions", "Weights", "weights_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class InshrinkeratorOptions:

@@ -23,14 +23,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 
-__all__ = [
-    "ConfigurationChoice",
-    "ConfigurationSearch",
-    "Predict",
-    "Search",
-    "SearchKind",
-]
-
 SearchKind: TypeAlias = Literal["exhaustive", "neighbourhood", "reprobe"]
 
 Predict: TypeAlias = Callable[[Configuration], float]

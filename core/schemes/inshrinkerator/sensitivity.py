@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["GradientEMA", "magnitude_score", "sensitivity_score"]
-
 _STEPS = 50
 
 

@@ -10,8 +10,6 @@ from typing import Literal, TypeAlias
 
 from shrinkpoint.errors import ConfigError
 
-__all__ = ["Configuration", "ConfigurationSpace", "Metric", "Steps"]
-
 Metric: TypeAlias = Literal["magnitude", "sensitivity"]
 Steps: TypeAlias = tuple[int, int, int, int]
 """Positions on the axes (bins, prune, protect, embedding_bins); a higher position is milder."""

@@ -32,8 +32,6 @@ from shrinkpoint.schemes.recipe import described, reference_value
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["ExCP"]
-
 
 @dataclass(kw_only=True)
 class _Joint:

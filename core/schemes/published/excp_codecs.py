@@ -40,8 +40,6 @@ from shrinkpoint.schemes.symbol_coders import (
 from shrinkpoint.state.training import Role, TensorSpec
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["SYMBOLS", "ExcpMomentCodec", "ExcpOptions", "ExcpSettings", "ExcpWeightCodec"]
-
 Codebook = Literal["float32", "float16"]
 Refill = Literal["none", "mean", "factored"]
 """The restored value of a pruned second moment: zero as published, its tensor's mean, or row mean x column mean /

@@ -26,8 +26,6 @@ from shrinkpoint.warn import warn
 if TYPE_CHECKING:
     from shrinkpoint.entropy.lstm.coder import LstmOptions
 
-__all__ = ["ITMO", "ItmoOptions"]
-
 _SYMBOLS_PER_S = 20_000  # of dense planes, at width 32, in one thread
 _USUAL_WIDTH = 32
 _LONG_S = 60

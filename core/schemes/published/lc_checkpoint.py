@@ -28,12 +28,6 @@ from shrinkpoint.schemes.recipe import WeightOptions, check_number, described, w
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = [
-    "LCCheckpoint",
-    "LCCheckpointOptions",
-    "LCCheckpointWeightCodec",
-]
-
 _BUCKETS = 1 << 9  # sign and exponent of fp32
 _MAX_BITS = 5
 

@@ -13,8 +13,6 @@ from shrinkpoint.store.striped.reading import Insufficient, Layout, RangeReader
 from shrinkpoint.store.striped.records import youngest
 from shrinkpoint.store.striped.shards import Geometry, ShardName, cut_data, encode_shard
 
-__all__ = ["MIRROR_BELOW", "Blobs", "layouts_of"]
-
 MIRROR_BELOW = 2**16
 """Bytes below which a blob is mirrored: to cut it would save less than another request takes."""
 

@@ -15,8 +15,6 @@ from shrinkpoint.errors import StoreError
 from shrinkpoint.store.objects import TransientStoreError
 from shrinkpoint.warn import warn
 
-__all__ = ["Answers", "Calls", "Health", "Patience", "for_each", "is_transient"]
-
 T = TypeVar("T")
 
 _SHORTEST_BACKOFF_S = 5.0

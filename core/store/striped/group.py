@@ -18,8 +18,6 @@ from shrinkpoint.store.striped.members import (
     read_member,
 )
 
-__all__ = ["Group"]
-
 T = TypeVar("T")
 
 _DEFAULT_PARITY = 1

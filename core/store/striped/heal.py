@@ -21,8 +21,6 @@ from shrinkpoint.store.striped.shards import (
     sound_blocks,
 )
 
-__all__ = ["Healed", "StoreState", "Survey", "heal", "survey"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StoreState:

@@ -24,18 +24,6 @@ from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.striped.parity import MAX_PARITY
 from shrinkpoint.store.striped.shards import MAX_STORES, ShardName
 
-__all__ = [
-    "JOINING_KEY",
-    "Member",
-    "Quorum",
-    "agree",
-    "check_layout",
-    "found_set",
-    "holds_a_run",
-    "is_unfinished",
-    "read_member",
-]
-
 JOINING_KEY = "joining.json"
 """What `member.json` will be, while `heal` still writes what the store lacks."""
 

@@ -13,8 +13,6 @@ from shrinkpoint.store.striped.members import JOINING_KEY
 from shrinkpoint.store.striped.records import Records, stored_prefix
 from shrinkpoint.store.striped.shards import ShardName
 
-__all__ = ["StripedObjects"]
-
 _OWN = (MEMBER_KEY, JOINING_KEY)
 
 

@@ -13,8 +13,6 @@ import numpy as np
 from shrinkpoint.arrays import Bools, UInt8s
 from shrinkpoint.errors import CorruptionError
 
-__all__ = ["MAX_PARITY", "Shard", "parity_of", "rebuild"]
-
 Shard: TypeAlias = UInt8s
 
 MAX_PARITY = 2

@@ -9,8 +9,6 @@ from shrinkpoint.store.striped.group import Group
 from shrinkpoint.store.striped.parity import Shard, rebuild
 from shrinkpoint.store.striped.shards import BLOCK, Geometry, ShardName, block_sums, sound_blocks
 
-__all__ = ["Insufficient", "Layout", "RangeReader"]
-
 Layout: TypeAlias = dict[Geometry, dict[int, list[int]]]
 """Of one blob: which stores hold which place of which geometry."""
 

@@ -15,8 +15,6 @@ from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
 from shrinkpoint.store.striped.calls import for_each, is_transient
 from shrinkpoint.store.striped.group import Group
 
-__all__ = ["Records", "stored_prefix", "youngest"]
-
 _ALIAS = re.compile(r"commits/([0-9]{10})-([0-9a-f]{16})-([0-9a-f]{16})\.json")
 _JUST_LISTED_S = 5.0
 _JUST_LOST_S = 60.0

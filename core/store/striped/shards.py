@@ -12,17 +12,6 @@ from shrinkpoint.runtime.memory import join_bytes
 from shrinkpoint.store.keys import is_data_key
 from shrinkpoint.store.striped.parity import MAX_PARITY, Shard, parity_of
 
-__all__ = [
-    "BLOCK",
-    "MAX_STORES",
-    "Geometry",
-    "ShardName",
-    "block_sums",
-    "cut_data",
-    "encode_shard",
-    "sound_blocks",
-]
-
 BLOCK = 2**20
 """Bytes of a shard that one checksum stands for, and that are rebuilt at a time."""
 MAX_STORES = 32
