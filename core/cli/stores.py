@@ -19,8 +19,7 @@ def stores(
     urls: Annotated[
         list[str],
         typer.Argument(
-            metavar="URL...",
-            help="The stores of the run in their order, apart or with commas between them.",
+            metavar="URL...", help="The stores of the run in their order, apart or with commas between them."
         ),
     ],
     heal: Annotated[

@@ -67,10 +67,7 @@ class Source:
     """
 
     def __init__(
-        self,
-        size: int,
-        fetch: Callable[[], bytes],
-        fetch_range: Callable[[int, int], bytes] | None = None,
+        self, size: int, fetch: Callable[[], bytes], fetch_range: Callable[[int, int], bytes] | None = None
     ) -> None:
         self.size = size
         """Its bytes."""
@@ -288,10 +285,7 @@ def decode_chain(chain: Sequence[Callable[[], AnySource]], *, threads: int = 1) 
 
 
 def decode_selected(
-    chain: Sequence[Callable[[], AnySource]],
-    choose: Callable[[Header], Collection[str]],
-    *,
-    threads: int = 1,
+    chain: Sequence[Callable[[], AnySource]], choose: Callable[[Header], Collection[str]], *, threads: int = 1
 ) -> tuple[Header, dict[str, torch.Tensor]]:
     """Restore some tensors of a chain's last checkpoint.
 

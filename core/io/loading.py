@@ -13,12 +13,7 @@ from shrinkpoint.container.reader import Header
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.fitting import is_extra_state
 from shrinkpoint.engine.retention import not_finite_text
-from shrinkpoint.errors import (
-    CannotRepresentError,
-    ConfigError,
-    NoCheckpointError,
-    StateMismatchError,
-)
+from shrinkpoint.errors import CannotRepresentError, ConfigError, NoCheckpointError, StateMismatchError
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.state.specs import whole_specs
 from shrinkpoint.state.training import Role, TrainingState
@@ -37,12 +32,7 @@ _NEAR = 5
 _AVERAGED: Path = ("state_dict",)
 
 
-def load(
-    url: RunUrl,
-    *,
-    device: Device = None,
-    storage_options: StorageOptions = None,
-) -> Any:
+def load(url: RunUrl, *, device: Device = None, storage_options: StorageOptions = None) -> Any:
     """Return a whole state as it was saved, every checksum and digest verified.
 
     Args:
@@ -267,9 +257,7 @@ def _threads() -> int:
 
 
 def read_chain(
-    url: RunUrl,
-    storage_options: StorageOptions,
-    read: Callable[[Chain], tuple[Header, T]],
+    url: RunUrl, storage_options: StorageOptions, read: Callable[[Chain], tuple[Header, T]]
 ) -> tuple[Header, T, Manifest | None]:
     """The result of `read` on the chain that a URL names; a damaged newest checkpoint is passed over with a warning.
 

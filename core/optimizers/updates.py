@@ -270,10 +270,7 @@ def _momentum_step(
 
 
 def _chosen(
-    node: Mapping[str, Any],
-    names: Mapping[int, str],
-    true: TrainingState,
-    parameters: Collection[str] | None,
+    node: Mapping[str, Any], names: Mapping[int, str], true: TrainingState, parameters: Collection[str] | None
 ) -> dict[Any, torch.Tensor]:
     """Weights by their number: those that have a moment, the smallest matrix first, then the smallest of all."""
     weights = true.weights

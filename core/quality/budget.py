@@ -245,11 +245,7 @@ class RecoveryEstimate:
     """
 
     def __init__(
-        self,
-        steps: int,
-        overhead: float,
-        spent_s: Callable[[], float],
-        clock: Callable[[], float],
+        self, steps: int, overhead: float, spent_s: Callable[[], float], clock: Callable[[], float]
     ) -> None:
         self._short = tuple(sorted({min(mark, steps) for mark in _SHORT})) if steps > 0 else ()
         self._long = (self._short[-1], steps) if steps > _SHORT[-1] else self._short

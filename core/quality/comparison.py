@@ -64,12 +64,7 @@ class Comparison:
     """
 
     def __init__(
-        self,
-        state: TrainingState,
-        measure: Evaluate,
-        *,
-        share: float,
-        combine: Combine = alone,
+        self, state: TrainingState, measure: Evaluate, *, share: float, combine: Combine = alone
     ) -> None:
         self._state, self._measure, self._combine = state, measure, combine
         self._absolute = absolute_error(share)
@@ -258,10 +253,7 @@ def _mirror(true: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
 
 
 def perturbed_model(
-    state: TrainingState,
-    *,
-    averages: bool = True,
-    names: Collection[str] | None = None,
+    state: TrainingState, *, averages: bool = True, names: Collection[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return the model with normal noise on each weight tensor, large enough that any evaluation of these weights reacts.
 

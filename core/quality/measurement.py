@@ -150,11 +150,7 @@ def absolute_error(share: float) -> float:
 
 
 def measured_rise(
-    true: Losses,
-    restored: Losses,
-    mirrored: Losses | None = None,
-    *,
-    absolute: float = ABSOLUTE,
+    true: Losses, restored: Losses, mirrored: Losses | None = None, *, absolute: float = ABSOLUTE
 ) -> Rise:
     """Return the relative rise of the loss, paired by batch: of a pair its second-order part, else all of it.
 

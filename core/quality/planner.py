@@ -9,14 +9,7 @@ import torch
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.quality.budget import (
-    NO_COST,
-    RecoveryEstimate,
-    RestoreCost,
-    budget_of,
-    fall_of,
-    reserve_of,
-)
+from shrinkpoint.quality.budget import NO_COST, RecoveryEstimate, RestoreCost, budget_of, fall_of, reserve_of
 from shrinkpoint.quality.comparison import (
     BlindEvaluationError,
     Combine,

@@ -59,10 +59,7 @@ class ResumedRun:
     around: Sequence[object] = ()
 
     def steps(
-        self,
-        weights: Mapping[str, Any],
-        optimizer_states: Sequence[Mapping[str, Any]],
-        marks: Sequence[int],
+        self, weights: Mapping[str, Any], optimizer_states: Sequence[Mapping[str, Any]], marks: Sequence[int]
     ) -> list[tuple[float, ...]]:
         """Return the held-out losses after each of `marks` optimizer steps from a state.
 

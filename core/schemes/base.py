@@ -31,10 +31,7 @@ class PackedPlanes(Mapping[str, npt.NDArray[np.generic]]):
     """
 
     def __init__(
-        self,
-        size: int,
-        parts: Planes,
-        made: Mapping[str, Callable[[Planes], npt.NDArray[np.generic]]],
+        self, size: int, parts: Planes, made: Mapping[str, Callable[[Planes], npt.NDArray[np.generic]]]
     ) -> None:
         self.size, self._parts, self._made = size, parts, made
 
@@ -190,10 +187,7 @@ class Rebasable(Protocol):
     then."""
 
     def rebase(
-        self,
-        encoded: EncodedTensor,
-        reference: ReferenceState,
-        spec: TensorSpec,
+        self, encoded: EncodedTensor, reference: ReferenceState, spec: TensorSpec
     ) -> EncodedTensor | None:
         """Return the same tensor, decodable without a predecessor; None where that is not possible.
 

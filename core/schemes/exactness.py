@@ -19,10 +19,7 @@ _TEXTS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
         "all": ("{}", "Saves farther apart allow more noise, as does a larger max_degradation"),
         "base": ("the scheme stores the first checkpoint of a chain in full", None),
         "buffer": ("a buffer", "Buffers that need not be saved may be registered with persistent=False"),
-        "copy": (
-            "an average that is only a copy of its weight, or whose movement is not known yet",
-            None,
-        ),
+        "copy": ("an average that is only a copy of its weight, or whose movement is not known yet", None),
         "dtype": ("dtype {}", "float32 and narrower floating-point types are coded"),
         "empty": ("no elements", None),
         "frozen": ("frozen (requires_grad=False)", None),

@@ -77,12 +77,7 @@ def encode_plane(
 
 
 def decode_plane(
-    payload: bytes,
-    count: int,
-    alphabet: int,
-    previous: UInt8s | None = None,
-    *,
-    columns: int | None = None,
+    payload: bytes, count: int, alphabet: int, previous: UInt8s | None = None, *, columns: int | None = None
 ) -> UInt8s:
     """Inverse of `encode_plane`; the payload says how it was coded.
 

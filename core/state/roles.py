@@ -14,13 +14,7 @@ from shrinkpoint.state.tree import Path
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_NORMS = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.LocalResponseNorm,
-    nn.RMSNorm,
-)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
 _ATTENTION_WORDS = ("attn", "attention")
 
 # Names of state in torch.optim, and in other libraries' optimizers. State of another name is `Role.STATE`, and
@@ -150,11 +144,7 @@ def named_role(key: str) -> Role | None:
 
 
 def state_tag(
-    key: str,
-    tensor: torch.Tensor,
-    parameter: torch.Tensor,
-    weight: Tag,
-    optimizer: torch.optim.Optimizer,
+    key: str, tensor: torch.Tensor, parameter: torch.Tensor, weight: Tag, optimizer: torch.optim.Optimizer
 ) -> Tag:
     """Return the tag of an entry of an optimizer's state.
 
@@ -192,11 +182,7 @@ def is_master(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def describe_training(
-    module: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    model_path: Path,
-    optimizers_path: Path,
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, model_path: Path, optimizers_path: Path
 ) -> Describe:
     """Return the `Describe` of a state that contains ``module.state_dict()`` and a list of ``optimizer.state_dict()``.
 

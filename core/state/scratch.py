@@ -357,8 +357,7 @@ class DiskArrays(Mapping[str, npt.NDArray[Any]]):
     """
 
     def __init__(
-        self,
-        arrays: Mapping[str, npt.NDArray[Any] | tuple[Place, np.dtype[Any], tuple[int, ...]]],
+        self, arrays: Mapping[str, npt.NDArray[Any] | tuple[Place, np.dtype[Any], tuple[int, ...]]]
     ) -> None:
         self._arrays = dict(arrays)
 

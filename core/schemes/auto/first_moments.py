@@ -149,10 +149,7 @@ class _CentroidCodec(ABC):
         centroids = _read_centroids(encoded.params.get("centroids"), radius, spec)
         units = self._units(encoded, spec, context)
         levels = decode_matrix(
-            section(encoded, spec, _PLANE),
-            spec.numel,
-            None,
-            width=row_width(*matrix_shape(spec.shape)),
+            section(encoded, spec, _PLANE), spec.numel, None, width=row_width(*matrix_shape(spec.shape))
         )
         if levels.size and max(int(levels.max()), -int(levels.min())) > radius:
             raise FormatError(f"{spec.name}: a level lies beyond {radius}")

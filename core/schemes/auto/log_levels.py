@@ -27,14 +27,7 @@ from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.auto.factors import EMPTY, Factors
-from shrinkpoint.schemes.base import (
-    Context,
-    EncodedTensor,
-    PackedPlanes,
-    Planes,
-    ReferenceState,
-    Staged,
-)
+from shrinkpoint.schemes.base import Context, EncodedTensor, PackedPlanes, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
     SEEDS,
@@ -128,10 +121,7 @@ class LogLevelsCodec:
         return Staged(value, emit)
 
     def rebase(
-        self,
-        encoded: EncodedTensor,
-        reference: ReferenceState,
-        spec: TensorSpec,
+        self, encoded: EncodedTensor, reference: ReferenceState, spec: TensorSpec
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`."""
         exponents = _exponents_before(reference, spec)
@@ -170,10 +160,7 @@ class LogLevelsCodec:
             check_sections(encoded, spec, "levels", "factors", *others)
             prediction = _by_factors(Factors.read(encoded, spec))
         away = decode_matrix(
-            section(encoded, spec, "levels"),
-            spec.numel,
-            None,
-            width=row_width(*matrix_shape(spec.shape)),
+            section(encoded, spec, "levels"), spec.numel, None, width=row_width(*matrix_shape(spec.shape))
         )
         zeros = _read_bits(encoded, spec, "zeros") if "zeros" in others else _NO_BITS
         exponents = np.empty(spec.numel, np.int16)

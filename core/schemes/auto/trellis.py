@@ -145,11 +145,7 @@ def expected_points(grid: Grid, reference: TrellisReference | None) -> tuple[Int
 
 
 def nearest_points(
-    values: Float32s,
-    grid: Grid,
-    reference: TrellisReference | None,
-    rows: Indices | None,
-    columns: int,
+    values: Float32s, grid: Grid, reference: TrellisReference | None, rows: Indices | None, columns: int
 ) -> tuple[Int16s, Int16s, Int16s] | None:
     """Put weights on their nearest paths.
 

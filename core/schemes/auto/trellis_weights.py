@@ -42,14 +42,7 @@ from shrinkpoint.schemes.auto.trellis import (
     rows_of,
     zero_places,
 )
-from shrinkpoint.schemes.base import (
-    Context,
-    EncodedTensor,
-    PackedPlanes,
-    Planes,
-    ReferenceState,
-    Staged,
-)
+from shrinkpoint.schemes.base import Context, EncodedTensor, PackedPlanes, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import (
     CODED_DTYPES,
     SEEDS,
@@ -137,10 +130,7 @@ class TrellisWeightCodec:
         return Staged(emitted(quantized.restored(spec), spec), emit)
 
     def rebase(
-        self,
-        encoded: EncodedTensor,
-        reference: ReferenceState,
-        spec: TensorSpec,
+        self, encoded: EncodedTensor, reference: ReferenceState, spec: TensorSpec
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`; rows that were kept lie on the points of other checkpoints, and cannot be coded by these."""
         known = TrellisReference.of(reference, spec)

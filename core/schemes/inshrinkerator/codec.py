@@ -131,10 +131,7 @@ class InshrinkeratorWeightCodec:
         return Quantized(shaped, torch.from_numpy(codebook), protected).value(spec.dtype)
 
     def rebase(
-        self,
-        encoded: EncodedTensor,
-        reference: ReferenceState,
-        spec: TensorSpec,
+        self, encoded: EncodedTensor, reference: ReferenceState, spec: TensorSpec
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`."""
         levels = np.ascontiguousarray(reference.planes["levels"], dtype=np.uint8)

@@ -62,11 +62,7 @@ def encode_levels(
 
 
 def decode_levels(
-    payload: Payload,
-    count: int,
-    n_levels: int,
-    previous: UInt8s | None,
-    previous_n_levels: int | None,
+    payload: Payload, count: int, n_levels: int, previous: UInt8s | None, previous_n_levels: int | None
 ) -> UInt8s:
     """Inverse of :func:`encode_levels`; the payload says how it was coded.
 

@@ -112,10 +112,7 @@ def weights_of(save_context: SaveContext, options: InshrinkeratorOptions) -> Wei
     """Return the weights of a save, sketched."""
     scores = save_context.scores
     return Weights(
-        save_context.state,
-        options,
-        save_context.gradients,
-        scores if isinstance(scores, Mapping) else None,
+        save_context.state, options, save_context.gradients, scores if isinstance(scores, Mapping) else None
     )
 
 

@@ -14,12 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s, Int64s, UInt8s
-from shrinkpoint.entropy.static.huffman import (
-    MAX_RANKS,
-    decode_ranks,
-    encode_ranks,
-    rank_lengths,
-)
+from shrinkpoint.entropy.static.huffman import MAX_RANKS, decode_ranks, encode_ranks, rank_lengths
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor, TensorCodec
 from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add, residual_to

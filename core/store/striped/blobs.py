@@ -60,10 +60,7 @@ class Blobs:
             cut = cut_data(geometry, data)
 
             def write(
-                store: int,
-                order: list[int] = order,
-                cut: list[Shard] = cut,
-                geometry: Geometry = geometry,
+                store: int, order: list[int] = order, cut: list[Shard] = cut, geometry: Geometry = geometry
             ) -> None:
                 place = order.index(store)
                 name = ShardName(key, geometry, place)

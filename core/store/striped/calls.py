@@ -168,12 +168,7 @@ class Calls:
         self._abandoned: dict[int, list[Future[Any]]] = {}
 
     def ask(
-        self,
-        stores: Sequence[int],
-        work: Callable[[int], T],
-        *,
-        enough: int,
-        alone_s: float | None = None,
+        self, stores: Sequence[int], work: Callable[[int], T], *, enough: int, alone_s: float | None = None
     ) -> Answers[T]:
         """Call ``work(store)`` for each at once. A StoreError counts as the store's failure; any other exception is raised.
 
