@@ -83,9 +83,9 @@ class Chain:
         assert self._scheme != "auto" or not encoded.kept_exactly, encoded.kept_exactly
         return encoded, write_container(encoded.checkpoint)
 
-    def add(self, save: SaveContext) -> None:
+    def add(self, save: SaveContext, rounds: int = 2) -> None:
         best, encoded, data = math.inf, None, b""
-        for _ in range(2):
+        for _ in range(rounds):
             encoded, data = None, b""
             before, began = reset_peak(), time.thread_time()
             encoded, data = self.encode(save)

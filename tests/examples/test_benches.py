@@ -1,6 +1,7 @@
 """The benches in their smallest form: that they run, and print a row for each case."""
 
 import csv
+import importlib
 import os
 import re
 import subprocess
@@ -35,6 +36,28 @@ def test_speed_has_a_row_for_each_way_to_store_a_state() -> None:
         *("torch.save", "torch.distributed.checkpoint", "zstd -3", "auto", "lossless"),
     ]
     assert all(float(cell) > 0 for row in rows[-2:] for cell in row[1:6])
+
+
+def test_a_team_is_followed_by_its_own_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    scaling = importlib.import_module("scaling")
+    alone, shared = scaling.Item([[3.0]]), scaling.Item([[1.0], [2.0, 2.0], [1.0]])
+    assert scaling.makespan([shared, alone], 1) == 9
+    assert scaling.makespan([alone, alone, alone], 2) == 6
+    assert scaling.makespan([shared], 2) == 4
+    assert (
+        scaling.makespan([shared, alone], 2) == 6
+    )  # the second thread is free when one part is left, which the first has begun
+    assert scaling.makespan([shared, alone], 4) == 4
+
+
+@slow
+@long
+def test_scaling_has_a_row_for_saves_and_for_restores() -> None:
+    rows = rows_of(printed("scaling.py", "--width", 32, "--layers", 1, "--vocabulary", 64, "--links", 2))[1:]
+    names = ["saving a base", "saving a delta", "reading a base", "reading a base and 2 links"]
+    assert [row[0] for row in rows] == names
+    assert all(row[1].endswith("(1.00)") for row in rows)
 
 
 @slow
