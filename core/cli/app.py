@@ -15,6 +15,7 @@ from shrinkpoint.cli.export import export
 from shrinkpoint.cli.ls import ls
 from shrinkpoint.cli.output import console
 from shrinkpoint.cli.prune import compact, prune, undelete
+from shrinkpoint.cli.report import report
 from shrinkpoint.cli.show import show
 from shrinkpoint.cli.stores import stores
 from shrinkpoint.cli.verify import verify
@@ -80,7 +81,7 @@ def _globals(
     """Take the options before the command's name, which `_Commands.invoke` reads."""
 
 
-for _command in (ls, show, diff, verify, export, compact, prune, undelete, stores):
+for _command in (ls, show, report, diff, verify, export, compact, prune, undelete, stores):
     app.command()(_command)
 
 

@@ -1,7 +1,7 @@
 """``shrinkpoint ls``: the checkpoints of a run."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from shrinkpoint.cli.runs import (
 from shrinkpoint.errors import FormatError, ShrinkpointWarning
 from shrinkpoint.store.connect import StorageOptions as Options
 from shrinkpoint.store.keys import STEPS_PREFIX
+from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectsBelow
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.warn import warn
@@ -55,56 +56,60 @@ def ls(
         _list_runs(url, below, options, as_json=as_json)
         return
     run = open_run(url, options)
+    _, found = survey(run)
+    if as_json:
+        print_json(found)
+        return
+    checkpoints, others = found["checkpoints"], found["unlisted_containers"]
+    _print(checkpoints, found["unreadable"])
+    out = console()
+    raw = _raw_bytes(checkpoints)
+    out.print(
+        f"{counted(len(checkpoints), 'checkpoint')} in {run.display}: {_taken(found['stored_bytes'], raw)}"
+    )
+    cost = in_all_text(checkpoints)
+    if cost is not None:
+        out.print(f"a restore may raise the loss by at most {cost}, the run's reserve included")
+    if others:
+        out.print(
+            f"and {counted(others, 'container')}, {bytes_text(found['unlisted_bytes'])}, that none of these needs: of removed"
+            " checkpoints, which wait for the end of their grace (`shrinkpoint undelete` brings them back), or of a save"
+            f" in progress{', or of those that are unreadable' if found['unreadable'] else ''}"
+        )
+    if found["step_log"] is not None:
+        out.print(logged_text(found["step_log"], url))
+
+
+def survey(run: RunStore) -> tuple[list[Manifest], dict[str, Any]]:
+    """Return a run's manifests, newest first, and what a listing says of them and of the run, as JSON."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShrinkpointWarning)  # the table shows what it would warn of
+        warnings.simplefilter("ignore", ShrinkpointWarning)  # what it would warn of is returned
         manifests = run.manifests()
     sizes = run.sizes()
     named = keys_of(run, manifests)
     live, others = (
         [size for key, size in sizes.items() if (key in named) is wanted] for wanted in (True, False)
     )
-    pins = _pins(run)
-    checkpoints = [
-        describe_manifest(manifest)
-        | {
-            "pins": sorted(name for name, seq in pins.items() if seq == manifest.seq),
-            "damage": find_damage(run, manifest, sizes),
-        }
-        for manifest in manifests
-    ]
-    unreadable = [
-        {"key": damaged.key, "reason": damaged.reason, "needs_newer_version": damaged.unsupported}
-        for damaged in run.damaged
-    ]
-    log = _step_log(run)
-    if as_json:
-        print_json(
-            {
-                "url": run.display,
-                "stored_bytes": sum(live),
-                "unlisted_bytes": sum(others),
-                "unlisted_containers": len(others),
-                "checkpoints": checkpoints,
-                "unreadable": unreadable,
-                "step_log": None if log is None else asdict(log),
+    pins, log = _pins(run), _step_log(run)
+    return manifests, {
+        "url": run.display,
+        "stored_bytes": sum(live),
+        "unlisted_bytes": sum(others),
+        "unlisted_containers": len(others),
+        "checkpoints": [
+            describe_manifest(manifest)
+            | {
+                "pins": sorted(name for name, seq in pins.items() if seq == manifest.seq),
+                "damage": find_damage(run, manifest, sizes),
             }
-        )
-        return
-    _print(checkpoints, unreadable)
-    out = console()
-    raw = _raw_bytes(checkpoints)
-    out.print(f"{counted(len(checkpoints), 'checkpoint')} in {run.display}: {_taken(sum(live), raw)}")
-    cost = in_all_text(checkpoints)
-    if cost is not None:
-        out.print(f"a restore may raise the loss by at most {cost}, the run's reserve included")
-    if others:
-        out.print(
-            f"and {counted(len(others), 'container')}, {bytes_text(sum(others))}, that none of these needs: of removed"
-            " checkpoints, which wait for the end of their grace (`shrinkpoint undelete` brings them back), or of a save"
-            f" in progress{', or of those that are unreadable' if unreadable else ''}"
-        )
-    if log is not None:
-        out.print(_logged(log, url))
+            for manifest in manifests
+        ],
+        "unreadable": [
+            {"key": damaged.key, "reason": damaged.reason, "needs_newer_version": damaged.unsupported}
+            for damaged in run.damaged
+        ],
+        "step_log": None if log is None else asdict(log),
+    }
 
 
 def _step_log(run: RunStore) -> "LogOverview | None":
@@ -116,17 +121,18 @@ def _step_log(run: RunStore) -> "LogOverview | None":
     return overview(segments, listed, run.run_id())
 
 
-def _logged(log: "LogOverview", url: str) -> str:
-    size = f"{counted(log.segments, 'segment')}, {bytes_text(log.bytes)}"
-    if log.kind is None:
+def logged_text(log: Mapping[str, Any], url: str) -> str:
+    """Return what a run's step log is good for, from its overview."""
+    size = f"{counted(log['segments'], 'segment')}, {bytes_text(log['bytes'])}"
+    if log["kind"] is None:
         return f"and a step log of {size}, whose newest segments are damaged"
-    reached = "" if log.last_step is None else f" up to step {log.last_step}"
+    reached = "" if log["last_step"] is None else f" up to step {log['last_step']}"
     use = (
         f"`shrinkpoint export {url} FILE --step N` writes the weights of any logged step"
-        if log.kind == "small"
+        if log["kind"] == "small"
         else "a resume replays it"
     )
-    return f"and a step log ({log.kind!r}){reached}: {size}; {use}"
+    return f"and a step log ({log['kind']!r}){reached}: {size}; {use}"
 
 
 def _pins(run: RunStore) -> Mapping[str, int]:
@@ -218,16 +224,26 @@ def _print(checkpoints: Sequence[Mapping[str, Any]], unreadable: Sequence[Mappin
         steps = {checkpoint["step"] for checkpoint in checkpoints}
         optional = (*(("seq",) if len(steps) == len(rows) else ()), *metrics)
         print_table(columns, rows, left=("kind",), optional=optional)
+    for remark in remarks_on(checkpoints, unreadable):
+        console().print(remark)
+
+
+def remarks_on(
+    checkpoints: Iterable[Mapping[str, Any]], unreadable: Iterable[Mapping[str, Any]]
+) -> list[str]:
+    """Return what is worth knowing of some checkpoints only: damage, what is exact, pins."""
     remarked: dict[str, list[str]] = {}
     for checkpoint in checkpoints:
         for remark in _remarks(checkpoint):
             remarked.setdefault(remark, []).append(str(checkpoint["step"]))
+    lines = []
     for remark, of in remarked.items():
         more = f" and {len(of) - _NAMED} more" if len(of) > _NAMED else ""
-        console().print(f"step{'s' if len(of) > 1 else ''} {', '.join(of[:_NAMED])}{more}: {remark}")
+        lines.append(f"step{'s' if len(of) > 1 else ''} {', '.join(of[:_NAMED])}{more}: {remark}")
     for damaged in unreadable:
         word = "NEEDS A NEWER SHRINKPOINT" if damaged["needs_newer_version"] else "UNREADABLE"
-        console().print(f"{word} {damaged['key']}: {damaged['reason']}")
+        lines.append(f"{word} {damaged['key']}: {damaged['reason']}")
+    return lines
 
 
 def _remarks(checkpoint: Mapping[str, Any]) -> list[str]:

@@ -281,6 +281,9 @@ _MEASURED = (
     "update_error",
     "update_length",
     "overhead",
+    "blocked_s",
+    "search_s",
+    "encode_s",
     "not_finite",
 )
 

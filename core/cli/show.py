@@ -84,7 +84,7 @@ def show(
             header = header_of(run, manifest.chain[-1])
         size, shown = manifest.chain[-1].total, run.display
         noted = describe_manifest(manifest)
-    report = _report(header, size) | {"url": shown, "checkpoint": noted}
+    report = contents_of(header, size) | {"url": shown, "checkpoint": noted}
     if role is not None:
         if role not in report["totals"]:
             raise ConfigError(f"--role {role}: there is none; there are {', '.join(report['totals'])}")
@@ -99,7 +99,8 @@ def show(
         _print(report, everything=everything)
 
 
-def _report(header: "Header", size: int) -> dict[str, Any]:
+def contents_of(header: "Header", size: int) -> dict[str, Any]:
+    """Return what a container's header says of its tensors, as JSON; `size` is that of the checkpoint."""
     records = list(header.tensors.values())
     from shrinkpoint.state.frozen import references
 
@@ -167,7 +168,8 @@ def _sums(elements: int, coded: int, raw: int) -> dict[str, Any]:
     }
 
 
-def _print_layers(tensors: Sequence[Mapping[str, Any]], sort: Order | None) -> None:
+def layers_of(tensors: Iterable[Mapping[str, Any]], sort: Order | None = None) -> dict[str, dict[str, Any]]:
+    """Return the sums of each layer's tensors, in their order or the greatest first."""
     parts: dict[str, list[Mapping[str, Any]]] = {}
     for tensor in tensors:
         layer = (tensor["parameter"] or "").rpartition(".")[0] or "(no layer)"
@@ -176,8 +178,13 @@ def _print_layers(tensors: Sequence[Mapping[str, Any]], sort: Order | None) -> N
         layer: _sums(*(sum(tensor[name] for tensor in of) for name in ("elements", "bytes", "raw_bytes")))
         for layer, of in parts.items()
     }
-    if sort is not None:
-        sums = dict(sorted(sums.items(), key=lambda item: -(item[1][_SORTED[sort]] or 0.0)))
+    if sort is None:
+        return sums
+    return dict(sorted(sums.items(), key=lambda item: -(item[1][_SORTED[sort]] or 0.0)))
+
+
+def _print_layers(tensors: Sequence[Mapping[str, Any]], sort: Order | None) -> None:
+    sums = layers_of(tensors, sort)
     rows = [(layer, str(total["elements"]), *_sizes(total)) for layer, total in sums.items()]
     columns = ("layer", "elements", "bytes", "bits/element", "ratio")
     print_table(columns, rows, left=("layer",), optional=("elements",), crop="layer")

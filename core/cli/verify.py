@@ -54,7 +54,7 @@ def verify(
             warnings.simplefilter(
                 "ignore", ShrinkpointWarning
             )  # unreadable checkpoints are among the results
-            results = _verify_run(run, address, everything=everything, with_unreadable=not named)
+            results = verify_run(run, address, everything=everything, with_unreadable=not named)
         shown = run.display
     damaged = sum(not result["sound"] for result in results)
     if as_json:
@@ -65,9 +65,14 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_run(
+def verify_run(
     run: "RunStore", address: Address, *, everything: bool, with_unreadable: bool
 ) -> list[dict[str, Any]]:
+    """Read and decode the checkpoint of an address, or every one; returns a result for each.
+
+    Raises:
+        NoCheckpointError: there is none.
+    """
     manifests = run.manifests()
     unreadable = [_result(key=d.key, error=d.reason) for d in run.damaged]
     if not manifests and not unreadable:

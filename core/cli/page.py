@@ -1,0 +1,317 @@
+"""Pages that load no other file: tables, curves as SVG, and the style and script of ``page.css`` and ``page.js``."""
+
+import base64
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from shrinkpoint.cli.output import number
+
+__all__ = [
+    "COLOURS", "GENERATOR", "Column", "Line", "bars", "card", "codes", "curves", "document", "facts", "figure", "finite",
+    "folded", "paragraph", "section", "strips", "table",
+]  # fmt: skip
+
+GENERATOR = '<meta name="generator" content="shrinkpoint report">'
+"""By which a page of ours is recognised."""
+COLOURS = 4
+"""Of curves; as many more are dashed."""
+
+_WIDE, _HIGH, _TICKS, _DOTS = 1000.0, 200.0, 4, 60
+_FAR = 60.0
+"""An axis is logarithmic, where it may be, if the greatest number is as many times the least."""
+_DRAWN = 1e100
+"""Greater numbers, and logarithms of those below its inverse, are not drawn."""
+_UNITS = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a table shows of its rows, and whether a figure draws it."""
+
+    title: str
+    key: str
+    text: Callable[[Any], str] = number
+    """Of a number; anything else is shown as it is."""
+    drawn: bool = False
+    dashed: bool = False
+    ends: tuple[str, str] | None = None
+    """The keys of its interval."""
+    words: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve: steps and numbers, None where there is a gap; and intervals, each a step and two numbers."""
+
+    name: str
+    points: Sequence[tuple[float, float | None]]
+    intervals: Sequence[tuple[float, float, float]] = ()
+    dashed: bool = False
+
+
+def finite(value: object) -> float | None:
+    """Return a number that can be drawn, or None for anything else."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _DRAWN
+    return float(value) if known else None  # type: ignore[arg-type]
+
+
+# ---- axes
+
+
+@dataclass(frozen=True)
+class _Axis:
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    @classmethod
+    def over(cls, numbers: Sequence[float], *, log: bool, floor: float | None) -> "_Axis":
+        low, high = min(numbers), max(numbers)
+        if log and low > 1 / _DRAWN and high / low >= _FAR:
+            first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+            powers = range(first, last + 1, math.ceil((last - first) / _TICKS))
+            return cls(10.0**first, 10.0**last, tuple(10.0**power for power in powers), log=True)
+        if floor is not None:
+            low, high = min(low, floor), max(high, floor)
+        if high - low <= 1e-12 * max(abs(low), abs(high)):
+            low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
+        size = _nice((high - low) / _TICKS)
+        first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
+        return cls(first * size, last * size, tuple(at * size for at in range(first, last + 1)))
+
+    @classmethod
+    def of_steps(cls, steps: Iterable[float]) -> "_Axis":
+        low, high = min(steps := list(steps)), max(steps)
+        if low == high:
+            return cls(low - 1, high + 1, (low,))
+        size = max(1.0, _nice((high - low) / _TICKS))
+        return cls(low, high, tuple(at * size for at in range(math.ceil(low / size), int(high // size) + 1)))
+
+    def share(self, value: float) -> float:
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def x(self, step: float) -> str:
+        return f"{_WIDE * self.share(step):.1f}"
+
+    def y(self, value: float) -> str:
+        return f"{_HIGH * (1 - self.share(value)):.1f}"
+
+    def labels(self, side: str, text: Callable[[float], str]) -> str:
+        spans = (
+            f'<span style="{side}:{100 * self.share(tick):.2f}%">{escape(text(tick))}</span>'
+            for tick in self.ticks
+        )
+        return "".join(spans)
+
+
+def _nice(size: float) -> float:
+    power: float = 10.0 ** math.floor(math.log10(size))
+    return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= size * 0.999)
+
+
+def _step_text(step: float) -> str:
+    return next((f"{step / size:g}{unit}" for least, size, unit in _UNITS if step >= least), f"{step:g}")
+
+
+# ---- figures
+
+
+def figure(
+    title: str, rows: Sequence[Row], columns: Sequence[Column], *, axis: Callable[[float], str], **how: Any
+) -> str:
+    """Return the drawn columns as curves over ``step``, with the table of all; `how` is for `curves`."""
+    lines = []
+    for column in columns:
+        low, high = column.ends or ("", "")
+        ends = ((row["step"], finite(row.get(low)), finite(row.get(high))) for row in rows if column.ends)
+        intervals = [(step, a, b) for step, a, b in ends if a is not None and b is not None]
+        points = [(row["step"], finite(row.get(column.key))) for row in rows]
+        if column.drawn:
+            lines.append(Line(column.title, points, intervals, column.dashed))
+    steps = _Axis.of_steps(row["step"] for row in rows)
+    shown = table(rows, [Column("step", "step"), *columns], steps=steps)
+    return curves(title, lines, shown, axis=axis, **how)
+
+
+def curves(
+    title: str,
+    lines: Sequence[Line],
+    shown: str,
+    *,
+    axis: Callable[[float], str],
+    log: bool = False,
+    floor: float | None = None,
+    note: str = "",
+) -> str:
+    """Return a figure of up to eight lines.
+
+    Args:
+        title: with the unit.
+        lines: those without a number are left out.
+        shown: the figure's table.
+        axis: the text of a number at the axis.
+        log: whether the axis may be logarithmic.
+        floor: a number that the axis shows in any case.
+        note: a sentence below the title.
+    """
+    lines = [line for line in lines if any(y is not None for _, y in line.points)][: 2 * COLOURS]
+    if not lines:
+        return _framed(title, note, '<p class="none">The run has no numbers for this figure.</p>')
+    numbers = [y for line in lines for _, y in line.points if y is not None]
+    numbers += [end for line in lines for _, *ends in line.intervals for end in ends]
+    ys = _Axis.over(numbers, log=log, floor=floor)
+    xs = _Axis.of_steps(x for line in lines for x, _ in line.points)
+    drawn, keys = [_path("grid", f"M0 {ys.y(tick)}H{_WIDE:g}") for tick in ys.ticks], ""
+    for at, line in enumerate(lines):
+        style = f"c{at % COLOURS}" + (" dash" if line.dashed or at >= COLOURS else "")
+        drawn += _curve(line, style, xs, ys)
+        keys += f'<span><i class="{style}"></i>{escape(line.name)}</span>'
+    scale = '<span class="scale">logarithmic scale</span>' if ys.log else ""
+    plot = _svg(title, _HIGH, f'{"".join(drawn)}<line class="cursor" y1="0" y2="{_HIGH:g}"/>')
+    body = (
+        f'<p class="keys">{keys}{scale}</p><div class="plot"><div class="ys">{ys.labels("bottom", axis)}</div>{plot}'
+        f'<div class="unit">step</div><div class="xs">{xs.labels("left", _step_text)}</div></div><output></output>'
+    )
+    return _framed(title, note, body + folded("Table", shown))
+
+
+def _curve(line: Line, style: str, xs: _Axis, ys: _Axis) -> Iterator[str]:
+    path, pen = "", "M"
+    for at, y in line.points:
+        path += "" if y is None else f"{pen}{xs.x(at)} {ys.y(y)}"
+        pen = "M" if y is None else "L"
+    there = [(at, y) for at, y in line.points if y is not None]
+    yield _path(
+        f"{style} interval",
+        "".join(f"M{xs.x(at)} {ys.y(low)}V{ys.y(high)}" for at, low, high in line.intervals),
+    )
+    yield _path(f"{style} line", path)
+    if len(there) <= _DOTS:
+        yield _path(f"{style} dots", "".join(f"M{xs.x(at)} {ys.y(y)}h0" for at, y in there))
+
+
+def _path(style: str, path: str) -> str:
+    return f'<path class="{style}" d="{path}"/>' if path else ""
+
+
+def _svg(title: str, high: float, body: str) -> str:
+    box = f'viewBox="0 0 {_WIDE:g} {high:g}" preserveAspectRatio="none" role="img"'
+    return f'<svg {box} aria-label="{escape(title)}">{body}</svg>'
+
+
+def _framed(title: str, note: str, body: str) -> str:
+    return f"<figure><h3>{escape(title)}</h3>{paragraph(note) if note else ''}{body}</figure>"
+
+
+def strips(title: str, rows: Sequence[tuple[str, str, Sequence[float]]], more: str) -> str:
+    """Return for each name a text, and marks at its steps; and more below all of them."""
+    xs, lines = _Axis.of_steps(at for _, _, ats in rows for at in ats), ""
+    for at, (name, text, steps) in enumerate(rows):
+        places = sorted({round(_WIDE / 2 * xs.share(step)) * 2 for step in steps})
+        marks = _path(f"c{at % COLOURS} dots", "".join(f"M{place} 10h0" for place in places))
+        drawn = _svg(name, 20, _path("grid", f"M0 10H{_WIDE:g}") + marks)
+        lines += f"<dt>{escape(name)} <small>{escape(text)}</small></dt><dd>{drawn}</dd>"
+    labels = f'<dd class="xs">{xs.labels("left", _step_text)}</dd>'
+    return _framed(title, "", f'<dl class="strips">{lines}{labels}</dl>{more}')
+
+
+# ---- tables and texts
+
+
+def table(
+    rows: Sequence[Row], columns: Sequence[Column], *, share: str = "", steps: _Axis | None = None
+) -> str:
+    """Return a table that its reader may sort; with bars by the numbers under `share`, or places on a figure's axis.
+
+    Columns without any value are left out.
+    """
+    columns = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
+    styles = [' class="words"' if column.words else "" for column in columns]
+    pairs = list(zip(columns, styles, strict=True))
+    head = "".join(f"<th{style}><button>{escape(column.title)}</button></th>" for column, style in pairs)
+    most, body = max((finite(row.get(share)) or 0.0 for row in rows), default=0.0) or 1.0, ""
+    for row in rows:
+        place = "" if steps is None else f' data-x="{steps.share(row["step"]):.4f}"'
+        width = 100 * (finite(row.get(share)) or 0.0) / most
+        bar = f'<i class="bar" style="width:{width:.1f}%"></i>' if share else ""
+        cells = []
+        for column, style in pairs:
+            value = row.get(column.key)
+            known = finite(value)
+            text = column.text(value) if known is not None else "-" if value is None else str(value)
+            key = "" if known is None else f' data-v="{known:.9g}"'
+            cells.append(f"<td{style}{key}>{escape(text)}")
+        cells[0] += bar
+        body += f"<tr{place}>{'</td>'.join(cells)}</td></tr>"
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def bars(
+    title: str, rows: Sequence[Row], columns: Sequence[Column], *, share: str = "", note: str = ""
+) -> str:
+    """Return a table with bars, which is its own figure."""
+    shown = table(rows, columns, share=share) if rows else '<p class="none">None.</p>'
+    return _framed(title, note, shown)
+
+
+def folded(title: str, body: str) -> str:
+    """Return what is opened by a click, and printed open."""
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+
+
+def card(kind: str, big: str, *texts: str, code: str = "", alarm: bool = False) -> str:
+    """Return one answer of the page's first screen."""
+    words = "".join(f"<p>{escape(text)}</p>" for text in texts) + (
+        f"<pre>{escape(code)}</pre>" if code else ""
+    )
+    style = "card alarm" if alarm else "card"
+    return f'<div class="{style}"><h2>{escape(kind)}</h2><p class="big">{escape(big)}</p>{words}</div>'
+
+
+def paragraph(text: str) -> str:
+    """Return a sentence or two."""
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return names and values, one pair a line."""
+    lines = (f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
+    return f'<dl class="facts">{"".join(lines)}</dl>'
+
+
+def codes(lines: Mapping[str, str]) -> str:
+    """Return lines to copy, by what they do."""
+    return "".join(
+        f"<div><h3>{escape(name)}</h3><pre>{escape(line)}</pre></div>" for name, line in lines.items()
+    )
+
+
+def section(title: str, figures: Iterable[str], style: str = "figures") -> str:
+    """Return a heading, and figures in as many columns as there is room for."""
+    return f'<section><h2>{escape(title)}</h2><div class="{style}">{"".join(figures)}</div></section>'
+
+
+def document(title: str, below: str, parts: Iterable[str]) -> str:
+    """Return the whole page. It may load nothing, and run no script but its own, whatever the names in it are."""
+    style, script = (
+        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    )
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline';"
+        f" script-src 'sha256-{allowed}'\">\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body><main><h1>{escape(title)}</h1>"
+        f"{paragraph(below)}{''.join(parts)}</main><script>{script}</script></body></html>\n"
+    )
