@@ -64,6 +64,8 @@ def test_every_command_reads_every_store(place: tuple[str, list[str]], tmp_path:
     assert run_json("verify", url, "--all", *options)["sound"] == len(STEPS)
     run("export", url, str(tmp_path / "a.ckpt"), *options)
     assert torch.load(tmp_path / "a.ckpt", weights_only=True)["global_step"] == STEPS[-1]
+    run("report", url, "-o", str(tmp_path / "a.html"), *options)
+    assert f"from step {STEPS[-1]}" in (tmp_path / "a.html").read_text(encoding="utf-8")
     key = listed[2]["key"]
     assert run_json("show", f"{url}/{key}", *options)["step"] == 30
 
