@@ -12,12 +12,14 @@ from typer.core import TyperGroup
 
 from shrinkpoint.cli.diff import diff
 from shrinkpoint.cli.export import export
+from shrinkpoint.cli.importing import import_run
 from shrinkpoint.cli.ls import ls
 from shrinkpoint.cli.output import console
 from shrinkpoint.cli.prune import compact, prune, undelete
 from shrinkpoint.cli.report import report
 from shrinkpoint.cli.show import show
 from shrinkpoint.cli.stores import stores
+from shrinkpoint.cli.trial import try_schemes
 from shrinkpoint.cli.verify import verify
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import quieted, waiting_for
@@ -83,6 +85,8 @@ def _globals(
 
 for _command in (ls, show, report, diff, verify, export, compact, prune, undelete, stores):
     app.command()(_command)
+app.command("import")(import_run)
+app.command("try")(try_schemes)
 
 
 @app.command("compile")

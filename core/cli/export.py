@@ -31,7 +31,7 @@ def export(
         str,
         typer.Argument(
             metavar="OUT",
-            help="OUT.ckpt or OUT.pt: everything; OUT.safetensors: the weights; a folder OUT: PEFT's adapters.",
+            help="OUT.ckpt or OUT.pt: everything; OUT.safetensors: the weights; a folder OUT: PEFT's adapters, or the files of an imported folder.",
         ),
     ],
     step: Step = None,

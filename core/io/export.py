@@ -41,6 +41,7 @@ from shrinkpoint.coding.selective import decode_batches, decode_selected
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, StoreError
 from shrinkpoint.io.loading import Chain, model_names, model_places, read_chain
+from shrinkpoint.io.ordinary import is_composers
 from shrinkpoint.state.dtypes import PACKED, tensor_to_bytes
 from shrinkpoint.state.frozen import ADAPTERS
 from shrinkpoint.state.specs import whole_specs
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".ckpt", ".pt", ".safetensors")
 """What `export` writes, by the file's suffix."""
 
+_COMPOSERS = "as Composer wrote it, with durations and arrays, which torch.load(weights_only=True) refuses"
 _MAX_INT_BITS = 255 * 8 - 1  # capacity of pickle's LONG1, the only long integer that the safe loader reads
 
 
@@ -113,8 +115,10 @@ def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = 
         notes = _ties(aliases)
         write, count = partial(_write_safetensors, tensors, aliases), len(tensors)
     else:
-        value, notes = to_loadable(state.to_object())
-        write, count = partial(_write_torch, value), len(state.tensors)
+        value = state.to_object()
+        own = is_composers(value)  # which no loader of plain values reads, and Composer would miss what was converted
+        value, notes = (value, (_COMPOSERS,)) if own else to_loadable(value)
+        write, count = partial(_write_torch, value, not own), len(state.tensors)
     size = write_whole(target, write, force=force)
     return Exported(path=target, bytes=size, tensors=count, notes=notes)
 
@@ -241,8 +245,10 @@ def _listed(places: list[str]) -> str:
     return ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
 
 
-def _write_torch(value: Any, path: Path) -> None:
+def _write_torch(value: Any, plain: bool, path: Path) -> None:
     torch.save(value, path)
+    if not plain:
+        return
     try:  # verify that this torch's safe loader accepts the file, as promised
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:

@@ -1,0 +1,396 @@
+"""Exports the weights of a stored checkpoint to safetensors, some tensors at a time: a model larger than memory can be exported.
+
+The optimizer's state is neither read nor decoded. One file, or several with an index, which Hugging Face's ``from_pretrained`` reads.
+Files are written piece by piece, in any order: the safetensors package takes all tensors of a file at once, as bytes. The format is
+https://github.com/huggingface/safetensors#format: eight bytes of length, a JSON header, the tensors' bytes.
+"""
+
+import json
+import os
+import re
+import secrets
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from shrinkpoint.coding.selective import AnySource, decode_batches, decode_selected
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, StoreError
+from shrinkpoint.io.export import Exported, check_target, put_in_place, write_whole
+from shrinkpoint.io.loading import model_names, read_chain
+from shrinkpoint.io.ordinary import is_folder, write_folder
+from shrinkpoint.state.dtypes import tensor_to_bytes
+from shrinkpoint.state.frozen import ADAPTERS
+from shrinkpoint.state.specs import whole_specs
+from shrinkpoint.state.training import TensorSpec, TrainingState
+
+if TYPE_CHECKING:
+    from shrinkpoint.container.reader import Header
+    from shrinkpoint.store.connect import StorageOptions
+    from shrinkpoint.store.urls import RunUrl
+
+__all__ = ["SafetensorsWriter", "bytes_of", "export_adapters", "export_weights"]
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class SafetensorsWriter:
+    """One file, of which the tensors' names and sizes are known beforehand.
+
+    Args:
+        path: a new file.
+        specs: by the tensors' names in the file; dtypes and shapes count.
+        metadata: text by name.
+
+    Raises:
+        CannotRepresentError: the format has no such dtype, or, as it is closed, the package does not accept the file.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> None:
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        self._specs, self._at = specs, {}
+        at = 0
+        # as the package does: the largest elements first, so that each tensor is aligned
+        for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
+            spec = specs[name]
+            if spec.dtype not in _NAMES:
+                raise CannotRepresentError(
+                    f"{name} is of {spec.dtype}, which safetensors does not know: export to .ckpt"
+                )
+            self._at[name] = at
+            header[name] = {
+                "dtype": _NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [at, at + spec.nbytes],
+            }
+            at += spec.nbytes
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._path = path
+        self._start = 8 + len(text)
+        self._file = path.open("xb")
+        self._file.write(struct.pack("<Q", len(text)) + text)
+        self._file.truncate(self._start + at)
+
+    def put(self, name: str, tensor: torch.Tensor, offset: Sequence[int] | None = None) -> None:
+        """Write a tensor, or a box of it.
+
+        Args:
+            name: of the whole tensor.
+            tensor: the whole one, or the box; on the host.
+            offset: first index of the box in each dimension; None for a whole tensor.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        spec = self._specs[name]
+        at = self._start + self._at[name]
+        if offset is not None and tuple(tensor.shape[1:]) != spec.shape[1:]:
+            self._put_box(at, spec, tensor, offset)
+            return
+        if offset is not None:  # whole rows
+            at += offset[0] * (spec.nbytes // spec.shape[0])
+        self._file.seek(at)
+        self._file.write(tensor_to_bytes(tensor).data)
+
+    def _put_box(self, at: int, spec: TensorSpec, tensor: torch.Tensor, offset: Sequence[int]) -> None:
+        self._file.flush()
+        place = np.memmap(self._path, dtype=np.uint8, mode="r+", offset=at, shape=(spec.nbytes,))
+        size = spec.dtype.itemsize
+        inner = place.reshape(*spec.shape, size)
+        cut = tuple(slice(low, low + n) for low, n in zip(offset, tensor.shape, strict=True))
+        inner[cut] = tensor_to_bytes(tensor).reshape(*tensor.shape, size)
+        place.flush()
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write out what is buffered, and let the safetensors package read the header of a file that is whole."""
+        self._file.close()
+        if error is not None:
+            return
+        try:
+            with safe_open(self._path, framework="pt"):
+                pass
+        except SafetensorError as refused:
+            raise CannotRepresentError(
+                f"safetensors does not accept this model ({refused}): export to .ckpt"
+            ) from refused
+
+
+_BATCH = 2**26
+"""Bytes of tensors in memory, about: a batch that is decoded, and the next one, which is read meanwhile."""
+_UNITS = {"": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("B", 1000), ("IB", 1024))
+}
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file of an export."""
+
+    name: str
+    specs: dict[str, TensorSpec]
+    """By the tensors' names in the model."""
+    aliases: dict[str, str]
+
+
+def export_weights(
+    url: "RunUrl",
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | None = None,
+    force: bool = False,
+    storage_options: "StorageOptions" = None,
+) -> Exported:
+    """Write the weights and buffers of a checkpoint; memory is bounded by the largest tensor and some buffers.
+
+    Args:
+        url: as of `shrinkpoint.load_weights`.
+        path: ``*.safetensors``.
+        max_shard_size: bytes of tensors from which on several files are written in the place of `path`,
+            ``model-00001-of-00002.safetensors`` ..., with an index ``model.safetensors.index.json``; a larger tensor has a file of
+            its own. None: one file.
+        force: replace existing files.
+        storage_options: as of `shrinkpoint.load_weights`.
+
+    Raises:
+        ConfigError: the path cannot be written, or exists and `force` is not given.
+        CannotRepresentError: the state does not show which tensors are the model's, or safetensors has no such tensors.
+        NoCheckpointError, FormatError, ChainError, StoreError: as `shrinkpoint.load_weights`; or a file cannot be written.
+
+    Examples:
+        >>> from shrinkpoint.io.exporting import export_weights
+        >>> export_weights("runs/7#step=2000", "weights.safetensors").tensors
+        4
+    """
+    target = check_target(path, force=force)
+    if target.suffix != ".safetensors":
+        raise ConfigError(f"{target} must end in .safetensors: other formats are written whole")
+    if max_shard_size is not None and max_shard_size < 1:
+        raise ConfigError(f"max_shard_size={max_shard_size} must be a number of bytes, at least 1")
+
+    def read(chain: Sequence[Callable[[], AnySource]]) -> "tuple[Header, Exported]":
+        stored: dict[str, str] = {}
+
+        def choose(header: "Header") -> set[str]:
+            stored.update(model_names(header))
+            return set(stored.values())
+
+        header, wanted, batches = decode_batches(
+            chain, choose, threads=SaverConfig().encoder_threads, batch=_BATCH // 2, lasting=True
+        )
+        shards = _shards(target, header, stored, max_shard_size)
+        places = {place: name for name, place in reversed(stored.items())}
+        with _writing(target, shards, force=force) as writers:
+            for rows in batches:
+                for entry, planes, value in rows:
+                    spec = entry.spec
+                    if spec.name in wanted:
+                        name = places[spec.block.of if spec.block is not None else spec.name]
+                        writers[name].put(name, value, spec.block.offset if spec.block is not None else None)
+                    del entry, planes, value  # before the next ones are decoded
+        files = [target.parent / shard.name for shard in shards]
+        aliases = {alias: kept for shard in shards for alias, kept in shard.aliases.items()}
+        exported = Exported(
+            path=target if len(files) == 1 else _index_of(target),
+            bytes=sum(file.stat().st_size for file in files),
+            tensors=sum(len(shard.specs) for shard in shards),
+            notes=tuple(
+                f"{alias} is tied to {kept}, which contains the tensor" for alias, kept in aliases.items()
+            ),
+            step=header.step,
+            files=tuple(files),
+        )
+        return header, exported
+
+    _, exported, manifest = read_chain(url, storage_options, read)
+    return replace(exported, seq=None if manifest is None else manifest.seq)
+
+
+def export_adapters(
+    url: "RunUrl",
+    folder: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    storage_options: "StorageOptions" = None,
+) -> Exported:
+    """Write a checkpoint's adapters as PEFT does, for ``PeftModel.from_pretrained(base, folder)``; of an imported folder its files.
+
+    Args:
+        url: as of `shrinkpoint.load_weights`.
+        folder: gets ``adapter_config.json`` and ``adapter_model.safetensors``; adapters of another name than "default" have
+            folders of that name in it.
+        force: replace existing files.
+        storage_options: as of `shrinkpoint.load_weights`.
+
+    Raises:
+        ConfigError: the checkpoint has no adapters, or files exist and `force` is not given.
+        CannotRepresentError: PEFT computes what it writes of such adapters.
+        NoCheckpointError, FormatError, ChainError, StoreError: as `shrinkpoint.load_weights`; or a file cannot be written.
+    """
+    root = Path(folder).expanduser()
+    adapters: dict[Path, tuple[Any, dict[str, str]]] = {}
+
+    def read(chain: Sequence[Callable[[], AnySource]]) -> "tuple[Header, dict[str, torch.Tensor]]":
+        def choose(header: "Header") -> set[str]:
+            adapters.clear()
+            if is_folder(header.tree):
+                return set(header.tensors)
+            adapters.update(_adapters_of(header, root))
+            return {place for _, tensors in adapters.values() for place in tensors.values()}
+
+        return decode_selected(chain, choose, threads=SaverConfig().encoder_threads)
+
+    header, found, manifest = read_chain(url, storage_options, read)
+    files = []
+    if is_folder(header.tree):
+        if root.exists() and not force:
+            raise ConfigError(f"{root} exists: give --force to write into it, or name another folder")
+        files = write_folder(TrainingState(header.tree, found, {}).to_object(), root)
+    for inner, (config, tensors) in adapters.items():
+        inner.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(config, indent=2, sort_keys=True)
+        values = {name: found[place].clone() for name, place in tensors.items()}  # of tied ones each its own
+        files += [
+            check_target(inner / "adapter_model.safetensors", force=force),
+            inner / "adapter_config.json",
+        ]
+        write_whole(files[-2], partial(save_file, values, metadata={"format": "pt"}), force=force)
+        write_whole(files[-1], partial(Path.write_text, data=text), force=force)
+    size, seq = sum(file.stat().st_size for file in files), None if manifest is None else manifest.seq
+    return Exported(
+        path=root, bytes=size, tensors=len(found), notes=(), step=header.step, seq=seq, files=tuple(files)
+    )
+
+
+def _adapters_of(header: "Header", root: Path) -> dict[Path, tuple[Any, dict[str, str]]]:
+    """By its folder, each adapter's configuration and the stored tensors by their names in its file."""
+    described = header.tree.get(ADAPTERS, {}).get("adapters", {}) if isinstance(header.tree, dict) else {}
+    if not described:
+        raise ConfigError(
+            f"the checkpoint has no adapters of PEFT: name a file, as {root}.safetensors, for its weights"
+        )
+    names, found = model_names(header), {}
+    for prefix, adapters in described.items():
+        for adapter, entry in adapters.items():
+            if entry["tensors"] is None:
+                raise CannotRepresentError(
+                    f"what PEFT writes of the adapter {adapter!r} is computed: load the checkpoint's weights into the model"
+                    " (shrinkpoint.load_weights, strict=False), and call its save_pretrained"
+                )
+            parts = [prefix.strip(".") if len(described) > 1 else "", "" if adapter == "default" else adapter]
+            if any(part != Path(part).name for part in parts):
+                raise FormatError(f"the adapter {adapter!r} of {prefix!r} has a name that no folder may have")
+            found[root.joinpath(*parts)] = (
+                entry["config"],
+                {name: names[here] for name, here in entry["tensors"].items()},
+            )
+    return found
+
+
+def bytes_of(text: str) -> int:
+    """Return a size such as ``5GB``, ``500MiB`` or ``1000000``, in bytes.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is no size: write it as 5GB, 500MiB or 1000000")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _index_of(target: Path) -> Path:
+    return target.with_name(target.name + ".index.json")
+
+
+def _shards(target: Path, header: "Header", stored: Mapping[str, str], limit: int | None) -> list[_Shard]:
+    """Return which tensors are in which file, in the model's order."""
+    whole = whole_specs(record.spec for record in header.tensors.values())
+    kept: dict[str, str] = {}
+    files: list[dict[str, TensorSpec]] = [{}]
+    size = 0
+    for name, place in stored.items():
+        if kept.setdefault(place, name) != name:
+            continue
+        spec = whole[place]
+        if limit is not None and files[-1] and size + spec.nbytes > limit:
+            files.append({})
+            size = 0
+        files[-1][name] = spec
+        size += spec.nbytes
+    aliases = {name: kept[place] for name, place in stored.items() if kept[place] != name}
+    count = len(files)
+    return [
+        _Shard(
+            target.name if count == 1 else f"{target.stem}-{number:05}-of-{count:05}{target.suffix}",
+            specs,
+            {alias: name for alias, name in aliases.items() if name in specs},
+        )
+        for number, specs in enumerate(files, 1)
+    ]
+
+
+@contextmanager
+def _writing(
+    target: Path, shards: Sequence[_Shard], *, force: bool
+) -> Iterator[Mapping[str, SafetensorsWriter]]:
+    """Writers by tensor, to files next to the target that get their names when all are written, the index last."""
+    nonce = secrets.token_hex(8)
+    temporary = [target.parent / f".{shard.name}.tmp-{nonce}" for shard in shards]
+    index = target.parent / f".{target.name}.index.tmp-{nonce}"
+    try:
+        with ExitStack() as opened:
+            writers: dict[str, SafetensorsWriter] = {}
+            for file, shard in zip(temporary, shards, strict=True):
+                metadata = {"format": "pt", **shard.aliases}
+                writer = opened.enter_context(SafetensorsWriter(file, shard.specs, metadata))
+                writers.update(dict.fromkeys(shard.specs, writer))
+            yield writers
+        for file, shard in zip(temporary, shards, strict=True):
+            put_in_place(file, target.parent / shard.name, force=force)
+        if len(shards) > 1:
+            index.write_text(_index(shards))
+            put_in_place(index, _index_of(target), force=force)
+            with suppress(FileNotFoundError):
+                target.unlink()  # an older export in one file, which readers would prefer
+    except OSError as error:
+        raise StoreError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        for file in (*temporary, index):
+            with suppress(OSError):  # the original error is the one to show
+                file.unlink()
+
+
+def _index(shards: Sequence[_Shard]) -> str:
+    """As Hugging Face's libraries write and read it."""
+    return json.dumps(
+        {
+            "metadata": {"total_size": sum(spec.nbytes for shard in shards for spec in shard.specs.values())},
+            "weight_map": {name: shard.name for shard in shards for name in shard.specs},
+        },
+        indent=2,
+    )
