@@ -58,6 +58,8 @@ def import_run(
     # frameworks are not imported, but torch is
     from shrinkpoint.io.importing import import_checkpoints
 
+    if evaluate is not None and scheme == "lossless":
+        raise ConfigError("--evaluate is for a scheme that rounds: add --scheme auto, or leave it out")
     function = None if evaluate is None else _function(evaluate)
     options = parse_storage_options(url, storage_options, option)
     try:
@@ -102,6 +104,7 @@ def import_run(
 
 
 def _matching(pattern: str) -> list[str]:
+    pattern = os.path.expanduser(pattern)
     return [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
 
 

@@ -198,7 +198,7 @@ def _folder(path: Path) -> tuple[str, Any, int | None]:
     if not is_folder(names) or any(name.endswith(f"/{_PROGRESS}") for name in names):
         raise NoCheckpointError(
             f"{path} is a folder of none or several checkpoints ({', '.join(names[:3]) or 'empty'}): name files, folders of Hugging Face's"
-            f" Trainer or of torch.distributed.checkpoint, or a pattern in quotes, as '{path}/checkpoint-*'"
+            f" Trainer or of torch.distributed.checkpoint, or a pattern in quotes, as '{path}/*.ckpt' or '{path}/checkpoint-*'"
         )
     files = {name: _contents(path / name) for name in names}
     step = None
