@@ -243,3 +243,6 @@ class TrainingAdapter(ABC):
         """Give finished saves to the framework's loggers; on the first rank."""
         for report in reports:
             log_line(report)
+
+    def show_saving(self, step: int | None) -> None:  # noqa: B027 - most frameworks have no progress bar
+        """Show in the progress bar, if there is one, that the save of a step is being written; None: no longer."""

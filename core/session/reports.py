@@ -83,6 +83,7 @@ def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
 def numbers(report: SaveReport) -> dict[str, float]:
     """The numbers of a save for loggers, under the names that all integrations use; unmeasured ones are left out."""
     values = {
+        "step": float(report.step),
         "ratio": report.ratio,
         "bytes": float(report.bytes),
         "blocked_s": report.blocked_s,

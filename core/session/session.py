@@ -23,7 +23,7 @@ from shrinkpoint.group.group import Group, world
 from shrinkpoint.io.loading import weights_of_step
 from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import Accepted, SaveReport
-from shrinkpoint.runtime.progress import say
+from shrinkpoint.runtime.progress import is_quiet, say
 from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
 from shrinkpoint.session.adapter import SESSION, TrainingAdapter
@@ -103,6 +103,7 @@ class TrainingSession:
         """What optimizers train and what is frozen."""
         self.saved_step = 0
         """The step of this run's last checkpoint, on every rank."""
+        self._shown: int | None = None
         self.hooks = HookStates(wanted=settings.saver.scheme == "lossless")
         """The states of DDP's communication hooks, for checkpoints and the log."""
         self.log: TrainingLog | None = None
@@ -561,6 +562,12 @@ class TrainingSession:
             self.probe.kept.adapt(report, self.settings.saver.search_overhead)
         if self.group().is_first:
             self.adapter.log(reports)
+        self._show_saving(self.saved_step if self.saver.busy and not is_quiet() else None)
+
+    def _show_saving(self, step: int | None) -> None:
+        if step != self._shown:
+            self._shown = step
+            self.adapter.show_saving(step)
 
     def save(
         self, *, last: bool = False, exact: bool = False, again: bool = False, planned: bool = False
@@ -914,6 +921,7 @@ class TrainingSession:
         """
         self.termination.unwatch()
         self._close_log()
+        self._show_saving(None)
         if self._saver is None:
             return
         try:

@@ -230,7 +230,7 @@ class ComposerAdapter(TrainingAdapter):
         """See the base class; at the present batch, since Weights & Biases drops values of an earlier one."""
         for report in reports:
             log_line(report)
-            self.logger.log_metrics({**numbers(report), "checkpoint/batch": float(report.step)})
+            self.logger.log_metrics(numbers(report))
 
 
 def _computed(state: State, name: str, metric: Any) -> Any:

@@ -71,6 +71,7 @@ class LightningAdapter(TrainingAdapter):
         self._settings, self._shards = settings, shards
         self._metric = saver.monitor if saver.mode == "min" else None
         self._measured: dict[str, tuple[torch.Tensor, int, int]] = {}
+        self._shows_saving = False
         self.own: Mapping[str, Mapping[str, Any]] = {}
         """Of a sharded model's last `state`, what this rank has for itself."""
         self.trainer: Trainer
@@ -258,6 +259,18 @@ class LightningAdapter(TrainingAdapter):
             log_line(report)
             for logger in self.trainer.loggers:
                 _log_to(logger, report)
+
+    def show_saving(self, step: int | None) -> None:
+        bar = self.trainer.progress_bar_callback
+        if bar is None:
+            return
+        own = vars(bar)
+        if self._shows_saving:
+            del own["get_metrics"]
+        self._shows_saving = step is not None and "get_metrics" not in own  # which may be the user's
+        if self._shows_saving:
+            metrics = bar.get_metrics
+            own["get_metrics"] = lambda *args: {**metrics(*args), "saving": f"step {step}"}
 
 
 def _log_to(logger: Logger, report: SaveReport) -> None:

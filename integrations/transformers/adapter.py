@@ -185,11 +185,16 @@ class TransformersAdapter(TrainingAdapter):
         trainer = self.trainer
         for report in reports:
             log_line(report)
-            logs = {**numbers(report), "checkpoint/step": float(report.step)}
             for callback in trainer.callback_handler.callbacks:
                 if type(callback).__module__.startswith("transformers.integrations"):
                     state = trainer.args, trainer.state, trainer.control
-                    callback.on_log(*state, model=trainer.model, logs=dict(logs))
+                    callback.on_log(*state, model=trainer.model, logs=numbers(report))
+
+    def show_saving(self, step: int | None) -> None:
+        for callback in self.trainer.callback_handler.callbacks:
+            bar: Any = getattr(callback, "training_bar", None)  # tqdm's; TRL's is another
+            if hasattr(bar, "set_postfix_str"):
+                bar.set_postfix_str("" if step is None else f"saving step {step}")
 
 
 def _items(trainer: Any, parts: Sequence[Any]) -> Any:

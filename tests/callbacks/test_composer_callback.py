@@ -76,9 +76,9 @@ def test_loggers_get_the_saves_and_keep_their_own(saving: Make) -> None:
     without, rows = logged(), logged(saving())
     ours = {name: rows.pop(name) for name in list(rows) if name.startswith("checkpoint/")}
     assert rows == without
-    assert [value for _, value in ours["checkpoint/batch"]] == [5, 10, 15, 20, 25, 30, 32]
+    assert [value for _, value in ours["checkpoint/step"]] == [5, 10, 15, 20, 25, 30, 32]
     # Some loggers drop what comes for an earlier batch than they have seen.
-    assert all(batch >= saved for batch, saved in ours["checkpoint/batch"])
+    assert all(batch >= saved for batch, saved in ours["checkpoint/step"])
     assert {"checkpoint/ratio", "checkpoint/bytes", "checkpoint/blocked_s"} <= ours.keys()
 
 
