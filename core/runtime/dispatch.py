@@ -1,7 +1,7 @@
 """A dispatch mode that only its own thread has."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
@@ -20,7 +20,7 @@ class Refusing(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._check = check
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Refusing":
         _push_mode(self)
         return self
 
