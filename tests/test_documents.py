@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from unittest.mock import MagicMock, create_autospec
 
 import pytest
 
@@ -43,3 +44,16 @@ def test_test_files_and_tests_that_are_named_exist(name: str) -> None:
         assert not test or any(f"def {test}(" in file.read_text(encoding="utf-8") for file in found), (
             f"{name} names {path}::{test}, which is no test"
         )
+
+
+def test_the_lines_that_push_to_the_hub_are_calls_of_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    page = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    [lines] = re.findall(r"```python\n(import huggingface_hub\n.*?)```", page, re.DOTALL)
+    calls = {
+        name: create_autospec(getattr(hub, name)) for name in re.findall(r"huggingface_hub\.(\w+)\(", lines)
+    }
+    for name, call in calls.items():
+        monkeypatch.setattr(hub, name, call)
+    exec(lines, {"trainer": MagicMock()})
+    assert {name: call.call_count for name, call in calls.items()} == {"create_repo": 1, "upload_folder": 1}

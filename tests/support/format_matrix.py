@@ -1,4 +1,4 @@
-"""A reader of the matrix coder by docs/format.md alone and without a thought for speed; arrays of 16 are lanes."""
+"""A reader of the matrix coder by its page alone and without a thought for speed; arrays of 16 are lanes."""
 
 import numpy as np
 from support.format_reader import Bits, Cursor, read_lengths, weight_of
