@@ -116,7 +116,9 @@ def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = 
         write, count = partial(_write_safetensors, tensors, aliases), len(tensors)
     else:
         value = state.to_object()
-        own = is_composers(value)  # which no loader of plain values reads, and Composer would miss what was converted
+        own = is_composers(
+            value
+        )  # which no loader of plain values reads, and Composer would miss what was converted
         value, notes = (value, (_COMPOSERS,)) if own else to_loadable(value)
         write, count = partial(_write_torch, value, not own), len(state.tensors)
     size = write_whole(target, write, force=force)
