@@ -332,9 +332,8 @@ def describe_state(state: Any) -> Describe:
             for key in group["params"]:
                 entries = optimizer["state"].get(key, {})
                 for name, tensor in entries.items() if isinstance(entries, Mapping) else ():
-                    tags[(*path, "state", str(key), str(name))] = _moment(
-                        str(name), tensor, group, names[key]
-                    )
+                    place = (*path, "state", str(key), str(name))
+                    tags[place] = _moment(str(name), tensor, group, names[key])
     whole = not any(path[-1] in trained for path in model)  # nothing shows which are trained
     for path, tensor in model.items():
         is_weight = path[-1] in trained or (whole and not path[-1].endswith(_BUFFERS))
