@@ -260,7 +260,9 @@ class Checkpointer:
             run = self._run
             wanted = run.choose() if step is None else step
             begins = 0
-            if wanted is not None:
+            if wanted is None:
+                run.require_own_run()
+            else:
                 state = run.restore(wanted)
                 run.trained.check()
                 self._objects.load(state)

@@ -91,7 +91,7 @@ def continue_run(run: TrainingSession, adapter: ComposerAdapter, *, lineage: str
         run.warn_once(add_late(stored, state))
         world().on_first(lambda: require_same_optimizers(stored, state, url))
     stores_optimizers = not is_weights_only(manifest.meta)
-    if stores_optimizers:
+    if stores_optimizers or not state.fsdp_enabled:
         _warn_overridden(stored["state"]["optimizers"], state)
     load_state(stored, state, logger, url, optimizers=stores_optimizers)
     stored = replayed(run, stored, adapter)

@@ -290,7 +290,7 @@ def _groups(state: Mapping[str, Any]) -> list[list[str]]:
 def load_state(
     stored: Mapping[str, Any], state: State, logger: Logger, url: str, *, optimizers: bool = True
 ) -> None:
-    """Put a checkpoint into a run, with the optimizers' state unless it was not stored; called on every rank.
+    """Put a checkpoint into a run, with the optimizers' options and what was stored of their state; called on every rank.
 
     Raises:
         StateMismatchError: even after Composer has applied the checkpoint's algorithms, the model differs.
@@ -306,7 +306,7 @@ def load_state(
     values = {name: value for name, value in stored["state"].items() if name not in apart}
     with _growing(values.get("optimizers", {}), trained_module(state)):
         state.load_state_dict(values, logger)
-    if optimizers and not state.fsdp_enabled:
+    if not state.fsdp_enabled:
         _load_optimizers(stored, state)
     state.run_name = run_name  # as in Composer: a continued run may have another name
     if missing:

@@ -1,5 +1,6 @@
 """What every way in promises, tried in each: an own loop, Lightning, Hugging Face's Trainer, Composer, a toy trainer."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,13 +20,19 @@ from support.frameworks import (
     MONITORS,
     Crashed,
     Drawing,
+    Half,
+    Layered,
     Net,
     Noisy,
     Outcome,
     PartlyEvaluating,
     Recipe,
+    continues_on_ranks,
+    dies_on_ranks,
 )
 from support.lightning_models import assert_same
+from support.mixed_optimizer import MixedSGD
+from support.sharded import launch
 
 import shrinkpoint
 from shrinkpoint.engine.retention import metrics_of
@@ -39,6 +46,7 @@ from shrinkpoint.errors import (
     StoreError,
 )
 from shrinkpoint.saver import Saver, SaverConfig
+from shrinkpoint.store.urls import Stores
 from shrinkpoint.store.writer import RunWriter
 
 pytestmark = pytest.mark.filterwarnings(
@@ -50,9 +58,7 @@ LOSSLESS = {"scheme": "lossless", "busy": "wait"}
 
 @pytest.fixture(name="train", params=FRAMEWORKS)
 def _train(request: pytest.FixtureRequest) -> Callable[..., Outcome]:
-    if request.param in ("composer", "lightning", "transformers"):
-        pytest.importorskip(request.param)
-    torch.set_num_threads(1)
+    require("", request.param)
     return FRAMEWORKS[request.param]
 
 
@@ -77,8 +83,11 @@ def assert_continues(whole: Outcome, rest: Outcome, after: int) -> None:
     assert rest.finished
     assert min(rest.rows) == after + 1
     assert rest.rows == {step: row for step, row in whole.rows.items() if step > after}
+    assert rest.validations == {step: row for step, row in whole.validations.items() if step > after}
     assert_same(whole.weights, rest.weights)
-    assert_same(whole.optimizer, rest.optimizer)
+    assert_same(whole.optimizers, rest.optimizers)
+    assert_same(whole.others, rest.others)
+    assert whole.random == rest.random
 
 
 def frozen() -> Net:
@@ -99,13 +108,38 @@ RECIPES = {
     "evaluation": (Recipe(evaluate=3), 10, 8),
     "a part in evaluation mode": (Recipe(net=PartlyEvaluating), 10, 8),
     "generators of the data's and the model's own": (Recipe(net=Drawing, data=Noisy), 10, 8),
+    "workers": (Recipe(workers=2), 10, 8),
+    "a gradient scaler": (Recipe(scaled=True), 10, 8),
+    "half-precision weights whose optimizer keeps fp32 ones": (Recipe(net=Half, optimizer=MixedSGD), 10, 8),
+    "several optimizers": (Recipe(several=True), 10, 8),
+    "an average of the weights": (Recipe(average=True, evaluate=3), 10, 8),
 }
+
+CANNOT = {
+    ("several optimizers", "transformers"): "its Trainer takes one optimizer",
+    ("several optimizers", "composer"): "its Trainer takes one optimizer",
+    ("a step log", "transformers"): "its callback logs no steps",
+}
+
+
+def require(behaviour: str, name: str) -> None:
+    """Skip what a framework has not, or what is not installed."""
+    if (behaviour, name) in CANNOT:
+        pytest.skip(CANNOT[behaviour, name])
+    if name not in ("own loop", "toy"):
+        pytest.importorskip(name)
+    torch.set_num_threads(1)
+
+
+def name_of(train: Callable[..., Outcome]) -> str:
+    return next(name for name, each in FRAMEWORKS.items() if each is train)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_crashed_training_continues_bit_by_bit(
     train: Callable[..., Outcome], name: str, tmp_path: Path
 ) -> None:
+    require(name, name_of(train))
     recipe, crashes, saved = RECIPES[name]
     url = str(tmp_path / "run")
     whole = train(None, recipe)
@@ -188,14 +222,16 @@ def test_a_damaged_checkpoint_is_passed_over(train: Callable[..., Outcome], tmp_
     assert_continues(train(None, recipe), rest, 6)
 
 
-def test_a_store_of_three_may_be_lost(train: Callable[..., Outcome], tmp_path: Path) -> None:
-    import shutil
-
+@pytest.mark.parametrize("near", [False, True])
+def test_several_stores(train: Callable[..., Outcome], near: bool, tmp_path: Path) -> None:
+    """Of three one may be lost; of two with all the data, a folder is near."""
     recipe, urls = Recipe(), [str(tmp_path / name) for name in "abc"]
-    train(urls, recipe, crash(10), **LOSSLESS)
-    shutil.rmtree(urls[1])
-    with pytest.warns(ShrinkpointWarning, match="store 2"):
-        rest = train(urls, recipe, seed=99, **LOSSLESS)
+    stores = Stores(urls[:2], parity=0, near=urls[2]) if near else Stores(urls)
+    train(stores, recipe, crash(10), **LOSSLESS)
+    if not near:
+        shutil.rmtree(urls[1])
+    with nullcontext() if near else pytest.warns(ShrinkpointWarning, match="store 2"):
+        rest = train(stores, recipe, seed=99, **LOSSLESS)
     assert_continues(train(None, recipe), rest, 8)
 
 
@@ -232,14 +268,28 @@ def test_an_adopting_training_continues_bit_by_bit(
     assert "measured" in planned
 
 
-def test_what_is_saved_is_measured(train: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_a_training_that_does_not_adopt_differs(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    """From a lossy checkpoint, which the undisturbed training has not gone on from."""
     recipe, url = Recipe(evaluate=2), str(tmp_path / "run")
-    assert train(url, recipe, busy="wait").finished
+    lossy = {"max_degradation": 0.5, "busy": "wait"}
+    assert train(url, replace(recipe, steps=12), **lossy).finished
+    assert Saver(url).store.manifests()[0].meta["save"]["measured"] == "measured"
+    rest = train(url, recipe, seed=99, **lossy)
+    assert min(rest.rows) == 13
+    with pytest.raises(AssertionError):
+        assert_same(train(None, recipe).weights, rest.weights)
+
+
+def test_what_is_saved_is_measured_and_leaves_no_trace(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Not in the lists that validations collect their outputs in either."""
+    recipe, url = Recipe(evaluate=2), str(tmp_path / "run")
+    assert_continues(train(None, recipe), train(url, recipe, busy="wait"), 0)
     saves = [manifest.meta["save"] for manifest in Saver(url).store.manifests()]
     assert any(save["measured"] == "measured" for save in saves)
 
 
-def test_a_wider_model_is_refused_by_name(train: Callable[..., Outcome], tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_wider_model_is_refused_by_name(train: Callable[..., Outcome], resume: str, tmp_path: Path) -> None:
     class Wider(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -249,8 +299,18 @@ def test_a_wider_model_is_refused_by_name(train: Callable[..., Outcome], tmp_pat
     train(url, recipe, crash(5), **LOSSLESS)
     before = [manifest.step for manifest in Saver(url).store.manifests()]
     with pytest.raises(StateMismatchError, match=r"head\.(weight|bias)"):
-        train(url, replace(recipe, net=Wider), **LOSSLESS)
+        train(url, replace(recipe, net=Wider), resume=resume, **LOSSLESS)
     assert [manifest.step for manifest in Saver(url).store.manifests()] == before
+
+
+def test_a_store_that_cannot_be_written_is_refused_before_training(
+    train: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    made: list[int] = []
+    with pytest.raises(StoreError):
+        train(str(tmp_path / "file"), Recipe(), made.append, **LOSSLESS)
+    assert made == []
 
 
 def test_a_store_that_stops_working_ends_the_training(train: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -259,7 +319,11 @@ def test_a_store_that_stops_working_ends_the_training(train: Callable[..., Outco
 
     def breaks(step: int) -> None:
         if step == 5:
-            run.rename(tmp_path / "gone")  # at once, though a save may be writing there
+            while not any(
+                (run / "commits").glob("[0-9]*.json")
+            ):  # the save under way would make its folder again
+                time.sleep(0.01)
+            run.rename(tmp_path / "gone")
             run.write_text("no folder")
 
     with pytest.raises(SaveFailedError):
@@ -281,12 +345,9 @@ def test_a_second_writer_ends_the_first(train: Callable[..., Outcome], tmp_path:
     assert Saver(url).store.manifests()[0].step == 100
 
 
-@pytest.mark.parametrize("name", ["own loop", "toy", "lightning", "composer"])
-def test_logged_steps_are_replayed(name: str, tmp_path: Path) -> None:
-    if name not in ("own loop", "toy"):
-        pytest.importorskip(name)
-    torch.set_num_threads(1)
-    train, recipe = FRAMEWORKS[name], Recipe(every=5)
+def test_logged_steps_are_replayed(train: Callable[..., Outcome], tmp_path: Path) -> None:
+    require("a step log", name_of(train))
+    recipe = Recipe(every=5)
     log = shrinkpoint.StepLog(url=str(tmp_path / "log"), segment_steps=1, overhead=None)
     train(str(tmp_path / "run"), recipe, crash(9), step_log=log, **LOSSLESS)
     rest = train(str(tmp_path / "run"), recipe, seed=99, step_log=log, **LOSSLESS)
@@ -336,11 +397,16 @@ def test_weights_alone_are_stored_and_continued_with_a_fresh_optimizer(
     train: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     recipe, url = Recipe(), str(tmp_path / "run")
+    whole = train(None, recipe)
     train(url, recipe, crash(5), keep_optimizer=0, **LOSSLESS)
-    with pytest.warns(ShrinkpointWarning, match="optimizer"):
+    [manifest] = Saver(url).store.manifests()
+    assert set(manifest.meta["save"]["sections"]) <= {"weight", "buffer", "other"}
+    with pytest.warns(ShrinkpointWarning, match="resumed weights of step 4 .*it starts anew") as told:
         rest = train(url, recipe, seed=99, keep_optimizer=0, **LOSSLESS)
+    assert sum("resumed weights" in str(warning.message) for warning in told) == 1
     assert min(rest.rows) == 5
-    assert rest.rows[5] != train(None, recipe).rows[6]
+    assert rest.rows[5] == whole.rows[5]
+    assert rest.rows[6] != whole.rows[6]
 
 
 @pytest.mark.parametrize("times", [1, 10**6])
@@ -381,9 +447,7 @@ def test_a_run_of_another_way_in_is_refused(train: Callable[..., Outcome], tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_killed_process_is_continued(name: str, tmp_path: Path) -> None:
-    if name not in ("own loop", "toy"):
-        pytest.importorskip(name)
-    torch.set_num_threads(1)
+    require("", name)
     command = [sys.executable, "-W", "ignore", frameworks.__file__, name, str(tmp_path)]
     with (tmp_path / "log.txt").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -399,3 +463,51 @@ def test_a_killed_process_is_continued(name: str, tmp_path: Path) -> None:
     begun = min(rest.rows) - 1
     assert begun in (4, 6, 8, 10)
     assert_continues(FRAMEWORKS[name](None, frameworks.LONG), rest, begun)
+
+
+RANKS = {
+    "DDP": Recipe(ranks=2, evaluate=3),
+    "FSDP2": Recipe(ranks=2, evaluate=3, shards=True, net=Layered),
+}
+
+
+SLOW = {"transformers", "composer"}
+"""Processes that import these take seconds to start."""
+
+
+@pytest.fixture(
+    name="ranks",
+    scope="module",
+    params=[
+        pytest.param((name, kind), marks=[pytest.mark.slow] * (name in SLOW), id=f"{name} {kind}")
+        for kind in RANKS
+        for name in FRAMEWORKS
+    ],
+)
+def _ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[bool, list[dict[str, Outcome]], Path]:
+    """What trainings on two ranks come to; all in two launches, since importing the frameworks takes seconds."""
+    name, kind = request.param
+    require(kind, name)
+    folder = tmp_path_factory.mktemp("ranks")
+    launch(dies_on_ranks, 2, folder, name, str(folder), RANKS[kind], 10, killed=True)
+    return kind == "FSDP2", launch(continues_on_ranks, 2, folder, name, str(folder), RANKS[kind], 5), folder
+
+
+def test_killed_ranks_continue_bit_by_bit(ranks: tuple[bool, list[dict[str, Outcome]], Path]) -> None:
+    shards, outcomes, _ = ranks
+    for each in outcomes:
+        assert_continues(each["whole"], each["killed"], 8)
+        assert each["whole"].shards == each["killed"].shards == shards
+    assert outcomes[0]["whole"].rows != outcomes[1]["whole"].rows
+
+
+def test_a_signal_to_one_rank_saves_and_ends_all(ranks: tuple[bool, list[dict[str, Outcome]], Path]) -> None:
+    _, outcomes, folder = ranks
+    step = Saver(str(folder / "asked")).store.manifests()[-1].step
+    assert step in (5, 6)  # the first one that no rank has passed
+    for each in outcomes:
+        assert not each["first"].finished
+        assert each["first"].ended
+        assert_continues(each["whole"], each["asked"], step)
