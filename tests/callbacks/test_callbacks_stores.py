@@ -87,26 +87,6 @@ def test_lightning(place: dict[str, Any], tmp_path: Path) -> None:
         assert shrinkpoint.load(place["url"])["global_step"] == explicit.trainer.global_step
 
 
-def test_composer(place: dict[str, Any]) -> None:
-    pytest.importorskip("composer")
-    from support import composer_models
-
-    from shrinkpoint.callbacks.composer import CompressedCheckpoint as ForComposer
-
-    torch.set_num_threads(1)
-    setup = composer_models.Setup()
-    whole = composer_models.fit(setup=setup)
-    saving = {**SAVING, **place, "save_interval": "5ba"}
-    first = composer_models.fit(
-        ForComposer(**grouped(**saving)), composer_models.Crash(13), setup=setup, seed=1
-    )
-    assert not first.finished
-    lose_one(place)
-    rest = composer_models.fit(ForComposer(**grouped(**saving)), setup=setup, seed=9)
-    assert rest.trace[0][2] == 10
-    composer_models.assert_continues(whole, rest)
-
-
 def test_transformers(place: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from support import transformers_models

@@ -6,10 +6,9 @@ import torch
 pytest.importorskip("composer")
 
 from support.composer_cases import CASES, NEVER
-from support.composer_models import Crash, Setup, assert_continues, assert_same, fit
+from support.composer_models import Setup, assert_continues, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
-from shrinkpoint.config import Advanced
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.saver import Saver
 from shrinkpoint.store.manifest import Manifest
@@ -52,29 +51,6 @@ def test_adopting_training_continues_bit_by_bit(name: str) -> None:
 def was_lossy(manifest: Manifest) -> bool:
     """Whether it was planned, and quantized by what was measured; an exact one would prove nothing."""
     return bool(manifest.meta["adoption"]["planned"]) and manifest.meta["save"]["measured"] == "measured"
-
-
-def test_training_that_does_not_adopt_differs() -> None:
-    """From a lossy checkpoint that the undisturbed run has not gone on from."""
-    torch.set_num_threads(1)
-    url = "memory://composer-adopt-not"
-
-    def saving(where: str) -> CompressedCheckpoint:
-        return CompressedCheckpoint(
-            f"{url}/{where}",
-            save_interval="10ba",
-            max_degradation=1.0,
-            advanced=Advanced(busy="wait", guards=False),
-        )
-
-    whole = fit(saving("whole"))
-    fit(saving("run"), Crash(29), seed=1)  # with time for the evaluations of the save at batch 20
-    [resumed, *_] = Saver(f"{url}/run").store.manifests()
-    assert resumed.meta["save"]["measured"] == "measured"
-    rest = fit(saving("run"), seed=999)
-    assert rest.trace[0][2] == 20
-    with pytest.raises(AssertionError):
-        assert_same(whole.final["model"], rest.final["model"])
 
 
 def test_adoption_is_refused_where_a_clock_decides() -> None:

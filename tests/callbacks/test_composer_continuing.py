@@ -149,12 +149,3 @@ def test_evaluating_alone_leaves_the_run_to_its_writer(saving: Make) -> None:
 def test_metrics_may_be_part_of_the_state(saving: Make) -> None:
     fit(saving(), Crash(6), save_metrics=True)
     assert first(fit(saving(), Crash(8), save_metrics=True)) == 5
-
-
-def test_a_run_of_weights_alone_goes_on_with_a_fresh_optimizer(saving: Make) -> None:
-    fit(saving(keep_optimizer=0), Crash(7))
-    [manifest] = Saver(url_of(saving())).store.manifests()
-    assert set(manifest.meta["save"]["sections"]) <= {"weight", "buffer", "other"}
-    with pytest.warns(ShrinkpointWarning, match="resumed weights of step 5 .*it starts anew"):
-        outcome = fit(saving(keep_optimizer=0), Crash(6))
-    assert first(outcome) == 5

@@ -25,7 +25,6 @@ from support.sharded_composer import (
     whole,
 )
 
-import shrinkpoint
 from shrinkpoint.store.run import RunStore
 
 
@@ -50,24 +49,6 @@ def test_the_trajectory_is_that_of_composers_own_sharded_checkpoints(tmp_path: P
         (3, "base"),
     ]
     assert [ref.parts for ref in manifests[0].chain] == [2, 3, 2]
-
-
-@pytest.mark.slow
-def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
-    """In the middle of an epoch: the same samples, random numbers, learning rates and evaluations as without."""
-    url = str(tmp_path / "run")
-    undisturbed = launch(whole, 2, tmp_path)
-    launch(killed, 2, tmp_path, url, 7, killed=True)
-    continued = launch(rest, 2, tmp_path, url)
-    for before, (after, last) in zip(undisturbed, continued, strict=True):
-        assert after.trace[0][2] in (3, 6)
-        assert_continues(before, after)
-        assert last == f"{url}#step=16"
-    assert undisturbed[0].trace != undisturbed[1].trace
-    model = undisturbed[0].final["model"]
-    weights = shrinkpoint.load_weights(url)
-    assert weights.keys() == model.keys()
-    assert all(torch.equal(value, model[name]) for name, value in weights.items())
 
 
 @pytest.mark.slow
@@ -112,15 +93,6 @@ def test_measurements_and_trial_steps_leave_no_trace(tmp_path: Path) -> None:
         assert_same(found.final, wanted.final)
         assert {steps == ["2", "3"] for how, steps in reports if how == "measured"} == {True}
         assert {how for how, _ in others} == {"exact"}
-
-
-@pytest.mark.slow
-def test_a_sigterm_to_one_rank_alone_saves_and_ends_all(tmp_path: Path) -> None:
-    """After the batch at which it came."""
-    url = str(tmp_path / "run")
-    first, second = launch(signalled, 2, tmp_path, url, [1], int(signal.SIGTERM), 5)
-    assert first == second == (f"exit {128 + signal.SIGTERM}", f"{url}#step=5")
-    assert [manifest.step for manifest in RunStore(url).manifests()] == [5]
 
 
 @pytest.mark.slow

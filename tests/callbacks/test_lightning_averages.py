@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 from lightning.pytorch import callbacks
-from support.lightning_models import Crash, Setup, assert_same, fit
+from support.lightning_models import Setup, fit
 from support.reports import saver_of
 from torch.optim.swa_utils import get_ema_avg_fn
 
@@ -79,21 +79,6 @@ def test_an_average_in_the_models_place_is_an_average_and_the_model_beside_it_th
     taken = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert torch.equal(taken[MATRIX], tensors[names[1]])
     assert "net.1.running_mean" in taken
-
-
-def test_a_run_with_an_average_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    def run(name: str, *more: Any) -> Any:
-        url = str(tmp_path / name)
-        saving = CompressedCheckpoint(
-            url, scheme="lossless", every_n_train_steps=5, advanced=Advanced(busy="wait")
-        )
-        return fit(averaging(), saving, *more)
-
-    whole = run("whole")
-    run("parts", Crash(22))
-    again = run("parts")
-    assert again.trace == whole.trace[-len(again.trace) :]
-    assert_same(again.final(), whole.final())
 
 
 def test_steps_are_tried_from_the_weights_and_not_from_their_average(tmp_path: Path) -> None:

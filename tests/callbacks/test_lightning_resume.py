@@ -19,11 +19,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from support.lightning_models import Crash, Outcome, Setup, Tiny, assert_continues, fit
 from support.matrices import some_fast
-from support.mixed_optimizer import MixedSGD
 from support.options import grouped
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
-from shrinkpoint.config import Advanced
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StateMismatchError
 from shrinkpoint.saver import Saver
 
@@ -254,24 +252,6 @@ def test_a_resume_that_a_callback_undoes_is_an_error() -> None:
         train(case, False, saving(), Undoing(), seed=999)
 
 
-def test_the_fp32_state_of_half_precision_weights_comes_back_unrounded() -> None:
-    """Lightning gives it to torch, which rounds it to the weights' dtype."""
-    run = {"setup": Setup(optimizer=MixedSGD), "precision": "bf16-true", "max_epochs": 2}
-
-    def saving() -> CompressedCheckpoint:
-        return CompressedCheckpoint(
-            "memory://resume/mixed", every_n_train_steps=3, scheme="lossless", advanced=Advanced(busy="wait")
-        )
-
-    whole = fit(**run)
-    fit(saving(), Crash(8), **run)
-    rest = fit(saving(), seed=999, **run)
-    assert rest.trace[0][2] == 6
-    state = rest.trainer.optimizers[0].state_dict()["state"][0]
-    assert (state["master"].dtype, state["count"].dtype) == (torch.float32, torch.int64)
-    assert_continues(whole, rest)
-
-
 ADOPTING = ("mid epoch", "validation in mid epoch", "accumulation mid epoch", "plateau")
 """Cases that the fast suite tries with adoption: nothing of it depends on the data."""
 ADOPTING_SLOWLY = (
@@ -327,20 +307,6 @@ def test_adopting_training_continues_after_a_signal(stop: int) -> None:
     rest = train(case, False, adopting(f"{url}/run"), seed=999)
     assert rest.trace[0][2] == stop
     assert_continues(whole, rest)
-
-
-def test_training_that_does_not_adopt_differs() -> None:
-    url = "memory://adopt-not"
-
-    def weights(where: str, steps: int) -> dict[str, torch.Tensor]:
-        saving = CompressedCheckpoint(f"{url}/{where}", every_n_train_steps=5, max_degradation=0.5)
-        return fit(saving, max_steps=steps, max_epochs=-1).final()["weights"]  # type: ignore[no-any-return]
-
-    whole = weights("whole", 30)
-    weights("run", 20)
-    assert Saver(f"{url}/run").store.manifests()[0].meta["save"]["measured"] == "measured"
-    rest = weights("run", 30)
-    assert any(not torch.equal(value, rest[name]) for name, value in whole.items())
 
 
 def test_adoption_is_refused_where_it_is_no_replay() -> None:

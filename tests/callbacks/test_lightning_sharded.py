@@ -22,7 +22,6 @@ from support.sharded_lightning import (
     whole,
 )
 
-import shrinkpoint
 from shrinkpoint.store.run import RunStore
 
 
@@ -47,24 +46,6 @@ def test_the_trajectory_is_that_of_lightnings_own_sharded_checkpoints(tmp_path: 
     ]
     assert [ref.parts for ref in manifests[0].chain] == [2, 3, 2]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["native", "run"]
-
-
-@pytest.mark.slow
-def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
-    """In the middle of an epoch: the same samples, random numbers and counters as without."""
-    url = str(tmp_path / "run")
-    undisturbed = launch(whole, 2, tmp_path)
-    launch(killed, 2, tmp_path, url, 7, killed=True)
-    continued = launch(rest, 2, tmp_path, url)
-    for before, (trace, state, counts, last) in zip(undisturbed, continued, strict=True):
-        step = trace[0][2]
-        assert step in (3, 6)
-        assert_same(trace, before[0][step:])
-        assert_same((state, counts), before[1:])
-        assert last == f"{url}#step=24"
-    assert undisturbed[0][0] != undisturbed[1][0]
-    weights = shrinkpoint.load_weights(url)
-    assert all(torch.equal(value, undisturbed[0][1][f"model.{name}"]) for name, value in weights.items())
 
 
 @pytest.mark.slow
@@ -121,13 +102,6 @@ def test_without_adoption_they_differ(tmp_path: Path) -> None:
     continued = launch(adopting, 2, tmp_path, url, None, False)
     with pytest.raises(AssertionError):
         assert_same(continued[0][1], undisturbed[0][1])
-
-
-def test_a_sigterm_to_one_rank_alone_saves_and_ends_all(tmp_path: Path) -> None:
-    """After the batch at which it came."""
-    url = str(tmp_path / "run")
-    assert launch(signalled, 2, tmp_path, url, [1], int(signal.SIGTERM), 4) == [("SIGTERMException", 4)] * 2
-    assert [manifest.step for manifest in RunStore(url).manifests()] == [4]
 
 
 @pytest.mark.slow

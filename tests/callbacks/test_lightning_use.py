@@ -24,7 +24,7 @@ from shrinkpoint.callbacks.transformers import CompressedCheckpoint as ForTransf
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.coding import decode
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning
+from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.saver import Saver
 
 pytestmark = pytest.mark.filterwarnings(
@@ -140,20 +140,6 @@ def test_a_fit_without_the_callback_says_what_is_not_restored(saving: Make) -> N
     with pytest.warns(UserWarning, match="continued without CompressedCheckpoint: the place in the data"):
         trainer.fit(Tiny(), ckpt_path=f"{saving().dirpath}#newest")
     assert (trainer.current_epoch, trainer.global_step) == (3, 24)
-
-
-def test_a_run_of_weights_alone_goes_on_with_a_fresh_optimizer(saving: Make) -> None:
-    options: dict[str, Any] = {"keep_optimizer": 0, "every_n_epochs": None, "every_n_train_steps": 5}
-    fit(saving(**options), Crash(7))
-    [manifest] = Saver(saving().dirpath).store.manifests()
-    assert set(manifest.meta["save"]["sections"]) <= {"weight", "buffer", "other"}
-    with pytest.warns(ShrinkpointWarning, match="resumed weights of step 5 .*it starts anew") as told:
-        outcome = fit(saving(**options), Crash(6))
-    assert len([w for w in told if "resumed weights" in str(w.message)]) == 1
-    assert outcome.trace[0][2] == 5
-    assert outcome.trace[0][-1] == pytest.approx(1e-2 * 0.97**5)  # the rate of the schedule
-    [state] = {int(entry["step"]) for entry in outcome.trainer.optimizers[0].state.values()}
-    assert state == 1
 
 
 class Sized(Tiny):

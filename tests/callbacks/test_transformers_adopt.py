@@ -11,8 +11,6 @@ import pytest
 import torch
 from support.options import grouped
 
-from shrinkpoint.config import Advanced
-
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -95,29 +93,6 @@ def test_adopting_training_continues_bit_by_bit(name: str, tmp_path: Path) -> No
     assert_continues(whole, rest)
     manifests = Saver(f"{url}/whole").store.manifests()
     assert any(m.meta["adoption"]["planned"] and m.meta["save"]["measured"] == "measured" for m in manifests)
-
-
-def test_training_that_does_not_adopt_differs(tmp_path: Path) -> None:
-    """From a lossy checkpoint that the undisturbed run has not gone on from."""
-    torch.set_num_threads(1)
-    url = f"memory://transformers-adopt-not/{uuid.uuid4()}"
-
-    def saving(where: str) -> CompressedCheckpoint:
-        return CompressedCheckpoint(
-            f"{url}/{where}",
-            every_n_train_steps=6,
-            max_degradation=1.0,
-            advanced=Advanced(busy="wait", guards=False),
-        )
-
-    whole = train(Setup(), str(tmp_path), saving("whole"))
-    train(Setup(), str(tmp_path), saving("run"), crash=17, seed=0)  # with time for the evaluations of step 12
-    [resumed, *_] = Saver(f"{url}/run").store.manifests()
-    assert resumed.meta["save"]["measured"] == "measured"
-    rest = train(Setup(), str(tmp_path), saving("run"), seed=999)
-    assert rest.finished
-    assert rest.steps[0][0] == 13
-    assert any(not torch.equal(value, rest.weights[name]) for name, value in whole.weights.items())
 
 
 @pytest.mark.parametrize(

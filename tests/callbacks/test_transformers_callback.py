@@ -107,19 +107,6 @@ def test_shards_are_refused_at_construction() -> None:
         callback.on_init_end(arguments, None, None)
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
-    url, short = fresh(), (("max_steps", 4),)
-    train(Setup(arguments=short), str(tmp_path), saving(url))
-    with pytest.raises(StateMismatchError, match="another model"):
-        train(Setup(model="bert", masking=False, arguments=short), str(tmp_path), saving(url))
-
-
-class WithRAdam(Trainer):
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        self.optimizer = torch.optim.RAdam(self.model.parameters())
-        return self.optimizer
-
-
 class WithAdamW(Trainer):
     _order = 1
 
@@ -132,17 +119,13 @@ class Backwards(WithAdamW):
     _order = -1
 
 
-@pytest.mark.parametrize(
-    ("trainer_class", "message"),
-    [(WithRAdam, r"holds a run with torch\.optim\.AdamW"), (Backwards, "parameters in another order")],
-)
-def test_another_optimizer_is_refused(tmp_path: Path, trainer_class: Any, message: str) -> None:
+def test_parameters_in_another_order_are_refused(tmp_path: Path) -> None:
     url, short = fresh(), (("max_steps", 4),)
     train(Setup(arguments=short), str(tmp_path), saving(url), trainer_class=WithAdamW)
     longer = Setup(arguments=(("max_steps", 8),))
     assert train(longer, str(tmp_path), saving(url), trainer_class=WithAdamW).finished
-    with pytest.raises(StateMismatchError, match=message):
-        train(Setup(arguments=(("max_steps", 12),)), str(tmp_path), saving(url), trainer_class=trainer_class)
+    with pytest.raises(StateMismatchError, match="parameters in another order"):
+        train(Setup(arguments=(("max_steps", 12),)), str(tmp_path), saving(url), trainer_class=Backwards)
 
 
 def test_another_schedule_is_warned_of(tmp_path: Path) -> None:
@@ -157,11 +140,6 @@ def test_another_schedule_is_warned_of(tmp_path: Path) -> None:
 def test_two_of_them_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one of them"):
         train(Setup(), str(tmp_path), saving(fresh()), saving(fresh()))
-
-
-def test_a_mistyped_option_is_refused() -> None:
-    with pytest.raises(ConfigError, match="every_n_train_steps"):
-        CompressedCheckpoint(fresh(), every_n_train_step=3)
 
 
 def test_auto_compresses_and_measures(tmp_path: Path) -> None:

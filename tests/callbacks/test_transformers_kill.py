@@ -92,17 +92,6 @@ def finish(folder: Path, name: str, *, processes: int = 1, program: Path = PROGR
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_two_processes_killed_and_continued_bit_by_bit(tmp_path: Path) -> None:
-    whole = finish(tmp_path, "whole", processes=2)
-    assert interrupt(tmp_path, step=11, number=signal.SIGKILL, processes=2) == [-signal.SIGKILL] * 2
-    rest = finish(tmp_path, "rest", processes=2)
-    assert rest[0].steps[0][0] in (6, 11)  # step 10 has waited for the save of step 5
-    for undisturbed, continued in zip(whole, rest, strict=True):
-        assert_continues(undisturbed, continued)
-
-
-@pytest.mark.slow
-@pytest.mark.long
 def test_three_processes_with_several_gradient_buckets_are_killed_and_continue_bit_by_bit(
     tmp_path: Path,
 ) -> None:

@@ -64,7 +64,6 @@ def _fsdp(**more: Any) -> Setup:
 
 
 SCENARIOS = {
-    "DDP, mid epoch": Scenario(interval="3ba", batch=11, resumes_at=9, setup=_ddp()),
     "DDP, epoch end": Scenario(
         interval="1ep", batch=10, resumes_at=8, setup=_ddp(algorithms="EMA", batch_norm=False)
     ),
@@ -77,9 +76,6 @@ SCENARIOS = {
     "DDP, microbatches": Scenario(interval="5ba", batch=12, resumes_at=10, setup=_ddp(microbatch=4)),
     "DDP, StreamingDataset": Scenario(
         interval="3ba", batch=11, resumes_at=9, setup=_ddp(data="StreamingDataset")
-    ),
-    "DDP, SIGTERM of one process": Scenario(
-        interval="1000ba", batch=7, resumes_at=7, setup=_ddp(), signalled=1
     ),
     "DDP, adopting": Scenario(
         interval="3ba", batch=11, resumes_at=9, setup=_ddp(batch_norm=False), adopts=True

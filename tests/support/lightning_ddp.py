@@ -1,6 +1,6 @@
 """A program for the tests: trains with some processes, whole, then interrupted, then continued.
 
-Usage: lightning_ddp.py <folder> <plain|stateful> [error|sigterm|log|adopt|no-adopt] [processes] [hook]
+Usage: lightning_ddp.py <folder> <plain|stateful> [error|log|adopt|no-adopt] [processes] [hook]
 
 Each process of each run leaves ``<folder>/<run>-<rank>.pt``. With more than two processes the interrupted run is continued
 once more, as ``control``, with DDP's buckets left as they are at first; with a communication hook (of `HOOKS`), with the hook's state
@@ -8,7 +8,6 @@ left so.
 """
 
 import contextlib
-import multiprocessing
 import shutil
 import sys
 from pathlib import Path
@@ -141,28 +140,11 @@ def train(
 
 
 def first(folder: str, loader: str, how: str, processes: int = 2, hook: str = "") -> None:
-    crash = Crash(8, sigterm=how == "sigterm")
-    train(folder, loader, "first", saving(folder, how), crash, processes=processes, hook=hook)
-
-
-def interrupt(folder: str, loader: str) -> None:
-    """Lightning's launcher waits for ever for processes that a signal has ended, so it is ended too.
-
-    It is spawned: in a fork of a process that has looked for GPUs, torch's CUDA build lets nobody fork again.
-    """
-    launcher = multiprocessing.get_context("spawn").Process(target=first, args=(folder, loader, "sigterm"))
-    launcher.start()
-    for _ in range(900):
-        if not launcher.is_alive() or any(Path(folder, "run", "commits").glob("*.json")):
-            break
-        launcher.join(0.1)
-    launcher.kill()
-    launcher.join()
+    train(folder, loader, "first", saving(folder, how), Crash(8), processes=processes, hook=hook)
 
 
 def saving(folder: str, how: str, run: str = "run") -> CompressedCheckpoint:
-    every = 10**6 if how == "sigterm" else 3
-    log = {}
+    every, log = 3, {}
     if how == "log":
         log = {"step_log": StepLog(segment_steps=1, overhead=None), "log_url": f"{folder}/log"}
     if how in ("adopt", "no-adopt"):
@@ -183,11 +165,8 @@ def main(folder: str, loader: str, how: str = "error", processes: str = "2", hoo
         train(folder, loader, "whole", saving(folder, how, "undisturbed"), processes=count)
     else:
         train(folder, loader, "whole", processes=count, hook=hook)
-    if how == "sigterm":
-        interrupt(folder, loader)
-    else:
-        with contextlib.suppress(ProcessRaisedException):
-            first(folder, loader, how, count, hook)
+    with contextlib.suppress(ProcessRaisedException):
+        first(folder, loader, how, count, hook)
     if how == "no-adopt":  # the newest is exact: training ended before it was measured
         for newer in sorted(Path(folder, "run", "commits").glob("*.json"))[1:]:
             newer.unlink()
