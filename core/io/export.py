@@ -41,7 +41,7 @@ from shrinkpoint.coding.selective import decode_batches, decode_selected
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, StoreError
 from shrinkpoint.io.loading import Chain, model_names, model_places, read_chain
-from shrinkpoint.io.ordinary import is_composers
+from shrinkpoint.io.ordinary import is_composers, is_folder, write_folder
 from shrinkpoint.state.dtypes import PACKED, tensor_to_bytes
 from shrinkpoint.state.frozen import ADAPTERS
 from shrinkpoint.state.specs import whole_specs
@@ -541,7 +541,7 @@ def export_adapters(
     force: bool = False,
     storage_options: "StorageOptions" = None,
 ) -> Exported:
-    """Write a checkpoint's adapters as PEFT does, for ``PeftModel.from_pretrained(base, folder)``.
+    """Write a checkpoint's adapters as PEFT does, for ``PeftModel.from_pretrained(base, folder)``; of an imported folder its files.
 
     Args:
         url: as of `shrinkpoint.load_weights`.
@@ -561,6 +561,8 @@ def export_adapters(
     def read(chain: Chain) -> "tuple[Header, dict[str, torch.Tensor]]":
         def choose(header: "Header") -> set[str]:
             adapters.clear()
+            if is_folder(header.tree):
+                return set(header.tensors)
             adapters.update(_adapters_of(header, root))
             return {place for _, tensors in adapters.values() for place in tensors.values()}
 
@@ -568,6 +570,10 @@ def export_adapters(
 
     header, found, manifest = read_chain(url, storage_options, read)
     files = []
+    if is_folder(header.tree):
+        if root.exists() and not force:
+            raise ConfigError(f"{root} exists: give --force to write into it, or name another folder")
+        files = write_folder(TrainingState(header.tree, found, {}).to_object(), root)
     for inner, (config, tensors) in adapters.items():
         inner.mkdir(parents=True, exist_ok=True)
         text = json.dumps(config, indent=2, sort_keys=True)
