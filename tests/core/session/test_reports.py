@@ -30,19 +30,6 @@ def after(best: BestCheckpoints, losses: list[float]) -> BestCheckpoints:
     return best
 
 
-@pytest.mark.parametrize(("mode", "step", "score"), [("min", 2, 1.0), ("max", 1, 3.0)])
-def test_the_best_by_mode(mode: str, step: int, score: float) -> None:
-    best = after(tracker(mode=mode), [3.0, 1.0, 2.0])
-    assert (best.best_path, best.best_score) == (f"memory://run#step={step}", score)
-    assert (best.last_path, best.current) == ("memory://run#step=3", 2.0)
-
-
-@pytest.mark.parametrize(("top_k", "steps"), [(0, set()), (1, {2}), (2, {2, 3}), (-1, {1, 2, 3})])
-def test_as_many_scores_as_are_kept(top_k: int, steps: set[int]) -> None:
-    best = after(tracker(top_k=top_k), [3.0, 1.0, 2.0])
-    assert best.scores.keys() == {f"memory://run#step={step}" for step in steps}
-
-
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("top_k", [1, 2, 3, -1])
 @given(losses=st.lists(st.integers(0, 2), min_size=1, max_size=12))

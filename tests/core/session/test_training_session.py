@@ -13,7 +13,7 @@ from support.constant import Constant
 from support.options import grouped
 
 from shrinkpoint.engine.request import SaveRequest
-from shrinkpoint.errors import NoCheckpointError, SaveFailedError, ShrinkpointWarning, StoreError
+from shrinkpoint.errors import ShrinkpointWarning, StoreError
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.state.training import Role, Tag
@@ -56,18 +56,6 @@ class Hold:
 
     def let_go(self) -> None:
         self._free.set()
-
-
-def break_store(monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
-    commit, left = RunWriter.commit, [times]
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] >= 0:
-            raise StoreError("the disk is full")
-        return commit(*arguments, **options)
-
-    monkeypatch.setattr(RunWriter, "commit", failing)
 
 
 def steps(run: TrainingSession) -> list[int]:
@@ -113,29 +101,6 @@ def test_continues_and_remembers(session: Make) -> None:
     assert session(resume="never").choose() is None
 
 
-def test_must_refuses_to_start_afresh(session: Make) -> None:
-    with pytest.raises(
-        NoCheckpointError, match=r"memory://.* holds no checkpoint, and resume='must' .*resume='auto'"
-    ):
-        session(resume="must").choose()
-
-
-def test_skips_while_one_is_under_way(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = session(options={"busy": "skip"})
-    hold = Hold(monkeypatch)
-    assert run.wants(last=False)
-    assert save(run, 1)
-    with pytest.warns(ShrinkpointWarning, match="a save is skipped, since that of step 1 .* under way"):
-        assert not run.wants(last=False)
-    assert run.saver.skipped == 1
-    assert run.wants(last=True)
-    hold.let_go()
-    assert save(run, 2, last=True)
-    run.finish()
-    assert run.saver.skipped == 1
-    assert steps(run) == [1, 2]
-
-
 def test_a_measured_step_that_is_skipped_is_told_once(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = session(options={"busy": "skip"}, monitor="loss")
     monkeypatch.setattr(run.adapter, "metrics", lambda: {"loss": 0.5})
@@ -146,26 +111,6 @@ def test_a_measured_step_that_is_skipped_is_told_once(session: Make, monkeypatch
     assert sum("has loss=0.5 and is not saved" in str(each.message) for each in caught) == 1
     hold.let_go()
     run.finish()
-
-
-def test_waits_where_it_is_told_to(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = session()
-    hold = Hold(monkeypatch)
-    save(run, 1)
-    assert run.wants(last=False)
-    hold.let_go()
-    run.finish()
-
-
-def test_a_missing_monitor_is_told_once(session: Make) -> None:
-    run = session(monitor="loss")
-    with pytest.warns(ShrinkpointWarning, match="'loss' had not been logged when step 1.*: acc"):
-        save(run, 1, metrics={"acc": 1.0})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        save(run, 2, metrics={"acc": 1.0})
-        run.finish()
-    assert run.best.best_path == ""
 
 
 def test_a_monitor_that_is_not_logged_at_every_save_is_not_missing(session: Make) -> None:
@@ -203,28 +148,6 @@ def test_a_failing_evaluation_is_told_once_and_costs_no_checkpoint(session: Make
         warnings.simplefilter("error")
         save_measured(2)
     assert steps(run) == [1, 2]
-
-
-def save_and_finish(run: TrainingSession) -> None:
-    save(run, 1, last=True)
-    run.finish()
-
-
-def test_a_last_save_that_fails_is_made_up_for(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = session()
-    break_store(monkeypatch, times=1)
-    with pytest.warns(ShrinkpointWarning, match="the disk is full"):
-        save_and_finish(run)
-    assert steps(run) == [1]
-    assert run.best.last_path.endswith("#step=1")
-
-
-def test_an_end_that_cannot_be_saved_is_an_error(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = session()
-    break_store(monkeypatch, times=9)
-    save(run, 1)
-    with pytest.raises(SaveFailedError, match="the disk is full"):
-        run.finish()
 
 
 @pytest.mark.parametrize("error", [StoreError, RuntimeError])

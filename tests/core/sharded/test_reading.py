@@ -115,30 +115,6 @@ def test_batches_are_the_same_rows_and_forget_what_they_have_read(
     assert all(torch.equal(found[name], value) for name, value in wanted.tensors.items())
 
 
-def test_a_range_that_was_damaged_on_its_way_is_read_again(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = RunStore(run)
-    manifest = store.manifests()[0]
-    original, calls = RunStore.fetch_range, []
-
-    def damaged(self: RunStore, ref: Any, start: int, end: int) -> bytes:
-        data = bytearray(original(self, ref, start, end))
-        calls.append(start)
-        if start > 0 and len(data) > 1000:
-            data[500] ^= 1
-        return bytes(data)
-
-    monkeypatch.setattr(RunStore, "fetch_range", damaged)
-    names = [f"model/{number}.weight" for number in range(3)]
-    _, _, batches = decode_batches(sources_of_run(store, manifest), lambda header: names)
-    wanted = shrinkpoint.load(run)["model"]
-    for entry, _, value in (row for batch in batches for row in batch):
-        if entry.spec.name in names:
-            assert torch.equal(value, wanted[entry.spec.name.removeprefix("model/")])
-    assert len(calls) > 3
-
-
 def test_values_are_forgotten_as_they_are_moved(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, a rank had its whole share until the end, beside the tensors that are filled from it."""
     monkeypatch.setattr(exchange, "_BUCKET_BYTES", (1, 1))

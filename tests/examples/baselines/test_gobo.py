@@ -1,29 +1,11 @@
 import numpy as np
 import pytest
 import torch
-from baselines.gobo import Gobo, GoboCodec, GoboOptions, l1_centroids, outliers
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.chains import check_chain, check_malformed, encode, spec_of, walks
+from baselines.gobo import GoboCodec, l1_centroids, outliers
+from support.chains import encode, spec_of
 
-from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.base import Context
-
-options = st.builds(
-    GoboOptions,
-    bits=st.integers(1, 7),
-    threshold=st.sampled_from([-1.0, -4.0, -100.0]),
-    standardized=st.booleans(),
-    coder=st.sampled_from(["packed", "rans"]),
-    min_elements=st.just(1),
-    moments=st.sampled_from(["exact", "levels"]),
-)
-
-
-@settings(max_examples=80)
-@given(walks(), options)
-def test_chains_are_restored_as_encoded(states, chosen):
-    check_chain(states, lambda _: Gobo(options=chosen))
 
 
 def test_outliers_are_those_of_low_log_density():
@@ -68,15 +50,3 @@ def test_what_has_no_group_is_refused():
     weight = torch.tensor([[-30.0, 30.0]])
     with pytest.raises(CannotRepresentError, match="outliers"):
         encode(GoboCodec(), weight, spec_of(weight), Context())
-
-
-@pytest.mark.parametrize("coder", ["packed", "rans"])
-def test_malformed_bytes_are_refused(coder):
-    before, after = torch.randn(2, 10, 10, generator=torch.Generator().manual_seed(0))
-    check_malformed(GoboCodec(options=GoboOptions(coder=coder, threshold=-2.0)), before, after)
-
-
-@pytest.mark.parametrize("wrong", [{"bits": 8}, {"threshold": 1}, {"standardized": 1}, {"coder": "lzma"}])
-def test_options_are_checked(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        GoboOptions(**wrong)
