@@ -25,6 +25,12 @@ SUBPACKAGE = {
     "integrations": "shrinkpoint.integrations",
 }
 
+FRAMEWORKS = ("callbacks", "conformance", "integrations")
+"""Folders whose tests train by frameworks, which warn of what is no matter of ours."""
+OTHERS_WARNINGS = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
 # A deadline would time a shared machine, not the code; and two runs of one commit must test the same examples.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -127,6 +133,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(ROOT / "tests").parts[0] in FRAMEWORKS:
+            item.add_marker(OTHERS_WARNINGS, append=False)  # first, so that a test's own filters win
     if config.getoption("--run-slow"):
         return
     skip = pytest.mark.skip(reason="slow: run with --run-slow")

@@ -17,10 +17,6 @@ from support.adapters import TRAININGS, adapted
 import shrinkpoint
 from shrinkpoint.errors import ConfigError, StateMismatchError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 frameworks = pytest.mark.parametrize("framework", TRAININGS)
 
 

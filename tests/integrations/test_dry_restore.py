@@ -13,13 +13,11 @@ from support.options import grouped
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import SGD, Adam, lr_scheduler
-from torch.utils.data import DataLoader
 
 import shrinkpoint
-from shrinkpoint.errors import CannotRepresentError, ShrinkpointError, StateMismatchError
+from shrinkpoint.errors import CannotRepresentError, StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 INPUTS = torch.linspace(-1, 1, 24).view(8, 3)
 NEVER = 1000
 
@@ -300,94 +298,3 @@ def test_nothing_is_changed(tmp_path: Path) -> None:
     assert all(p.grad is None and not p.is_meta for p in model.parameters())
     assert str(state) == str(optimizer.state_dict())
     assert optimizer.inner[0].param_groups[0]["params"][0] is model.one.weight
-
-
-def test_lightning(tmp_path: Path) -> None:
-    from lightning.pytorch import LightningModule, Trainer
-
-    from shrinkpoint.callbacks.lightning import CompressedCheckpoint
-
-    class Module(Net, LightningModule):
-        def training_step(self, batch: torch.Tensor) -> Any:
-            return self(batch).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return SGD(self.parameters(), 0.1)
-
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["mine"] = object()
-
-    callback = CompressedCheckpoint(str(tmp_path), every_n_train_steps=NEVER)
-    trainer = Trainer(max_steps=3, limit_val_batches=0, callbacks=[callback], accelerator="cpu", **QUIET)
-    with pytest.raises(CannotRepresentError, match=r"mine is a builtins\.object"):
-        trainer.fit(Module(), DataLoader(INPUTS, batch_size=2))
-    assert trainer.global_step == 1
-
-
-def test_transformers(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from transformers import Trainer, TrainingArguments
-
-    from shrinkpoint.callbacks.transformers import CompressedCheckpoint
-
-    class Model(Net):
-        def forward(self, x: torch.Tensor) -> Any:
-            return {"loss": super().forward(x).square().mean()}
-
-    class Own(SGD):
-        def state_dict(self) -> Any:
-            return {**super().state_dict(), "mine": object()}
-
-    model = Model()
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "out"),
-        max_steps=3,
-        save_steps=NEVER,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
-    callback = CompressedCheckpoint(
-        str(tmp_path / "run"),
-    )
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=[{"x": x} for x in INPUTS],
-        callbacks=[callback],
-        optimizers=(Own(model.parameters(), 0.1), None),
-    )
-    with pytest.raises(CannotRepresentError, match=r"mine is a builtins\.object"):
-        trainer.train()
-    assert trainer.state.global_step == 1
-
-
-def test_composer(tmp_path: Path) -> None:
-    pytest.importorskip("composer")
-    from composer import Callback, ComposerModel, Trainer
-
-    from shrinkpoint.callbacks.composer import CompressedCheckpoint
-
-    class Model(Net, ComposerModel):
-        def loss(self, outputs: torch.Tensor, batch: torch.Tensor) -> Any:
-            return outputs.square().mean()
-
-    class Own(Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"mine": object()}
-
-    model = Model()
-    trainer = Trainer(
-        model=model,
-        train_dataloader=DataLoader(INPUTS, batch_size=2),
-        optimizers=SGD(model.parameters(), 0.1),
-        max_duration="3ba",
-        device="cpu",
-        callbacks=[CompressedCheckpoint(str(tmp_path), save_interval="1000ba"), Own()],
-        progress_bar=False,
-    )
-    with pytest.raises(ShrinkpointError, match=r"mine is a builtins\.object"):
-        trainer.fit()
-    assert int(trainer.state.timestamp.batch) == 1
-    trainer.close()

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 import shrinkpoint
-from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning, StateMismatchError
+from shrinkpoint.errors import ShrinkpointWarning, StateMismatchError
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 MESSAGE = "made or resized the model's buffers body.late"
@@ -80,78 +79,3 @@ def test_a_module_that_makes_room_and_one_that_was_called_before_go_on(tmp_path:
         called = Net()
         called(INPUTS)
         train(tmp_path / "called", called, until)
-
-
-def test_lightning(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    from lightning.pytorch import LightningModule, Trainer
-
-    from shrinkpoint.callbacks.lightning import CompressedCheckpoint
-
-    class Module(Net, LightningModule):
-        def training_step(self, batch: torch.Tensor) -> Any:
-            return self(batch).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    callback = CompressedCheckpoint(str(tmp_path), every_n_train_steps=100)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(max_steps=3, limit_val_batches=0, callbacks=[callback], accelerator="cpu", **quiet)
-    with pytest.raises(StateMismatchError, match=MESSAGE):
-        trainer.fit(Module(), DataLoader(INPUTS, batch_size=2))
-    assert trainer.global_step == 1
-
-
-def test_transformers(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from transformers import Trainer, TrainingArguments
-
-    from shrinkpoint.callbacks.transformers import CompressedCheckpoint
-
-    class Model(Net):
-        def forward(self, x: torch.Tensor) -> Any:
-            return {"loss": super().forward(x).square().mean()}
-
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "out"),
-        max_steps=3,
-        save_steps=100,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
-    callback = CompressedCheckpoint(
-        str(tmp_path / "run"),
-    )
-    trainer = Trainer(Model(), arguments, train_dataset=[{"x": x} for x in INPUTS], callbacks=[callback])
-    with pytest.raises(StateMismatchError, match=MESSAGE):
-        trainer.train()
-    assert trainer.state.global_step == 1
-
-
-def test_composer(tmp_path: Path) -> None:
-    pytest.importorskip("composer")
-    from composer import ComposerModel, Trainer
-
-    from shrinkpoint.callbacks.composer import CompressedCheckpoint
-
-    class Model(Net, ComposerModel):
-        def loss(self, outputs: torch.Tensor, batch: torch.Tensor) -> Any:
-            return outputs.square().mean()
-
-    model = Model()
-    trainer = Trainer(
-        model=model,
-        train_dataloader=DataLoader(INPUTS, batch_size=2),
-        optimizers=torch.optim.SGD(model.parameters(), 0.1),
-        max_duration="3ba",
-        device="cpu",
-        callbacks=[CompressedCheckpoint(str(tmp_path), save_interval="1000ba")],
-        progress_bar=False,
-    )
-    with pytest.raises(ShrinkpointError, match=MESSAGE):
-        trainer.fit()
-    assert int(trainer.state.timestamp.batch) == 1
-    trainer.close()

@@ -72,11 +72,6 @@ class Growing(Net):
         return super().load_state_dict(state_dict, *args, **kwargs)
 
 
-class Stubborn(Growing):
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        return nn.Module.load_state_dict(self, state_dict, *args, **kwargs)
-
-
 def trained(url: Path, kind: type[Net], steps: int) -> Net:
     model = kind()
     optimizer = torch.optim.Adam(model.adapter.parameters(), lr=0.1)
@@ -135,69 +130,6 @@ def test_lightning(tmp_path: Path, kind: type[Net]) -> None:
             module, DataLoader(INPUTS, batch_size=2)
         )
         return module
-
-    fit("run", 2)
-    assert same(fit("run", 4), fit("whole", 4))
-
-
-@pytest.mark.parametrize("kind", [Adapter, Growing])
-def test_transformers(tmp_path: Path, kind: type[Net]) -> None:
-    pytest.importorskip("transformers")
-    from transformers import Trainer, TrainingArguments
-
-    from shrinkpoint.callbacks.transformers import CompressedCheckpoint
-
-    class Model(kind):  # type: ignore[valid-type, misc]
-        def forward(self, x: torch.Tensor) -> Any:
-            return {"loss": super().forward(x).square().mean()}
-
-    def train(url: str, steps: int) -> nn.Module:
-        model = Model()
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / "out"),
-            max_steps=steps,
-            save_steps=2,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            lr_scheduler_type="constant",
-            remove_unused_columns=False,
-            per_device_train_batch_size=2,
-        )
-        callback = CompressedCheckpoint(f"{tmp_path}/{url}", scheme="lossless")
-        data = [{"x": x} for x in INPUTS]
-        Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
-        return model
-
-    train("run", 2)
-    assert same(train("run", 4), train("whole", 4))
-
-
-@pytest.mark.parametrize("kind", [Adapter, Growing])
-def test_composer(tmp_path: Path, kind: type[Net]) -> None:
-    pytest.importorskip("composer")
-    from composer import ComposerModel, Trainer
-
-    from shrinkpoint.callbacks.composer import CompressedCheckpoint
-
-    class Model(kind, ComposerModel):  # type: ignore[valid-type, misc]
-        def loss(self, outputs: torch.Tensor, batch: torch.Tensor) -> Any:
-            return outputs.square().mean()
-
-    def fit(url: str, batches: int) -> nn.Module:
-        model = Model()
-        trainer = Trainer(
-            model=model,
-            train_dataloader=DataLoader(INPUTS, batch_size=2),
-            optimizers=torch.optim.Adam(model.adapter.parameters(), lr=0.1),
-            max_duration=f"{batches}ba",
-            device="cpu",
-            callbacks=[CompressedCheckpoint(f"{tmp_path}/{url}", save_interval="2ba", scheme="lossless")],
-            progress_bar=False,
-        )
-        trainer.fit()
-        trainer.close()
-        return model
 
     fit("run", 2)
     assert same(fit("run", 4), fit("whole", 4))

@@ -24,10 +24,6 @@ from shrinkpoint.integrations.composer.schedule import Settings
 from shrinkpoint.integrations.composer.state import stored_state
 from shrinkpoint.session.probe import LossProbe, StepProbe, scale_of
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 MARKS = (1, 3)
 PROBED: dict[str, Any] = {
     "scheme": "inshrinkerator",

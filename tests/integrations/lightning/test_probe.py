@@ -12,10 +12,6 @@ from support.lightning_models import Tiny, adapter_of, assert_same, fit
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.session.probe import LossProbe
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 
 class Metered(Tiny):
     """Has a torchmetrics object, random validation, and what else could leak."""

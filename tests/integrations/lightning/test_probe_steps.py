@@ -20,10 +20,6 @@ from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.session.probe import LossProbe, StepProbe, scale_of
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 MARKS = (1, 3)
 PROBED: dict[str, Any] = {
     "scheme": "inshrinkerator",
