@@ -12,7 +12,6 @@ from support.training import OPTIMIZERS, TinyMLP, train
 
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.errors import (
-    CannotRepresentError,
     ChainError,
     ConfigError,
     FencedError,
@@ -550,21 +549,6 @@ def test_an_overtaken_writer_is_told_and_harms_nothing(loop, warned_in_backgroun
     warned_in_background.clear()
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(loop, objects):
-    for _ in range(2):
-        loop.train()
-        loop.save(wait=True)
-    newest = max(key for key in objects.blobs if key.startswith("data/"))
-    data, when = objects.blobs[newest]
-    objects.blobs[newest] = data[:-1] + bytes([data[-1] ^ 1]), when
-    with pytest.warns(ShrinkpointWarning, match="passed over"):
-        assert restored().manifest.step == 1
-    first = min(key for key in objects.blobs if key.startswith("data/"))
-    del objects.blobs[first]
-    with pytest.warns(ShrinkpointWarning), pytest.raises(ChainError, match="none of them can be restored"):
-        restored()
-
-
 @pytest.mark.parametrize("wrong", ["digest", "step"])
 def test_a_container_that_is_not_its_manifests_is_noticed(loop, objects, monkeypatch, wrong):
     commit = RunWriter.commit
@@ -578,24 +562,6 @@ def test_a_container_that_is_not_its_manifests_is_noticed(loop, objects, monkeyp
     loop.save(wait=True)
     with pytest.warns(ShrinkpointWarning, match="another state than its manifest"), pytest.raises(ChainError):
         restored()
-
-
-@pytest.mark.parametrize("step", [np.int64(3), torch.tensor(3), 3])
-def test_steps_and_metrics_of_other_libraries(loop, step):
-    loop.train()
-    metrics = {"a": torch.tensor(0.5), "b": np.float32(2), "c": torch.ones(1), "d": math.inf}
-    loop.save(step=step, metrics=metrics, wait=True)
-    back = restored()
-    assert back.manifest.step == 3
-    assert back.manifest.meta["save"]["metrics"] == {"a": 0.5, "b": 2.0, "c": 1.0, "d": None}
-
-
-def test_a_state_that_needs_pickle_is_refused_at_once(loop):
-    with pytest.raises(CannotRepresentError, match=r"loaders/0 is a builtins\.object"):
-        loop.saver.save({"loaders": [object()]}, step=1)
-    loop.train()
-    loop.save(wait=True)
-    assert len(loop.saver.reports()) == 1
 
 
 # ---- retention
@@ -612,14 +578,6 @@ def test_old_checkpoints_are_removed_but_not_what_a_kept_delta_needs(objects):
     assert len([key for key in objects.blobs if key.startswith("data/")]) == 3  # 1, 4 and 5
     assert identical(restored().state.to_object(), loop.copy())
     assert restored(4).manifest.step == 4
-
-
-def test_the_best_by_a_metric_are_kept(objects):
-    loop = Loop(save_top_k=1, keep_last=1, monitor="acc", mode="max", grace_s=0)
-    for acc in (0.1, 0.9, math.nan, 0.3):
-        loop.train()
-        loop.save(metrics={"acc": acc}, wait=True)
-    assert [m.step for m in loop.saver.store.manifests()] == [4, 2]
 
 
 def test_a_store_that_forbids_deleting_does_not_fail_saves(objects):
