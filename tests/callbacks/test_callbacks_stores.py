@@ -18,10 +18,6 @@ from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarnin
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import Stores, url_text
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 SAVING: dict[str, Any] = {"scheme": "lossless", "busy": "wait"}
 
 

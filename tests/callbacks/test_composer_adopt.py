@@ -13,12 +13,6 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.saver import Saver
 from shrinkpoint.store.manifest import Manifest
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore::UserWarning",
-)
-
 ADOPTING = ("shuffle - first epoch", "shuffle - later epoch", "shuffle - epoch end")
 """Cases that the fast suite tries with adoption."""
 

@@ -19,10 +19,6 @@ from shrinkpoint.state.training import Role
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 
 def codecs_by_role(store: RunStore, manifest: Manifest) -> dict[Role, set[str]]:
     """Of the large tensors of the newest container."""

@@ -11,12 +11,6 @@ from support.composer_models import Setup, fit
 
 import shrinkpoint
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore::UserWarning",
-)
-
 
 def at(interval: str, evaluated: str, saving: Make, **options: Any) -> Any:
     callback = saving(save_interval=interval, monitor="Accuracy", mode="max", save_top_k=-1, **options)

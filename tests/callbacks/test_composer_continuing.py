@@ -16,10 +16,6 @@ from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.io.export import export
 from shrinkpoint.saver import Saver
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 
 @pytest.mark.parametrize(("duration", "longer", "interval"), [("4ep", "5ep", "1ep"), ("32ba", "36ba", "5ba")])
 def test_a_finished_run_has_nothing_left_to_train(

@@ -18,10 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 
 class Classifier(ComposerModel):  # type: ignore[misc]
     def __init__(self) -> None:

@@ -16,10 +16,6 @@ from shrinkpoint.errors import CannotRepresentError, ShrinkpointWarning, StoreEr
 from shrinkpoint.saver import Saver
 from shrinkpoint.store.writer import RunWriter
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 
 def broken(monkeypatch: pytest.MonkeyPatch, *, times: int = 10**6) -> At:
     """Makes so many commits fail from the start of training on."""

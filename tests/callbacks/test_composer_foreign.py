@@ -16,11 +16,6 @@ from support.composer_models import Crash, Setup, Tiny, assert_continues, fit
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, StateMismatchError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
-
 SETUP = Setup(width=64, duration="2ep", eval_interval=None)
 
 
@@ -40,31 +35,6 @@ def require_continued(saving: Make) -> None:
 
 
 # ---- models
-
-
-def quantized(layer: Callable[..., torch.nn.Module], **options: Any) -> type[Tiny]:
-    class Quantized(Tiny):
-        def __init__(self, setup: Setup) -> None:
-            super().__init__(setup)
-            self.net.insert(3, layer(setup.width, setup.width, **options).requires_grad_(False))
-            self.net.to("cpu")
-
-    return Quantized
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("Linear4bit", {"compute_dtype": torch.float32, "quant_type": "nf4"}),
-        ("Linear8bitLt", {"has_fp16_weights": False}),
-    ],
-)
-def test_quantized_layers_are_resumed_bit_by_bit(
-    saving: Make, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
-) -> None:
-    bnb = pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(composer_models, "Tiny", quantized(getattr(bnb.nn, name), **options))
-    require_continued(saving)
 
 
 class Renaming(Tiny):
@@ -233,19 +203,6 @@ def test_parameters_in_other_groups_are_refused_and_in_another_order_are_found(
     grouped(lambda given: [given[2], *given[:2], *given[3:]])
     rest = fit(saving(), setup=SETUP, seed=9)
     assert rest.trace == whole.trace[5:]
-
-
-def test_a_model_without_shapes_is_refused_before_the_first_step(
-    saving: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Lazy(Tiny):
-        def __init__(self, setup: Setup) -> None:
-            super().__init__(setup)
-            self.net[0] = torch.nn.LazyLinear(setup.width)
-
-    monkeypatch.setattr(composer_models, "Tiny", Lazy)
-    with pytest.raises(ConfigError, match=r"without a shape, such as net\.0\.weight: call it on one batch"):
-        fit(saving(), setup=SETUP)
 
 
 def test_parameters_that_were_added_to_the_optimizer_are_added_again(

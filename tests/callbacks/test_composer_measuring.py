@@ -12,7 +12,6 @@ pytest.importorskip("composer")
 
 from composer import DataSpec
 from composer.core import Event, State
-from composer.loggers import InMemoryLogger
 from support import composer_models
 from support.composer_callbacks import At, Make, first, url_of
 from support.composer_data import BATCH, Points
@@ -23,26 +22,6 @@ from torch.utils.data import DataLoader
 from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
-
-def test_saving_is_invisible_to_training(saving: Make) -> None:
-    wide = Setup(width=512)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ShrinkpointWarning)
-        plain = fit(setup=wide)
-        logger = InMemoryLogger()
-        saved = fit(
-            saving(scheme="inshrinkerator", save_top_k=-1, save_interval="4ba"), setup=wide, loggers=[logger]
-        )
-    assert plain.trace == saved.trace
-    assert plain.evaluations == saved.evaluations
-    assert_same(plain.final, saved.final)
-    assert len(logger.data["checkpoint/degradation"]) == 8
-
 
 SEEN: list[Any] = []
 """Not an attribute: what a measurement changes in the model and its class is put back."""

@@ -19,10 +19,6 @@ from support.reports import saver_of
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.reports import SaveReport
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 WIDE = 256  # smaller matrices are kept exactly, and there is nothing to search
 
 SETUPS = {

@@ -20,12 +20,7 @@ from support.matrices import by_values, some_fast
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore::UserWarning",
-    "error::shrinkpoint.errors.ShrinkpointWarning",
-)
+pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
 
 
 def saving(url: str, interval: Any, **more: Any) -> CompressedCheckpoint:

@@ -1,7 +1,6 @@
 """Measuring by the model's own loss leaves no trace in what it writes down."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,7 @@ from composer.loggers import InMemoryLogger
 from support import composer_models
 from support.composer_callbacks import Make
 from support.composer_models import Setup, Tiny, assert_same, fit
-from support.traces import CALLS, Lasting, Traces
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
+from support.traces import CALLS, Traces
 
 
 class Noting(Callback):  # type: ignore[misc]
@@ -74,38 +69,3 @@ def test_what_the_loss_writes_down_is_as_without_the_callback(
     assert saved[2] > plain[2]  # it was measured
     assert plain[0] == saved[0]
     assert_same(plain[1], saved[1])
-
-
-class Keeping(Tiny):
-    """Holds something that cannot be put back."""
-
-    lasting: Lasting
-
-    def loss(self, outputs: Any, batch: Any, *rest: Any) -> Any:
-        self.lasting.touch()
-        return super().loss(outputs, batch, *rest)
-
-
-@pytest.mark.parametrize("kind", ["file that is written", "generator"])
-def test_what_cannot_be_put_back_is_named_once_and_ends_measuring(
-    saving: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
-) -> None:
-    monkeypatch.setattr(composer_models, "Tiny", Keeping)
-    start = Keeping.__init__
-    monkeypatch.setattr(
-        Keeping,
-        "__init__",
-        lambda self, setup: (start(self, setup), setattr(self, "lasting", Lasting(kind, tmp_path)))[0],
-    )
-    setup = Setup(width=128, eval_interval=None, duration="3ep")
-    CALLS.clear()
-    fit(setup=setup)
-    undisturbed = len(CALLS)
-    CALLS.clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(saving(scheme="auto", save_interval="5ba", probe_steps=0), setup=setup)
-    told = [str(each.message) for each in caught if "cannot be put back" in str(each.message)]
-    assert len(told) == 1, told
-    assert "of Lasting" in told[0]
-    assert undisturbed < len(CALLS) <= undisturbed + 2

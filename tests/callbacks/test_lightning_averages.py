@@ -20,12 +20,9 @@ from shrinkpoint.io.export import export
 from shrinkpoint.saver import Saver
 from shrinkpoint.state.training import Role
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
-    pytest.mark.skipif(
-        not hasattr(callbacks, "WeightAveraging"), reason="Lightning has WeightAveraging since 2.6"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not hasattr(callbacks, "WeightAveraging"), reason="Lightning has WeightAveraging since 2.6"
+)
 
 MATRIX = "net.0.weight"
 

@@ -19,10 +19,6 @@ from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.cli.app import app
 from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 
 class Scripted(pl.LightningModule):
     """Its metrics follow a script by step, whatever it learns."""

@@ -15,10 +15,6 @@ from support.lightning_models import Crash, Tiny
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.store.urls import Stores
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 
 class Small(Tiny):
     def __init__(self, rate: float = 0.1) -> None:

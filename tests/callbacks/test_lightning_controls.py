@@ -19,10 +19,6 @@ from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
 from shrinkpoint.schemes.auto.options import AutoOptions
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 
 class Regression(pl.LightningModule):
     """A batch is the number by which the model makes its data."""

@@ -14,10 +14,6 @@ from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.config import Advanced
 from shrinkpoint.errors import ShrinkpointWarning, StateMismatchError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 
 def _fit(tmp_path: Any, *callbacks: Any, **options: Any) -> Outcome:
     checkpoint = CompressedCheckpoint(

@@ -13,15 +13,9 @@ from support.containers import identical
 from support.options import grouped
 from torch import nn
 
-import shrinkpoint
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
 
 
 class Activation(enum.Enum):
@@ -132,47 +126,6 @@ def test_what_cannot_be_stored_is_left_out_with_one_warning_for_each_owner(tmp_p
     assert Module.load_from_checkpoint(open_as_ckpt(str(tmp_path))).hparams["activation"] is Activation.RELU
     loaded = Data.load_from_checkpoint(open_as_ckpt(str(tmp_path)), transform=None)
     assert loaded.hparams["sizes"] == Sizes(1, Activation.RELU)
-
-
-@pytest.mark.parametrize("kind", ["4 bits", "4 bits, double", "8 bits"])
-def test_weights_of_bitsandbytes_are_resumed_bit_by_bit(tmp_path, kind):
-    bnb = pytest.importorskip("bitsandbytes")
-
-    class Quantized(Module):
-        def __init__(self, seed):
-            torch.manual_seed(2)
-            super().__init__()
-            torch.manual_seed(seed)
-            if kind == "8 bits":
-                base = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
-            else:
-                double = kind == "4 bits, double"
-                base = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32, compress_statistics=double)
-            self.base = base.requires_grad_(False)
-            torch.manual_seed(2)
-            self.more = nn.Linear(64, 64)
-
-        def training_step(self, batch, batch_idx):
-            inputs = batch.repeat(1, 16)
-            return (self.more(inputs) + self.base(inputs)).square().mean() + super().training_step(batch, 0)
-
-    whole, resumed = Quantized(1), Quantized(9)
-    fit(tmp_path / "whole", whole, steps=4)
-    fit(tmp_path / "run", Quantized(1), steps=2)
-    fit(tmp_path / "run", resumed, steps=4)
-    assert identical(dict(resumed.state_dict()), dict(whole.state_dict()))
-    weights = shrinkpoint.load_weights(tmp_path / "run")
-    assert identical(dict(weights), dict(whole.state_dict()))
-
-
-def test_a_model_without_shapes_is_refused_before_the_first_step(tmp_path):
-    class Lazy(Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.LazyLinear(4)
-
-    with pytest.raises(ConfigError, match=r"without a shape, such as layer\.weight: call it on one batch"):
-        fit(tmp_path, Lazy())
 
 
 @pytest.mark.parametrize("more", [{}, {"val_check_interval": 1}, {"accumulate_grad_batches": 2}], ids=str)

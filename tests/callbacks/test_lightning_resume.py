@@ -25,10 +25,6 @@ from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StateMismatchError
 from shrinkpoint.saver import Saver
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 FOREVER = 10**6
 
 

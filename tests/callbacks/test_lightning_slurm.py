@@ -14,10 +14,6 @@ from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.config import Advanced
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 JOB = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NAME": "train",

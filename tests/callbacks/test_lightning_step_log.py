@@ -6,7 +6,6 @@ import os
 import signal
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,12 +19,8 @@ from support.reports import saver_of
 
 import shrinkpoint
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.steps.options import StepLog
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
 
 
 class TwoOptimizers(Tiny):
@@ -221,14 +216,6 @@ def test_weights_that_are_swapped_for_a_validation(tmp_path: Path) -> None:
     assert_continues(undisturbed, rest)
 
 
-def test_a_log_begins_at_every_checkpoint_again(tmp_path: Path) -> None:
-    for crash in (13, 19, 23):
-        train("plain", saving(tmp_path), Crash(crash), seed=1 if crash == 13 else 999)
-    rest = train("plain", saving(tmp_path), seed=999)
-    assert 20 < rest.trace[0][2] <= 23
-    assert_continues(whole("plain"), rest)
-
-
 def test_kill_9(tmp_path: Path) -> None:
     class Kill(Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -245,18 +232,6 @@ def test_kill_9(tmp_path: Path) -> None:
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
     rest = train("plain", saving(tmp_path), seed=999)
     assert 16 <= rest.trace[0][2] <= 18
-    assert_continues(whole("plain"), rest)
-
-
-def test_a_damaged_segment_costs_time_only(tmp_path: Path) -> None:
-    train("plain", saving(tmp_path), Crash(25))
-    last = sorted((tmp_path / "log").rglob("*.steps"))[-1]
-    data = bytearray(last.read_bytes())
-    data[-10] ^= 1
-    last.write_bytes(data)
-    with pytest.warns(ShrinkpointWarning, match="the step log brings step 20 to 2"):
-        rest = train("plain", saving(tmp_path), seed=999)
-    assert 20 <= rest.trace[0][2] < 25
     assert_continues(whole("plain"), rest)
 
 
@@ -296,42 +271,3 @@ def test_a_small_log(tmp_path: Path) -> None:
     error = (found["net.0.weight"] - true["net.0.weight"]).norm()
     assert 0 < error < (base["net.0.weight"] - true["net.0.weight"]).norm()
     assert_same({"b": found["net.1.running_mean"]}, {"b": true["net.1.running_mean"]})
-
-
-def test_a_file_system_with_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Flush(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            if callback._session.run.log is not None:
-                callback._session.run.log.flush()
-
-    def there() -> int:
-        return sum(path.stat().st_size for path in (tmp_path / "log").rglob("*.steps"))
-
-    total = 160_000
-    monkeypatch.setattr(
-        "shrinkpoint.steps.writer.shutil.disk_usage",
-        lambda path: SimpleNamespace(total=total, free=total - there()),
-    )
-    callback = saving(tmp_path, every_n_train_steps=None, every_n_epochs=2)
-    with pytest.warns(ShrinkpointWarning, match="the step log is off: .*choose another") as told:
-        done = train("plain", callback, Flush())
-    assert len([one for one in told if "step log" in str(one.message)]) == 1
-    assert done.trace == whole("plain").trace
-    assert there() <= total * 15 / 16
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step_log": "exakt"}, "must be 'exact' or 'small'"),
-        ({"log_url": None}, "GB per hour"),
-        ({"scheme": "auto"}, "needs scheme='lossless'"),
-        (
-            {"step_log": "small", "scheme": "auto", "adopt": 4},
-            "exclude each other|adopt",
-        ),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        fit(saving(tmp_path, **options), max_epochs=1)

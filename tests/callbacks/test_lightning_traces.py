@@ -11,14 +11,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from support.lightning_models import Setup, Tiny, assert_same, fit
-from support.traces import CALLS, Lasting, Traces
+from support.traces import CALLS, Traces
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.config import Advanced
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
 
 
 class Noting(Callback):
@@ -103,35 +99,6 @@ def test_what_steps_write_down_is_as_without_the_callback(tmp_path: Path, option
     assert plain[0] == saved[0]
     assert plain[1] == saved[1]
     assert_same(plain[2], saved[2])
-
-
-class Keeping(Tiny):
-    """Holds something that cannot be put back."""
-
-    def __init__(self, lasting: Lasting) -> None:
-        super().__init__(Setup(width=128))
-        self.lasting = lasting
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.lasting.touch()
-
-
-@pytest.mark.parametrize("kind", ["file that is read", "loader"])
-def test_what_cannot_be_put_back_is_named_once_and_ends_measuring(tmp_path: Path, kind: str) -> None:
-    CALLS.clear()
-    module = Keeping(Lasting(kind, tmp_path))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        saving = CompressedCheckpoint(
-            str(tmp_path / "run"), every_n_train_steps=5, advanced=Advanced(busy="wait")
-        )
-        fit(saving, module=module, max_epochs=3)
-    told = [str(each.message) for each in caught if "cannot be put back" in str(each.message)]
-    assert len(told) == 1, told
-    assert "of Lasting" in told[0]
-    undisturbed = 3 * 2 + 2  # three validations, and the one before training
-    assert undisturbed < len(CALLS) <= undisturbed + 2  # once, on two batches
 
 
 class Steering(Tiny):

@@ -27,10 +27,6 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.saver import Saver
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 Make = Callable[..., CompressedCheckpoint]
 
 

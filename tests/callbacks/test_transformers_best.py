@@ -20,10 +20,6 @@ from shrinkpoint.callbacks.transformers import CompressedCheckpoint
 from shrinkpoint.cli.app import app
 from shrinkpoint.errors import ShrinkpointWarning
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 SCORES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 9.0, 12: 8.0}
 
 

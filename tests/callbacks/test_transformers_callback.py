@@ -19,16 +19,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
 from shrinkpoint.checkpointer import Checkpointer
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StateMismatchError
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.saver import Saver
 from shrinkpoint.state.training import Role
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore::UserWarning",
-    "error::shrinkpoint.errors.ShrinkpointWarning",
-)
+pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
 
 BEST = (
     ("metric_for_best_model", "loss"),
@@ -105,27 +100,6 @@ def test_shards_are_refused_at_construction() -> None:
     callback: Any = saving(fresh())
     with pytest.raises(ConfigError, match="deepspeed"):
         callback.on_init_end(arguments, None, None)
-
-
-class WithAdamW(Trainer):
-    _order = 1
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        self.optimizer = torch.optim.AdamW(list(self.model.parameters())[:: self._order])
-        return self.optimizer
-
-
-class Backwards(WithAdamW):
-    _order = -1
-
-
-def test_parameters_in_another_order_are_refused(tmp_path: Path) -> None:
-    url, short = fresh(), (("max_steps", 4),)
-    train(Setup(arguments=short), str(tmp_path), saving(url), trainer_class=WithAdamW)
-    longer = Setup(arguments=(("max_steps", 8),))
-    assert train(longer, str(tmp_path), saving(url), trainer_class=WithAdamW).finished
-    with pytest.raises(StateMismatchError, match="parameters in another order"):
-        train(Setup(arguments=(("max_steps", 12),)), str(tmp_path), saving(url), trainer_class=Backwards)
 
 
 def test_another_schedule_is_warned_of(tmp_path: Path) -> None:

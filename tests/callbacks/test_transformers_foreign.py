@@ -13,10 +13,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
 
 def quantized(bnb, peft, kind, seed):
     set_seed(seed)

@@ -4,9 +4,12 @@ The continuing process has generators in another state; the uninterrupted one ne
 """
 
 import uuid
+import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,14 +22,12 @@ from support.matrices import some_fast
 from support.transformers_models import Outcome, Setup, assert_continues, train
 
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
-from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.integrations.transformers.settings import Settings
+from shrinkpoint.saver import Saver
+from shrinkpoint.session.triggers import Schedule
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore::UserWarning",
-    "error::shrinkpoint.errors.ShrinkpointWarning",
-)
+pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Case:
     begins: int
     """The first step of the continued run."""
     epochs: int | None = None
+    every: int | None = None
+    """Steps between saves; None takes the trainer's ``save_steps``, 4."""
 
 
 def with_arguments(**arguments: Any) -> Setup:
@@ -121,6 +124,76 @@ def test_continues_bit_by_bit(name: str, folder: Path) -> None:
     assert rest.steps[0][0] == case.begins
     assert_continues(uninterrupted(case.setup, folder), rest)
     assert not list((folder / "run").glob("checkpoint-*"))
+
+
+ADOPTING = {
+    "masking, mid epoch": Case(Setup(), (7,), 5),
+    "the last batch of an epoch": Case(Setup(), (12,), 12, every=11),
+    "accumulation": Case(with_arguments(gradient_accumulation_steps=3, eval_steps=2), (7,), 6, every=5),
+    **{
+        name: CASES[name]
+        for name in ("masking, later epoch, twice", "by epochs", "plain samplers", "masking in workers")
+    },
+    **{name: CASES[name] for name in ("early stopping", "plateaus", "a stream")},
+}
+"""Cases that are tried with adoption: most of what a case is about, it does not touch."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    some_fast(
+        ADOPTING,
+        ("masking, mid epoch", "by epochs"),
+        ["accumulation", "masking in workers", "early stopping"],
+    ),
+)
+def test_adopting_training_continues_bit_by_bit(name: str, folder: Path) -> None:
+    """With the default scheme, lossy as it is: the undisturbed run has gone on from its checkpoints, too."""
+    case, url = ADOPTING[name], fresh()
+    schedule = {"every_n_train_steps": case.every, "every_n_epochs": case.epochs}
+
+    def adopting(where: str) -> CompressedCheckpoint:
+        return CompressedCheckpoint(f"{url}/{where}", **grouped(adopt=8, max_degradation=0.5, **schedule))
+
+    warnings.simplefilter("ignore", ShrinkpointWarning)
+    whole = train(case.setup, str(folder / "adopting"), adopting("whole"))
+    for number, crash in enumerate(case.crashes):
+        assert not train(
+            case.setup, str(folder / "adopting"), adopting("run"), crash=crash, seed=number
+        ).finished
+    rest = train(case.setup, str(folder / "adopting"), adopting("run"), seed=999)
+    assert rest.steps[0][0] == case.begins
+    assert_continues(whole, rest)
+    manifests = Saver(f"{url}/whole").store.manifests()
+    assert any(m.meta["adoption"]["planned"] and m.meta["save"]["measured"] == "measured" for m in manifests)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "planned"),
+    [
+        ({"every_n_train_steps": 5}, {"max_steps": 44}, 8),
+        ({"every_n_train_steps": 5}, {"max_steps": -1}, None),
+        ({"every_n_epochs": 2}, {"num_train_epochs": 5}, 2),
+        ({}, {"save_strategy": "steps", "save_steps": 6, "max_steps": 44}, 7),
+        ({}, {"save_strategy": "steps", "save_steps": 0.1, "max_steps": 44}, None),
+        ({}, {"save_strategy": "epoch", "num_train_epochs": 3}, 3),
+        ({}, {"save_strategy": "best", "max_steps": 44}, None),
+    ],
+)
+def test_planned_saves_follow_from_the_trainers_limits(
+    options: dict[str, int], arguments: dict[str, Any], planned: int | None
+) -> None:
+    settings = Settings(
+        run=cast(Any, None), schedule=Schedule(**options) if options else None, keep_trainer_saves=False
+    )
+    known = {"save_strategy": "no", "save_steps": 500, "max_steps": -1, "num_train_epochs": 3, **arguments}
+    assert settings.planned_for(SimpleNamespace(**known)) == planned
+
+
+def test_adoption_is_refused_where_it_is_no_replay(folder: Path) -> None:
+    by_time = CompressedCheckpoint(fresh(), train_time_interval=timedelta(minutes=1), adopt=True)
+    with pytest.raises(ConfigError, match="a clock would decide"):
+        train(Setup(), str(folder / "run"), by_time)
 
 
 def test_a_run_that_ended_early_trains_no_further_step(folder: Path) -> None:

@@ -9,12 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from support.sharded import launch
-from support.traces import Lasting
 from support.transformers_traces import saving, traced, trained
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
 
 
 @pytest.mark.parametrize("evaluates", [True, False])
@@ -26,19 +21,6 @@ def test_what_the_loss_writes_down_is_as_without_the_callback(tmp_path: Path, ev
     assert saved[2] > plain[2]  # it was measured
     assert plain[0] == saved[0]
     assert all(torch.equal(value, saved[1][name]) for name, value in plain[1].items())
-
-
-@pytest.mark.parametrize("kind", ["file that is written", "iterator"])
-def test_what_cannot_be_put_back_is_named_once_and_ends_measuring(tmp_path: Path, kind: str) -> None:
-    *_, undisturbed = trained(tmp_path / "plain", lasting=Lasting(kind, tmp_path))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        callback = saving(tmp_path, probe_steps=0)
-        *_, calls = trained(tmp_path / "saved", callback, lasting=Lasting(kind, tmp_path))
-    told = [str(each.message) for each in caught if "cannot be put back" in str(each.message)]
-    assert len(told) == 1, told
-    assert "of Lasting" in told[0]
-    assert undisturbed < calls <= undisturbed + 2
 
 
 @pytest.mark.slow

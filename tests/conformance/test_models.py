@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.frameworks import FRAMEWORKS, Crashed, Net, Outcome, Recipe
 from support.lightning_models import assert_same
-from support.mixed_optimizer import MixedSGD
 from torch import nn
 
 import shrinkpoint
@@ -103,11 +102,6 @@ class Changing(nn.Linear):
         return super().forward(x)
 
 
-class Half(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.bfloat16())
-
-
 def layered(make: Callable[[], nn.Module]) -> nn.Module:
     net = Net()
     net.body[0] = make()
@@ -132,10 +126,6 @@ def freezes(layer: nn.Module, made: int) -> None:
         layer.requires_grad_(made == 9)
 
 
-def halves() -> nn.Module:
-    return layered(lambda: Half(8, 16)).bfloat16()
-
-
 OTHERS: list[nn.Module] = []
 """A head that no module has, of the model that was made last."""
 
@@ -156,7 +146,6 @@ CONTINUED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "weights in 4 bits, double": (partial(layered, partial(quantized, "4 bits, double")), {}),
     "weights in 8 bits": (partial(layered, partial(quantized, "8 bits")), {}),
     "frozen on the way": (partial(layered, partial(Changing, freezes)), {}),
-    "fp32 copies of half precision": (halves, {"optimizer": MixedSGD}),
     "a head that no module has": (
         beside,
         {"optimizer": lambda given: torch.optim.AdamW([*given, *OTHERS[0].parameters()], 1e-2)},

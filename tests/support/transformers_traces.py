@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from support.sharded import warm
-from support.traces import CALLS, Lasting, Traces
+from support.traces import CALLS, Traces
 from support.transformers_models import VOCABULARY, Texts
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -24,13 +24,9 @@ class Noting(TrainerCallback):  # type: ignore[misc]
 
 class Recording(Trainer):  # type: ignore[misc]
     noting: Noting
-    lasting: Lasting | None = None
 
     def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
         loss = super().compute_loss(model, inputs, **more)
-        if self.lasting is not None:
-            self.lasting.touch()
-            return loss
         value = round((loss[0] if isinstance(loss, tuple) else loss).item(), 3)
         self.losses.append(value)
         self.traces.touch(value)
@@ -42,9 +38,7 @@ class Recording(Trainer):  # type: ignore[misc]
         return loss
 
 
-def trained(
-    folder: Path, *callbacks: Any, evaluates: bool = True, lasting: Lasting | None = None
-) -> tuple[Any, ...]:
+def trained(folder: Path, *callbacks: Any, evaluates: bool = True) -> tuple[Any, ...]:
     """Train for some steps, of several processes each on its share of the data.
 
     Returns:
@@ -76,7 +70,7 @@ def trained(
         eval_dataset=Texts(8),
         callbacks=[noting, *callbacks],
     )
-    trainer.losses, trainer.traces, trainer.noting, trainer.lasting = [], Traces(), noting, lasting  # type: ignore[attr-defined]
+    trainer.losses, trainer.traces, trainer.noting = [], Traces(), noting  # type: ignore[attr-defined]
     trainer.train()
     history = [
         {name: value for name, value in row.items() if "runtime" not in name and "per_second" not in name}
@@ -86,11 +80,9 @@ def trained(
     return [*seen, str(history), trainer.args.hub_token], model.state_dict(), len(CALLS)
 
 
-def saving(folder: Path, **more: Any) -> CompressedCheckpoint:
+def saving(folder: Path) -> CompressedCheckpoint:
     """Return the callback that saves, and measures by default."""
-    return CompressedCheckpoint(
-        str(folder / "run"), every_n_train_steps=5, advanced=Advanced(busy="wait", **more)
-    )
+    return CompressedCheckpoint(str(folder / "run"), every_n_train_steps=5, advanced=Advanced(busy="wait"))
 
 
 def traced(rank: int, world: int, folder: Path, port: str, saves: bool) -> tuple[Any, ...]:
