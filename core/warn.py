@@ -17,7 +17,7 @@ from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 
 T = TypeVar("T")
 
-_LIBRARIES = tuple(
+LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (
         os.path.dirname(os.path.abspath(__file__)),
@@ -121,7 +121,7 @@ def naming_this_line(job: Callable[[], None]) -> Callable[[], None]:
 def _place_of(frame: FrameType) -> _Place:
     """The innermost line that is the user's: neither the package's nor a library's; where there is none, the given one."""
     found: FrameType | None = frame
-    while found is not None and found.f_code.co_filename.startswith((*_LIBRARIES, "<frozen")):
+    while found is not None and found.f_code.co_filename.startswith((*LIBRARIES, "<frozen")):
         found = found.f_back
     line = found or frame
     module = line.f_globals.get("__name__", "<string>")

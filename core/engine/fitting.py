@@ -98,6 +98,10 @@ def quantized_as(stored: Mapping[str, Any], given: Mapping[str, Any], model: nn.
             state.pop(key, None)
     named = (*named_parameters(model, remove_duplicate=False), *named_buffers(model, remove_duplicate=False))
     for name, tensor in named:
+        if tensor.layout is torch.strided and any(
+            n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True) if not step
+        ):
+            tensor.data = tensor.data.clone()  # torch copies nothing into an expanded tensor
         if tensor.dtype in PACKED and getattr(state.get(name), "dtype", None) is tensor.dtype:
             as_bits(tensor).copy_(as_bits(state[name]))  # torch copies some of these only onto themselves
             state[name] = tensor

@@ -142,6 +142,10 @@ class TrainingAdapter(ABC):
         """Return the model's state and the optimizers' in a `state`, as ``load_state_dict`` takes them."""
         return state["model"], state["optimizers"]
 
+    def rehearsed(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
+        """Return the `parts` that are tried on copies; of a model that changes what it loads, its own state."""
+        return self.parts(state)
+
     def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a `state` without these parts, which a step log restores by itself."""
         return {key: value for key, value in state.items() if key not in ("model", "optimizers")}

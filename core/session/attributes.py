@@ -1,5 +1,6 @@
 """Attributes of optimizers that are neither in their ``state`` nor in ``param_groups``: counters, tensors, generators, lists."""
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
@@ -14,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 from shrinkpoint.optimizers.objects import moved
 from shrinkpoint.state.rng import generator_state, is_generator, set_generator
 from shrinkpoint.state.stateful import optimizers_in
+from shrinkpoint.warn import LIBRARIES
 
-__all__ = ["changed_attributes", "left_out", "parts_of", "places_of", "put_back"]
+__all__ = ["attributes_of", "changed_attributes", "left_out", "parts_of", "places_of", "put_back"]
 
 _MOST_ELEMENTS, _MOST_ITEMS, _DEPTH = 1 << 20, 10_000, 5  # larger and deeper ones are not saved
 _OWN, _NOT_PLAIN = {"param_groups", "state", "defaults"}, object()
@@ -164,6 +166,13 @@ def _numbers_of(value: object) -> dict[str, Any]:
     own = vars(value) if is_own and type(value).__name__ not in _SHARED else {}
     plain = {name: _plain(part) for name, part in own.items()}
     return {name: part for name, part in plain.items() if part is not _NOT_PLAIN and not _has_tensors(part)}
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """Return the attributes of an object of a class of the user's, and none of modules, optimizers, and objects of installed packages."""
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+    is_own = hasattr(value, "__dict__") and not isinstance(value, _OTHERS) and not file.startswith(LIBRARIES)
+    return vars(value) if is_own and type(value).__module__ != "builtins" else {}
 
 
 def _has_tensors(value: object) -> bool:

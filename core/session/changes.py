@@ -1,14 +1,15 @@
-"""Counts of what a hand-written loop does between two saves: changes of the weights, and steps of the optimizers."""
+"""Counts of what a hand-written loop does between two saves: changes of the weights, steps of the optimizers, and gradients that wait for one."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from shrinkpoint.state.stateful import optimizers_in
+from shrinkpoint.state.roles import unnamed
+from shrinkpoint.state.stateful import optimizers_in, parameters_of
 
 __all__ = ["StepCount", "WeightChanges"]
 
@@ -88,7 +89,7 @@ def _kinds(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.
 
 
 class StepCount:
-    """Counts the steps of optimizers.
+    """Counts the steps of optimizers, and knows which gradients wait for one.
 
     Args:
         optimizers: without wrappers.
@@ -97,11 +98,15 @@ class StepCount:
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self.count, self.known = 0, bool(optimizers)
         """Whether all can be counted."""
+        self._optimizers = optimizers
+        self._used: tuple[Any, Any, int] | None = None
         own = weakref.ref(self)
 
-        def made(*_: Any) -> None:
+        def made(optimizer: Any, *_: Any) -> None:
             if (steps := own()) is not None:
                 steps.count += 1
+                used = (p for p in parameters_of(optimizer) if p.grad is not None)
+                steps._used = next(((p, weakref.ref(p.grad), p.grad._version) for p in used), None)
 
         self._hooks = ExitStack()
         for optimizer in (inner for each in optimizers for inner in optimizers_in(each)):
@@ -110,6 +115,28 @@ class StepCount:
             except AttributeError:
                 self.known = False
         weakref.finalize(self, self._hooks.close)
+
+    def accumulated(self) -> dict[str, torch.Tensor]:
+        """Return the gradients that no step has used yet, by `unnamed`; none that are not finite, for which a scaler skips the step."""
+        if self._used is not None:
+            parameter, used, version = self._used
+            if parameter.grad is not None and parameter.grad is used() and parameter.grad._version == version:
+                return {}
+        found = {name: p.grad for name, p in self._named() if p.grad is not None} if self.known else {}
+        values = [one.coalesce().values() if one.is_sparse else one for one in found.values()]
+        wanted = any(one.any() for one in values) and all(one.isfinite().all() for one in values)
+        return found if wanted else {}
+
+    def put_back(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Give all parameters their gradients from `accumulated`, or none."""
+        for name, parameter in self._named():
+            given = gradients.get(name)
+            parameter.grad = None if given is None else given.to(parameter.device, parameter.dtype, copy=True)
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        for index, optimizer in enumerate(self._optimizers):
+            for number, parameter in enumerate(parameters_of(optimizer)):
+                yield unnamed(index, number), parameter
 
     def stop(self) -> None:
         """Count no more."""

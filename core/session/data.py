@@ -14,6 +14,8 @@ from torch.utils.data import IterableDataset
 
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import world
+from shrinkpoint.session.attributes import attributes_of
+from shrinkpoint.session.worker_reads import reads_alike
 from shrinkpoint.state.rng import Counters, is_generator
 from shrinkpoint.state.stateful import plain_names
 
@@ -34,6 +36,7 @@ _WORKERS = "num_workers"
 _OWN_REFERENCES = 3  # of a loader to its iterator, and those of the count itself
 _DEPTH = 3
 _FIRST = 100  # of a list, as one of transforms, and not of samples
+_MODULE = vars(nn.Module()).keys()
 _MOST = 10_000  # objects that are looked at
 
 
@@ -109,14 +112,21 @@ def require_same_workers(loader: Any, state: Any, name: str) -> None:
         )
 
 
-def unknown_order(loader: Any) -> str | None:
-    """Return a line where a resume within an epoch cannot restore the order of torchdata's loader; else None.
+def unknown_order(loader: Any, state: Any) -> str | None:
+    """Return a line where a resume within an epoch cannot restore the order of torchdata's loader, or what its workers draw; else None.
 
     Args:
         loader: that has taken its state; other loaders are let pass.
+        state: that it has taken.
     """
     if not _torchdata(loader):
         return None
+    within = isinstance(state, Mapping) and not state.get("_iterator_finished", True)
+    if within and loader.num_workers and _knows_nothing(loader.dataset) and not reads_alike(loader):
+        return (
+            "resume: the loader's workers draw random numbers, which torchdata's loader does not restore: samples may be augmented otherwise up to the end"
+            " of this epoch. Give the data set state_dict() and load_state_dict(), or num_workers=0"
+        )
     for sampler in samplers(loader):
         if _is_own(sampler) and not hasattr(sampler, "state_dict") and generators_in(sampler):
             return (
@@ -124,6 +134,11 @@ def unknown_order(loader: Any) -> str | None:
                 " differ up to the end of this epoch. Give the sampler state_dict() and load_state_dict()"
             )
     return None
+
+
+def _knows_nothing(dataset: object) -> bool:
+    """Return whether a data set is read by index, and has no state of its own for torchdata's workers."""
+    return not isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
 
 
 def _torchdata(loader: Any) -> set[str]:
@@ -198,8 +213,9 @@ def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> di
             kinds[kind] += 1
             parts = inner.named_modules() if isinstance(inner, nn.Module) else [("", inner)]
             for name, part in parts:
-                own = getattr(part, "__dict__", {}).items()
-                found |= {f"{kind} {number}.{name}.{key}": one for key, one in own if is_generator(one)}
+                own = [item for item in getattr(part, "__dict__", {}).items() if item[0] not in _MODULE]
+                near = ((key + path, one) for key, value in own for path, one in _near(value))
+                found |= {f"{kind} {number}.{name}.{path}": one for path, one in near if is_generator(one)}
     for number, loader in enumerate(loaders):
         for name, part in parts_of(loader).items():
             found |= {f"loader {number}.{name}{path}": one for path, one in generators_in(part).items()}
@@ -228,6 +244,15 @@ def generators_in(value: Any) -> dict[str, Any]:
         level = list(itertools.islice(parts, left))
         left -= len(level)
     return found
+
+
+def _near(value: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
+    """Yield a value, and what lists, dicts and objects of the user's have in them, by their places."""
+    yield "", value
+    items = enumerate(value) if type(value) in (list, tuple) else None
+    named = value.items() if type(value) is dict else attributes_of(value).items()
+    for key, one in itertools.islice(items or named, _FIRST if depth else 0):
+        yield from ((f".{key}{path}", part) for path, part in _near(one, depth - 1))
 
 
 def _inside(value: Any) -> Iterable[tuple[object, Any]]:

@@ -15,6 +15,7 @@ from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.engine.fitting import fitted, quantized_as
 from shrinkpoint.engine.resume import require_same_ties
 from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.group.group import world
 from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.quality.swap import swapped_tensors, swapped_weights
@@ -41,7 +42,14 @@ from shrinkpoint.state.rng import (
     restore_rng,
     set_generator,
 )
-from shrinkpoint.state.stateful import load_object, load_stateful, scheduler_in, state_of, unwrapped
+from shrinkpoint.state.stateful import (
+    load_object,
+    load_stateful,
+    optimizers_in,
+    scheduler_in,
+    state_of,
+    unwrapped,
+)
 from shrinkpoint.state.training import Describe, Role, TrainingState, plain
 from shrinkpoint.state.tree import join_path
 from shrinkpoint.store.manifest import Manifest
@@ -193,6 +201,8 @@ class LoopObjects(TrainingAdapter):
         """See `TrainingAdapter.state`."""
         self.changes.follow()
         self._require_steps()
+        self._require_schedulers()
+        gradients = self._steps.accumulated() if world().size == 1 else {}  # each process has its own
         return {
             "format": _FORMAT,
             "step": self.step,
@@ -202,6 +212,7 @@ class LoopObjects(TrainingAdapter):
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
             "data": self._data(),
             "rng": self.rng(),
+            **({"gradients": gradients} if gradients else {}),
         }
 
     def rng(self) -> dict[str, Any]:
@@ -225,6 +236,16 @@ class LoopObjects(TrainingAdapter):
                 "the weights have changed since the last save, and the optimizer that was given to the Checkpointer has made no step: if another"
                 " one trains now, checkpoints hold the state of the one before. Go on with the same optimizer, add_param_group() to it, or"
                 " make a new Checkpointer"
+            )
+
+    def _require_schedulers(self) -> None:
+        """Warn where one of torch's schedulers sets the rates of an optimizer, and is not among the objects."""
+        known = {id(getattr(scheduler_in(value), "optimizer", None)) for value in self.stateful.values()}
+        inner = [one for given in self.optimizers for one in optimizers_in(given) if id(one) not in known]
+        if any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in inner):
+            self.session.warn_once(
+                "the optimizer has a learning rate scheduler that was not given to the Checkpointer: after a resume it begins again. Give it by name,"
+                " as in scheduler=scheduler"
             )
 
     def generators(self) -> dict[str, Any]:
@@ -314,12 +335,13 @@ class LoopObjects(TrainingAdapter):
             where = "the checkpoint" if name in self.stateful else "this run"
             warn(f"{name!r} is not in {where}: its state is not restored")
         self.step = state["step"]
+        self._steps.put_back(state.get("gradients", {}))
         for name, value in self.stateful.items():
             if name in state["rng"].get("starts", {}):
                 restore_rng(state["rng"]["starts"][name], generators([value]))
             if name in state["stateful"]:
                 load_object(name, value, state["stateful"][name])
-            if warns and (unknown := unknown_order(value)):
+            if warns and (unknown := unknown_order(value, state["stateful"].get(name))):
                 warn(unknown)
         # now that buffers of samples have their length back
         data = other_data(state.get("data", {}), self._data())

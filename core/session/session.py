@@ -472,7 +472,9 @@ class TrainingSession:
         def capture() -> tuple[TrainingState, Any]:
             self.trained.require_room()
             state = adapter.bare_state()
-            return TrainingState.capture(state, adapter.describe(state), shards=self.shards), adapter.parts
+            return TrainingState.capture(
+                state, adapter.describe(state), shards=self.shards
+            ), adapter.rehearsed
 
         optimizers, shards = adapter.optimizers, self.shards
         if not self._dry.knows(optimizers, shards=shards):

@@ -1,17 +1,28 @@
 """What a training's optimizers train and keep: stored where no object's state has it, frozen again as it was, and missed where it is replaced."""
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.group.group import world
 from shrinkpoint.optimizers.objects import moved
 from shrinkpoint.session.adapter import TrainingAdapter
-from shrinkpoint.session.attributes import changed_attributes, left_out, parts_of, places_of, put_back
+from shrinkpoint.session.attributes import (
+    attributes_of,
+    changed_attributes,
+    left_out,
+    parts_of,
+    places_of,
+    put_back,
+)
 from shrinkpoint.session.identity import identities
 from shrinkpoint.state.roles import unnamed
 from shrinkpoint.state.stateful import named_buffers, named_parameters, plain_names
@@ -34,7 +45,9 @@ _LIBRARIES |= {
     "trl",
 }
 _KEEPS = ("get_extra_state", "state_dict", "_save_to_state_dict", "on_save_checkpoint")
-_LOOKS = 3  # saves at which numbers are compared
+_LOOKS = 3  # saves at each of which attributes are compared, and later at every power of two
+_ITEMS, _DEPTH, _BYTES = 100, 3, 1 << 20  # of an attribute that is compared
+_MODULE = vars(nn.Module()).keys()
 _IN_ORDER = "Change or wrap the model first, then make its optimizer, then what saves both, and then resume"
 
 
@@ -53,8 +66,9 @@ class Trained:
         self._identities: list[dict[str, Any]] = []
         self._said: set[str] = set()
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._numbers: dict[str, object] = {}
+        self._attributes: dict[str, object] = {}
         self._looks = 0
+        self._kinds: list[str] = []
         self._modes: list[str] | None = None
         self.outside: dict[str, torch.Tensor] = {}
         """As of the last save: what optimizers train and no object's state has."""
@@ -68,10 +82,11 @@ class Trained:
         model = self._adapter.model
         require_shapes(model)
         changed_attributes(self._adapter.optimizers)
+        self._kinds = [type(optimizer).__qualname__ for optimizer in self._adapter.optimizers]
         self._buffers = [(part, _sizes(part)) for part in model.modules()]
-        self._parameters = {name: _Seen(p, _kind(p), p.requires_grad) for name, p in named_parameters(model)}
+        self._parameters = {name: _Seen.of(parameter) for name, parameter in named_parameters(model)}
         self._counts = []
-        self._numbers, self._looks = _numbers(model), _LOOKS
+        self._attributes, self._looks = _attributes(model), 0
 
     def state(self, state: object) -> dict[str, Any]:
         """Return the entries of a checkpoint that `load_trained` and `require_same_optimizers` take.
@@ -88,7 +103,7 @@ class Trained:
         late = self._late()
         self.check()
         self._report(late)
-        self._compare_numbers()
+        self._compare_attributes()
         counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         if counts != self._counts:
             self.outside = _outside(model, optimizers, self._adapter.weight_names(), state)
@@ -105,6 +120,7 @@ class Trained:
                     f"{some(lost)} is not saved: a tensor of over a million elements, a generator in a list, or an object that changes. If the optimizer's steps depend"
                     " on it, keep it in optimizer.state, or give the object state_dict() and load_state_dict()"
                 )
+        self._compare_optimizers()
         flags = _flags({"": model, **self._adapter.modules()}, self.outside)
         frozen = [name for name, (owner, flag) in flags.items() if not getattr(owner, flag)]
         adapters = {name: owner[key] for name, (owner, key) in _adapters(model).items()}
@@ -119,18 +135,40 @@ class Trained:
         }
         return {"identities": self._identities, "trained": trained}
 
-    def _compare_numbers(self) -> None:
-        """Say which numbers and tensors change that modules have apart from their state."""
-        if not self._looks:
+    def _compare_attributes(self) -> None:
+        """Say which attributes of modules training changes, that are in no state."""
+        self._looks += 1
+        if not self._attributes or (self._looks > _LOOKS and self._looks.bit_count() > 1):
             return
-        self._looks -= 1
-        now = _numbers(self._adapter.model)
-        changed = [name for name, value in self._numbers.items() if repr(now.get(name, value)) != repr(value)]
-        if changed:
-            self._looks = 0
+        now = _attributes(self._adapter.model)
+        before = self._attributes.items()
+        if changed := [name for name, value in before if repr(now.get(name, value)) != repr(value)]:
+            self._attributes = {}
             self._report(
                 f"no state of the model has {some(changed)}, which training changes: after a resume each is what the script sets. Make what training depends"
                 " on a buffer, or give its module get_extra_state() and set_extra_state()"
+            )
+
+    def _compare_optimizers(self) -> None:
+        """Say which optimizers have taken the places of others, and which parameters change that none trains."""
+        optimizers = self._adapter.optimizers
+        kinds = [type(optimizer).__qualname__ for optimizer in optimizers]
+        if self._kinds and kinds != self._kinds:
+            self._report(
+                f"the optimizers are {', '.join(kinds)} now, and were {', '.join(self._kinds)} when this training began: a script that resumes"
+                " must have made these before it resumes"
+            )
+        if self._looks > 1 or not optimizers or self.outside:  # our evaluations, later, change versions
+            return
+        others = (one for one in self._adapter.objects().values() if hasattr(one, "param_groups"))
+        here = {id(p) for optimizer in chain(optimizers, others) for p in _parameters(optimizer)}
+        left = {
+            n: seen for n, seen in self._parameters.items() if seen.grows and id(seen.parameter) not in here
+        }
+        if changed := [name for name, seen in left.items() if _version(seen.parameter) != seen.version]:
+            self._report(
+                f"no optimizer here trains {some(changed)}, and training changes this all the same: if another optimizer does, checkpoints lack its"
+                " state. Give all optimizers, as in Checkpointer(url, model, [one, other])"
             )
 
     def note_modes(self) -> None:
@@ -221,27 +259,59 @@ class _Seen(NamedTuple):
     parameter: torch.Tensor
     kind: tuple[object, ...]
     grows: bool
+    version: int
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> "_Seen":
+        return cls(parameter, _kind(parameter), parameter.requires_grad, _version(parameter))
 
 
-def _numbers(model: nn.Module) -> dict[str, object]:
-    """Return numbers and tensors that modules of the user's own classes have apart from their state, where these classes store nothing themselves."""
+def _attributes(model: nn.Module) -> dict[str, object]:
+    """Return what modules of the user's own classes have apart from their state, where these classes store nothing themselves, and numbers of torch's."""
     found: dict[str, object] = {}
     with plain_names(model) as inner:
         for name, part in inner.named_modules():
             kind = type(part)
-            if _library(kind) or not all(_library(getattr(kind, each, nn.Module)) for each in _KEEPS):
+            if not all(_library(getattr(kind, each, nn.Module)) for each in _KEEPS):
                 continue
             own = {**vars(part), **{key: part._buffers.get(key) for key in part._non_persistent_buffers_set}}
-            seen = {key: _seen(value) for key, value in own.items() if key[0] != "_"}
+            if _library(kind):  # such as the rate of a dropout
+                torchs = kind.__module__.startswith("torch.nn.modules.")
+                own = {key: value for key, value in own.items() if torchs and type(value) in (int, float)}
+            # Frameworks' classes keep what is theirs in private attributes.
+            private = any(_library(base) and not issubclass(nn.Module, base) for base in kind.__mro__)
+            seen = {
+                key: _seen(value)
+                for key, value in own.items()
+                if key not in _MODULE and (key == "_hparams" or not (private and key[0] == "_"))
+            }
             found |= {f"{name}.{key}".lstrip("."): value for key, value in seen.items() if value is not None}
     return found
 
 
-def _seen(value: object) -> object:
-    """Return what is another one after a change of a number or a tensor; None of anything else."""
-    if type(value) is torch.Tensor and not value.is_inference():
-        return id(value), value._version
-    return value if type(value) in (int, float) else None
+def _seen(value: Any, depth: int = 0) -> object:
+    """Return what is another one after a change of plain data, of tensors or of an object of the user's; None of anything else."""
+    kind = type(value)
+    if kind in (bool, int, float, complex, str) or isinstance(value, np.generic):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), _version(value)
+    if kind is count:
+        return repr(value)
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.nbytes <= _BYTES and not value.dtype.hasobject else None
+    if depth == _DEPTH:
+        return None
+    if kind in (list, tuple, deque):
+        return len(value), [_seen(item, depth + 1) for item in islice(value, _ITEMS)]
+    if isinstance(value, nn.Module):  # in a list, say, which registers none
+        own = (item for key, item in vars(value).items() if key not in _MODULE)
+        parts = chain(value.parameters(), value.buffers(), own)
+        return [_seen(part, depth + 1) for part in parts] if depth else None
+    if kind is set:
+        return len(value)
+    named = value if isinstance(value, dict) else attributes_of(value)
+    return [(key, _seen(named[key], depth + 1)) for key in islice(named, _ITEMS)]
 
 
 def _library(of: Any) -> bool:
@@ -261,6 +331,10 @@ def _makes_room(part: nn.Module) -> bool:
 
 def _kind(parameter: torch.Tensor) -> tuple[object, ...]:
     return parameter.dtype, tuple(parameter.shape)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def require_shapes(model: nn.Module) -> None:
@@ -379,15 +453,27 @@ def _outside(
 
 
 def _adapters(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where PEFT notes, outside of tensors, which adapters are active or merged into the base, and AdaLoRA by what it chooses ranks."""
+    """Where PEFT notes, outside of tensors, which adapters are active or merged into the base, and AdaLoRA by what it chooses ranks.
+
+    Metrics of torchmetrics have their states there, too, unless these are large, or each process has its own.
+    """
     found: dict[str, tuple[dict[str, Any], str]] = {}
     with plain_names(model) as inner:
         for name, part in inner.named_modules():
             ranks = getattr(part, "rankallocator", None)
-            for own in (
+            for noted in (
                 vars(one) for one in (part, ranks, getattr(ranks, "peft_config", None)) if one is not None
             ):
-                found |= {f"{name}.{key}": (own, key) for key in sorted(_NOTED & own.keys())}
+                found |= {f"{name}.{key}": (noted, key) for key in sorted(_NOTED & noted.keys())}
+            own = vars(part)
+            states = (
+                own.keys() & {*getattr(part, "_defaults", ()), "_update_count"}
+                if hasattr(part, "metric_state")
+                else set()
+            )
+            tensors = [leaf for key in states for leaf in tree_leaves(own[key]) if torch.is_tensor(leaf)]
+            if world().size == 1 and sum(tensor.numel() for tensor in tensors) <= _BYTES:
+                found |= {f"{name}.{key}": (own, key) for key in sorted(states)}
     return found
 
 

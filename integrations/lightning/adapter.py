@@ -31,7 +31,7 @@ from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.triggers import Schedule
 from shrinkpoint.sharded.targets import Targets
 from shrinkpoint.state.roles import describe_training
-from shrinkpoint.state.stateful import named_parameters, own_names, plain_names
+from shrinkpoint.state.stateful import named_parameters, own_names, plain_names, state_of
 from shrinkpoint.state.training import Describe, TensorSpec
 
 __all__ = ["LightningAdapter", "Settings"]
@@ -132,6 +132,11 @@ class LightningAdapter(TrainingAdapter):
 
     def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
         return state[trained_key(state)], state["optimizer_states"]
+
+    def rehearsed(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
+        weights, states = self.parts(state)
+        translates = is_overridden("on_load_checkpoint", self.model) or not self.model.strict_loading
+        return state_of(self.model) if translates else weights, states
 
     def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in state.items() if key not in _NOT_IN_THE_REST}

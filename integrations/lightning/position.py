@@ -402,7 +402,7 @@ def _begin(trainer: Trainer, states: Sequence[Any]) -> None:
     for loader, loader_state in zip(_stateful(trainer), states, strict=False):
         require_same_workers(loader, loader_state, "the training's loader")
         loader.load_state_dict(loader_state)
-        if trainer.is_global_zero and (said := unknown_order(loader)):
+        if trainer.is_global_zero and (said := unknown_order(loader, loader_state)):
             warn(said)
     iter(trainer.fit_loop._data_fetcher)
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -269,6 +270,10 @@ class Session:
 
     def _require_model(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         stored = checkpoint.get("state_dict", {})
+        if isinstance(
+            trainer.precision_plugin, DoublePrecision
+        ):  # Lightning converts the module when it has loaded it
+            trainer.lightning_module.double()
         if trainer.state.fn == TrainerFn.FITTING:
             first, url = trainer.is_global_zero, self.settings.run.url
             untied = require_module(checkpoint, trainer.lightning_module, url, warns=first)

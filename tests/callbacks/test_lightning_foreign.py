@@ -9,12 +9,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from support.containers import identical
 from support.options import grouped
 from torch import nn
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
 
 
@@ -213,3 +214,71 @@ def test_steps_that_begin_with_the_last_batchs_gradients_are_refused(tmp_path, a
     fit(tmp_path / "run", made(1), steps=3)
     fit(tmp_path / "run", resumed, steps=6)
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+class Measured(Module):
+    """Its loss depends on a metric that it updates and never resets."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.seen = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss.detach())
+        self.seen.update(loss.detach())
+        return loss * (1 + self.mean.compute() + self.seen.compute().sum())
+
+
+class Lean(Module):
+    """Leaves what is frozen out of its checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        nn.init.eye_(self.base.weight)
+        nn.init.ones_(self.base.bias)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(self.base(batch), batch_idx)
+
+    def on_save_checkpoint(self, checkpoint):
+        for name in [name for name in checkpoint["state_dict"] if name.startswith("base.")]:
+            del checkpoint["state_dict"][name]
+
+
+class Completing(Lean):
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] |= {f"base.{name}": value for name, value in self.base.state_dict().items()}
+
+
+class Loose(Lean):
+    def __init__(self):
+        super().__init__()
+        self.strict_loading = False
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [(Measured, {}), (Completing, {}), (Loose, {}), (Module, {"precision": "64-true"})],
+)
+def test_metrics_lean_checkpoints_and_double_precision_are_resumed_bit_by_bit(tmp_path, kind, more):
+    def made(seed):
+        torch.manual_seed(seed)
+        return kind()
+
+    whole, resumed = made(1), made(2)
+    fit(tmp_path / "whole", whole, steps=8, more=more)
+    fit(tmp_path / "run", made(1), steps=3, more=more)
+    fit(tmp_path / "run", resumed, steps=8, more=more)
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+def test_another_optimizer_within_a_training_is_told(tmp_path):
+    class Swapping(Module):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 2:
+                self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), 0.01)]
+
+    with pytest.warns(ShrinkpointWarning, match="the optimizers are SGD now, and were AdamW"):
+        fit(tmp_path, Swapping(), steps=4)

@@ -330,6 +330,21 @@ def test_int8_weights_of_torchao_are_resumed_bit_by_bit(tmp_path):
     measured(tmp_path / "measured", model)
 
 
+def test_expanded_buffers_are_resumed(tmp_path):
+    class Expanded(nn.Linear):
+        def __init__(self):
+            super().__init__(SIZE, SIZE)
+            self.register_buffer("scale", torch.ones(1, SIZE).expand(8, -1))
+
+        def forward(self, inputs):
+            return super().forward(inputs) * self.scale
+
+    whole = Training(tmp_path / "whole", Expanded).until(4)
+    Training(tmp_path / "run", Expanded).until(2)
+    assert Training(tmp_path / "run", Expanded).until(4).state == whole.state
+    measured(tmp_path / "measured", Expanded)
+
+
 # ---- objects in an optimizer's state
 
 

@@ -1,10 +1,15 @@
 """A user's own generators are found wherever they were given, and put back."""
 
+import random
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from shrinkpoint import Checkpointer
 from shrinkpoint.session.data import generators, samplers
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
@@ -33,3 +38,42 @@ def test_puts_them_back() -> None:
     assert [batch.tolist() for batch in loader] != first
     restore_rng(states, generators([loader]))
     assert [batch.tolist() for batch in loader] == first
+
+
+class _Noise:
+    def __init__(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+
+
+class _Noisy(nn.Linear):
+    def __init__(self, seed: int) -> None:
+        super().__init__(2, 2)
+        self.noise, self.draws = _Noise(seed), [torch.Generator().manual_seed(seed), random.Random(seed)]
+
+    def drawn(self) -> list[float]:
+        first, second = self.draws
+        return [self.noise.generator.random(), torch.rand(1, generator=first).item(), second.random()]
+
+
+def test_those_that_modules_keep_or_that_are_given_by_name_go_on(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[Checkpointer, Any]:
+        model, named = _Noisy(seed), [torch.Generator().manual_seed(seed), random.Random(seed)]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        numpy = np.random.default_rng(seed)
+        saving = Checkpointer(str(tmp_path), model, optimizer, one=named[0], other=named[1], numpy=numpy)
+        first, second = named
+        return saving, lambda: [
+            *model.drawn(),
+            torch.rand(1, generator=first).item(),
+            second.random(),
+            numpy.random(),
+        ]
+
+    saving, draw = made(1)
+    draw()
+    saving.save(1, wait=True)
+    saving.close()
+    again, draw_again = made(2)
+    assert again.resume() == 1
+    again.close()
+    assert draw_again() == draw()

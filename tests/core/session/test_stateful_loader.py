@@ -21,11 +21,15 @@ _LENGTH = 5  # steps of an epoch
 
 
 class _Data(torch.utils.data.Dataset):
+    def __init__(self, noise: float = 0.0) -> None:
+        self.noise = noise
+
     def __len__(self) -> int:
         return 4 * _LENGTH
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((6,), float(index)).cos()
+        exact = torch.full((6,), float(index)).cos()
+        return exact + self.noise * torch.rand(6) if self.noise else exact
 
 
 def _generator() -> torch.Generator:
@@ -44,13 +48,13 @@ _ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def losses(
-    url: Path, until: int, *, workers: int, log: dict[str, str], order: str = "shuffle"
+    url: Path, until: int, *, workers: int, log: dict[str, str], order: str = "shuffle", noise: float = 0.0
 ) -> dict[int, float]:
     """Train with shuffled batches and dropout, from where the run is; the loss of each step that is made here."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.4), nn.Linear(16, 6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = StatefulDataLoader(_Data(), batch_size=4, num_workers=workers, **_ORDERS[order]())
+    loader = StatefulDataLoader(_Data(noise), batch_size=4, num_workers=workers, **_ORDERS[order]())
     checkpointer = shrinkpoint.Checkpointer(
         url, model, optimizer, **grouped(every=None, scheme="lossless", loader=loader, **log)
     )
@@ -100,3 +104,9 @@ def test_continues_bit_by_bit_after_replayed_steps(tmp_path):
     assert min(logged) == 3
     assert min(rest) == 9
     assert first | logged | rest == whole
+
+
+def test_random_numbers_that_workers_draw_are_told_where_a_resume_cannot_restore_them(tmp_path):
+    losses(tmp_path, 2, workers=1, log={}, noise=0.1)
+    with pytest.warns(shrinkpoint.ShrinkpointWarning, match="workers draw random numbers"):
+        losses(tmp_path, _LENGTH, workers=1, log={}, noise=0.1)

@@ -1,8 +1,11 @@
 """What optimizers train is stored, frozen again as it was, and missed where it is replaced; the loop of a `Checkpointer`."""
 
+import itertools
 import re
 import warnings
+from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from support.options import grouped
@@ -375,6 +378,134 @@ def test_a_number_that_changes_and_no_state_has_is_told_once(tmp_path):
                 checkpointer.step(step + 1)
     [said] = [str(each.message) for each in caught if "which training changes" in str(each.message)]
     assert said.startswith("no state of the model has temperature, which")
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+
+def count(counter):
+    counter.count += 1
+
+
+class Remembering(nn.Linear):
+    """Keeps something apart from its state, which it changes at each call."""
+
+    def __init__(self, kept, change):
+        super().__init__(5, 5)
+        self.kept, self.change, self.drop = kept, change, nn.Dropout(0.5)
+
+    def forward(self, x):
+        self.change(self.kept)
+        return self.drop(super().forward(x))
+
+
+def ahead(modules):
+    with torch.no_grad():
+        modules[0].weight.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("kept", "change"),
+    [
+        (deque(maxlen=2), lambda kept: kept.append(torch.ones(3))),
+        ([torch.zeros(3)], lambda kept: kept[0].add_(1)),
+        ({"calls": 0}, lambda kept: kept.update(calls=kept["calls"] + 1)),
+        (np.zeros(3), lambda kept: kept.__iadd__(1)),
+        (itertools.count(), next),
+        (Counter(), count),
+        ([nn.Linear(2, 2)], ahead),
+    ],
+)
+def test_what_a_module_keeps_apart_from_its_state_is_told_where_it_changes(tmp_path, kept, change):
+    def told(kept, change):
+        model = Remembering(kept, change)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with Checkpointer(
+                str(tmp_path),
+                model,
+                optimizer,
+                resume="never",
+                **grouped(every=1, scheme="lossless", busy="wait"),
+            ) as checkpointer:
+                for step in range(8):
+                    model.drop.p = 0.5 if kept is not None or step < 6 else 0.1
+                    model(torch.ones(2, 5)).sum().backward()
+                    optimizer.step()
+                    checkpointer.step(step + 1)
+        return [
+            str(each.message).split(",")[0]
+            for each in caught
+            if "which training changes" in str(each.message)
+        ]
+
+    assert told(kept, change) == ["no state of the model has kept"]
+    assert told(None, bool) == ["no state of the model has drop.p"]  # though it changes late
+
+
+def test_an_optimizer_that_was_not_given_is_told(tmp_path):
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1))
+    one, other, given = (torch.optim.Adam(part.parameters(), 0.01) for part in model)
+    with Checkpointer(str(tmp_path), model, one, other=other, **grouped(scheme="lossless")) as checkpointer:
+        checkpointer.resume()
+        model(torch.ones(2, 5)).sum().backward()
+        for optimizer in (one, other, given):
+            optimizer.step()
+        checkpointer.step(1)
+        with pytest.warns(ShrinkpointWarning, match=r"no optimizer here trains 2\.weight, 2\.bias, and"):
+            checkpointer.save(1, wait=True)
+
+
+def test_a_scheduler_that_was_not_given_is_told(tmp_path):
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with Checkpointer(str(tmp_path / "given"), model, optimizer, schedule=schedule) as checkpointer:
+        checkpointer.save(1, wait=True)
+    with (
+        Checkpointer(str(tmp_path / "not"), model, optimizer) as checkpointer,
+        pytest.warns(ShrinkpointWarning, match="scheduler that was not given to the Checkpointer"),
+    ):
+        checkpointer.save(1, wait=True)
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("saved", [1, 2, 5, 6, 7])
+def test_accumulated_gradients_go_on(tmp_path, saved, zeros):
+    def train(until, url=None):
+        torch.manual_seed(0 if url is None or until == saved else 1)
+        model = nn.Linear(5, 1)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        given = grouped(every=1, scheme="lossless", busy="wait")
+        checkpointer = None if url is None else Checkpointer(str(url), model, optimizer, **given)
+        for step in range(0 if checkpointer is None else checkpointer.resume(), until):
+            model(torch.randn(2, 5, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            if step % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=zeros)
+            if checkpointer is not None:
+                checkpointer.step(step + 1)
+        if checkpointer is not None:
+            checkpointer.close()
+        return [value.clone() for value in model.state_dict().values()]
+
+    train(saved, tmp_path)
+    assert equal(train(9, tmp_path), train(9))
+    has = "gradients" in shrinkpoint.load(f"{tmp_path}#step={saved}")
+    assert has == (saved % 4 != 0)
+
+
+def test_gradients_that_a_step_has_used_are_not_saved(tmp_path):
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    with Checkpointer(str(tmp_path), model, optimizer, **grouped(every=1, scheme="lossless")) as checkpointer:
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        checkpointer.step(1)
+    assert "gradients" not in shrinkpoint.load(str(tmp_path))
 
 
 def test_an_optimizer_that_another_one_has_replaced_is_told(tmp_path):
