@@ -21,7 +21,7 @@ import torch
 from auto_speed import Chain, saves_of
 from common import parsed, replaced, show
 
-from shrinkpoint.coding.selective import decode_batches, in_memory
+from shrinkpoint.coding.selective import decode_chain, in_memory
 
 _TEAMS = 1, 2, 4, 8, 16
 
@@ -170,12 +170,7 @@ def main() -> None:
         size = save.state.nbytes
     for record, links in zip(reads, (1, options.links + 1), strict=True):
         with record.replacing():
-            *_, batches = decode_batches(
-                [*map(in_memory, chain.files[:links])], lambda header: header.tensors.keys()
-            )
-            for rows in batches:
-                for _ in rows:
-                    pass
+            decode_chain([*map(in_memory, chain.files[:links])], threads=1)
     rows = []
     for name, record in (
         ("saving a base", base),
