@@ -132,6 +132,7 @@ class DataPlace:
             self._seen(batch, epoch.consumed)
             epoch.consumed += 1
             yield batch
+        epoch.reached()  # where the position is the end of an epoch whose length nobody knows
 
 
 class _Epoch:
@@ -196,7 +197,7 @@ class _Epoch:
         self._ahead.append((number, self._generators.states()))
 
     def reached(self) -> None:
-        """Note that the trainer gets a batch that it trains on."""
+        """Note that the trainer gets a batch that it trains on, or finds that there are no more."""
         self._continue()
 
     def _moment(self, name: str) -> Any:

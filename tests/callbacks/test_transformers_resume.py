@@ -74,7 +74,10 @@ CASES = {
     ),
     "a classifier": Case(Setup(model="bert", masking=False), (7,), 5),
     "a stream": Case(
-        Setup(data="stream", masking=False, arguments=(("max_steps", 14), ("eval_strategy", "no"))), (7,), 5
+        Setup(streamed=1000, masking=False, arguments=(("max_steps", 14), ("eval_strategy", "no"))), (7,), 5
+    ),
+    "the end of a stream's epoch": Case(
+        Setup(streamed=16, arguments=(("max_steps", 14), ("eval_strategy", "no"))), (7,), 5
     ),
 }
 
@@ -84,6 +87,7 @@ FAST = (
     "a collator with a generator, first epoch",
     "masking in workers",
     "a stream",
+    "the end of a stream's epoch",
 )
 """Those that the fast suite tries."""
 

@@ -49,11 +49,14 @@ class Texts(Dataset):  # type: ignore[type-arg]
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
-    """The same, as a stream."""
+    """The same, as a stream of some samples in each epoch."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        texts = Texts(1000)
-        for index in range(1000):
+        texts = Texts(self._count)
+        for index in range(self._count):
             yield texts[index]
 
 
@@ -80,7 +83,8 @@ class Setup:
     """What is trained."""
 
     model: str = "gpt2"
-    data: str = "texts"
+    streamed: int = 0
+    """Samples of an epoch of a stream; 0 for a data set that is read by index."""
     masking: bool = True
     mask_seed: int | None = None
     patience: int | None = None
@@ -181,7 +185,7 @@ def train(
     trainer = trainer_class(
         model=model,
         args=arguments,
-        train_dataset=Stream() if setup.data == "stream" else Texts(labels=labels),
+        train_dataset=Stream(setup.streamed) if setup.streamed else Texts(labels=labels),
         eval_dataset=Texts(8, labels=labels),
         callbacks=[crashing, *more, *callbacks],
         **collate,
