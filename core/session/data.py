@@ -205,6 +205,11 @@ def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> di
         owners: a model, callbacks and the like: generators are attributes of theirs, or of a model's modules.
     """
     found: dict[str, Any] = {}
+    for number, loader in enumerate(loaders):
+        for name, part in parts_of(loader).items():
+            found |= {f"loader {number}.{name}{path}": one for path, one in generators_in(part).items()}
+            if "sampler" in name and _is_own(part) and not hasattr(part, "state_dict"):
+                found[f"loader {number}.{name}: counters"] = Counters(part)
     kinds: Counter[str] = Counter()  # of owners, some of which may not be there at the next start
     for owner in owners:
         with plain_names(owner) if isinstance(owner, nn.Module) else nullcontext(owner) as inner:
@@ -216,11 +221,6 @@ def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> di
                 own = [item for item in getattr(part, "__dict__", {}).items() if item[0] not in _MODULE]
                 near = ((key + path, one) for key, value in own for path, one in _near(value))
                 found |= {f"{kind} {number}.{name}.{path}": one for path, one in near if is_generator(one)}
-    for number, loader in enumerate(loaders):
-        for name, part in parts_of(loader).items():
-            found |= {f"loader {number}.{name}{path}": one for path, one in generators_in(part).items()}
-            if "sampler" in name and _is_own(part) and not hasattr(part, "state_dict"):
-                found[f"loader {number}.{name}: counters"] = Counters(part)
     first: dict[int, str] = {}
     for name, one in found.items():
         first.setdefault(id(one), name)

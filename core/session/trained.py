@@ -302,6 +302,8 @@ def _seen(value: Any, depth: int = 0) -> object:
         return value.tobytes() if value.nbytes <= _BYTES and not value.dtype.hasobject else None
     if depth == _DEPTH:
         return None
+    if kind is list and all(map(_is_plain, islice(value, _ITEMS))):
+        return "numbers"  # most are logs: training writes them and does not read them
     if kind in (list, tuple, deque):
         return len(value), [_seen(item, depth + 1) for item in islice(value, _ITEMS)]
     if isinstance(value, nn.Module):  # in a list, say, which registers none
@@ -312,6 +314,11 @@ def _seen(value: Any, depth: int = 0) -> object:
         return len(value)
     named = value if isinstance(value, dict) else attributes_of(value)
     return [(key, _seen(named[key], depth + 1)) for key in islice(named, _ITEMS)]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether it is a number or a text, or a tuple of these."""
+    return type(value) in (bool, int, float, str) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def _library(of: Any) -> bool:
