@@ -262,7 +262,9 @@ class Outcome:
     def end(self, net: Any, optimizers: Any, *others: Any) -> None:
         self.finished = True
         kinds = (type(part).__name__ for part in net.modules())
-        self.shards = any(kind.startswith("FSDP") for kind in kinds)  # parameters are whole after an evaluation
+        self.shards = any(
+            kind.startswith("FSDP") for kind in kinds
+        )  # parameters are whole after an evaluation
         self.weights = whole(dict(net.state_dict()))
         self.optimizers = [whole(each.state_dict()) for each in optimizers]
         self.others = [whole(each.state_dict()) for each in others if each is not None]
