@@ -33,7 +33,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """What a table shows of its rows, and whether a figure draws it."""
+    """Describe one column of a table, and whether a figure draws it."""
 
     title: str
     key: str

@@ -26,7 +26,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What an import has done."""
+    """Count what an import has done."""
 
     steps: tuple[int, ...]
     """Stored by this call."""

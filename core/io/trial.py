@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a row of `ROWS` made of the sample."""
+    """Describe what a row of `ROWS` made of the sample."""
 
     base: tuple[float, float, float]
     """Size relative to the state, with the ends of its interval."""
