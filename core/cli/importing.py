@@ -14,8 +14,6 @@ from shrinkpoint.cli.runs import AsJson, Pairs, StorageOptions, parse_storage_op
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
 
-__all__ = ["import_run"]
-
 
 def import_run(
     checkpoints: Annotated[

@@ -11,11 +11,6 @@ from typing import Any
 
 from shrinkpoint.cli.output import number
 
-__all__ = [
-    "COLOURS", "GENERATOR", "Column", "Line", "bars", "card", "codes", "curves", "document", "facts", "figure", "finite",
-    "folded", "paragraph", "section", "strips", "table",
-]  # fmt: skip
-
 GENERATOR = '<meta name="generator" content="shrinkpoint report">'
 """By which a page of ours is recognised."""
 COLOURS = 4

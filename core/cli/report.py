@@ -35,8 +35,6 @@ from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.store.connect import StorageOptions as Options
 from shrinkpoint.version import __version__
 
-__all__ = ["report"]
-
 _ROWS, _CHANGES, _REMARKS, _CURVES, _METRICS, _SETTINGS = 480, 120, 120, 3, 5, 7
 """How many a page shows at most: checkpoints or layers, changes of settings, remarks, losses, other metrics, settings."""
 _METRIC = "metric "

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shrinkpoint.io.trial import Result
     from shrinkpoint.state.training import TrainingState
 
-__all__ = ["try_schemes"]
-
 _SAMPLE = 12_000_000
 _WARM = 100_000
 _UNTRAINED = ", or not trained by the optimizer"

@@ -20,33 +20,6 @@ from shrinkpoint.state.digest import state_digest
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
-__all__ = [
-    "DIGEST_SIZE",
-    "FEATURES",
-    "FORMAT_VERSION",
-    "MAGIC",
-    "MAX_HEADER_SIZE",
-    "MAX_HEADER_VALUES",
-    "PREFIX",
-    "Checkpoint",
-    "Entry",
-    "Facts",
-    "Kind",
-    "PartOf",
-    "Prefix",
-    "check_features",
-    "check_fields",
-    "check_seal",
-    "count_values",
-    "decompress_header",
-    "dump_json",
-    "load_json",
-    "pack_prefix",
-    "section_checksum",
-    "split_index",
-    "unpack_prefix",
-]
-
 MAGIC = b"\x89SHR\r\n\x1a\n"
 """First eight bytes. As in PNG, each transfer that damages files breaks it: 7-bit channels the first byte,
 translation of line ends the last four."""

@@ -30,8 +30,6 @@ from shrinkpoint.state.digest import state_digest
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["ContainerReader", "Header", "Record", "parse_header", "read_container"]
-
 _FIRST_READ = 64 * 2**10
 """Bytes of the first read: one request to a store brings prefix, header and index of most containers."""
 

@@ -19,8 +19,6 @@ from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.runtime.memory import Returns, join_bytes
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["write_container"]
-
 _LEVEL = 9
 """zstd level of the header; higher ones save less than a byte per tensor and take many times longer."""
 

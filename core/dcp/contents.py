@@ -19,8 +19,6 @@ from shrinkpoint.state.specs import Block, TensorSpec
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, decode_tree, encode_tree
 
-__all__ = ["flat_nodes", "table_to_store", "tables_of", "tensor_in", "whole_state"]
-
 _KEY = "boxes"
 
 

@@ -17,8 +17,6 @@ from shrinkpoint.state.specs import block_of
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON, encode_tree, join_path
 
-__all__ = ["FlatPath", "box_place", "name_at", "path_of", "take_items"]
-
 FlatPath = tuple[str | int, ...]
 """Where a value stands in the nested state: keys of dicts and indices of lists."""
 

@@ -34,8 +34,6 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl, url_text
 
-__all__ = ["StorageReader"]
-
 
 @dataclass(frozen=True)
 class _Opened:

@@ -41,8 +41,6 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl
 
-__all__ = ["StorageWriter", "note_loaded", "step_of"]
-
 _NUMBER = re.compile(r"(\d{1,12})/*$")
 _ANSWER = MetadataIndex("shrinkpoint")
 """Of the one result of each rank that is of no item of the state: what it has stored."""

@@ -10,8 +10,6 @@ from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.urls import url_text
 
-__all__ = ["Address"]
-
 _NEAREST = 10
 _FRAGMENT = re.compile(r"(?P<url>.+)#(?P<which>newest|best|(?:step|seq)=\d{1,18})")
 _ATTEMPT = re.compile(r".+#(|newest.*|latest|last|best|[a-z]+=[^/#]*)")

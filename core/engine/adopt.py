@@ -44,8 +44,6 @@ from shrinkpoint.store.run import RunStore
 from shrinkpoint.version import __version__
 from shrinkpoint.warn import warn
 
-__all__ = ["CARRIED", "AdoptingBackground", "carried_in", "carrying"]
-
 _UNPLANNED = "not planned, so that the undisturbed run would not have adopted it: stored exactly"
 _OPTIONS = (
     "max_degradation",

@@ -43,8 +43,6 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.near import Share
 from shrinkpoint.warn import warn
 
-__all__ = ["Background", "Choice"]
-
 T = TypeVar("T")
 
 

@@ -25,8 +25,6 @@ from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.warn import some, warn
 
-__all__ = ["Chain", "Link", "StoredPart", "commit_parts", "store_part"]
-
 _OF_VALUES = (ExactCodec.id,)  # which leave the values alone as the reference of the next delta
 _UNCHANGED = 0.25  # least share of a base's bytes that has not changed, for a later base to do without it
 _ANCHORS = 4  # of a chain, its base among them

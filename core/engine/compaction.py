@@ -41,17 +41,6 @@ from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.warn import warn
 
-__all__ = [
-    "Compacted",
-    "Remade",
-    "Slimmer",
-    "compact",
-    "make_weights",
-    "rebase",
-    "rebase_checkpoint",
-    "without_optimizer",
-]
-
 _PER_SAVE = 2
 """Checkpoints turned into weights at a save: more than one, to catch up with older ones; few, so that no save takes much longer."""
 

@@ -30,8 +30,6 @@ from shrinkpoint.state.stateful import (
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.warn import warn
 
-__all__ = ["DryRestore", "comparable_state", "fitted", "is_extra_state", "left_out", "quantized_as", "taken"]
-
 
 def is_extra_state(name: str) -> bool:
     """Whether a name in a module's state is that of what its ``get_extra_state`` gives, which may be anything at any time."""

@@ -11,8 +11,6 @@ from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["Adoption", "Handover", "NotAdoptedError", "unsuitable", "write"]
-
 
 class NotAdoptedError(ShrinkpointError):
     """A planned save could not be adopted: the training has left, or the save has failed before."""

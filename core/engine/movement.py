@@ -16,8 +16,6 @@ from shrinkpoint.schemes.base import Movement
 from shrinkpoint.state.dtypes import TRAINED
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
-__all__ = ["MovementTracker", "is_followed"]
-
 
 class MovementTracker:
     """Keeps the weights of the last snapshot, in their dtype, and compares the next one's with them.

@@ -24,8 +24,6 @@ from shrinkpoint.store.run import RunStore
 if TYPE_CHECKING:
     from shrinkpoint.engine.background import Background
 
-__all__ = ["Found", "NoMemoryError", "Placed", "Placement"]
-
 
 class NoMemoryError(StoreError):
     """A process has too little memory for a save."""

@@ -32,8 +32,6 @@ from shrinkpoint.state.averages import average_key
 from shrinkpoint.state.training import OwnState, Role, TensorSpec, TrainingState
 from shrinkpoint.warn import warn
 
-__all__ = ["OwnedWeights", "Ranks", "owned_weights"]
-
 Message = dict[str, Any]
 
 _OWN_S = 60.0

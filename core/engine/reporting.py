@@ -17,8 +17,6 @@ from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.version import __version__
 
-__all__ = ["LOSS_ALONE", "by_role", "merged", "not_finite", "provenance", "report_of", "with_untried"]
-
 LOSS_ALONE = "the held-out loss"
 """What begins the words where all tensors are finite and their loss is not."""
 _NAMED = 3

@@ -18,16 +18,6 @@ from shrinkpoint.state.training import Describe, OwnState, plain
 from shrinkpoint.store.keys import MAX_STEP
 from shrinkpoint.warn import brief
 
-__all__ = [
-    "Job",
-    "SaveRequest",
-    "Way",
-    "check_metrics",
-    "plain_metrics",
-    "plain_step",
-    "plain_timeout",
-]
-
 
 def plain_step(step: Any) -> int:
     """A plain int: numpy's and torch's have no place in a container's header, and a tensor may be counted up in place.

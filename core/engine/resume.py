@@ -11,16 +11,6 @@ from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.state.stateful import parts_of, plain_names, scheduler_in, unwrapped
 from shrinkpoint.warn import some
 
-__all__ = [
-    "ResumePolicy",
-    "check_policy",
-    "overridden_options",
-    "require_optimizers",
-    "require_same_groups",
-    "require_same_model",
-    "require_same_ties",
-]
-
 ResumePolicy = Literal["auto", "never", "must"]
 """Continue from the newest sound checkpoint if there is one; start afresh; or refuse to start without one."""
 

@@ -16,29 +16,6 @@ from shrinkpoint.store.manifest import Manifest
 if TYPE_CHECKING:
     from shrinkpoint.config import SaverConfig
 
-__all__ = [
-    "ADOPTION",
-    "ANCHORS",
-    "WEIGHTS_ONLY",
-    "Adopted",
-    "Record",
-    "RetentionPolicy",
-    "adopted_of",
-    "anchors_of",
-    "best_of",
-    "is_finite",
-    "is_weights_only",
-    "keep_best",
-    "keep_every",
-    "keep_last",
-    "lineage_of",
-    "metrics_of",
-    "monitor_of",
-    "not_finite_text",
-    "policy_of",
-    "record_of",
-]
-
 ADOPTION = "adoption"
 """Under which name a manifest's meta describes the last planned save (`Adopted`)."""
 ANCHORS = "anchors"

@@ -17,8 +17,6 @@ from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.objects import CredentialsError
 from shrinkpoint.warn import warn
 
-__all__ = ["Deadline", "Failures", "SaveUnderWay"]
-
 _EXACTLY, _RAW, _LOSSILY, _WEIGHTS = (
     "bit-exactly",
     "as raw bytes",

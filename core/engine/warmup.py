@@ -40,8 +40,6 @@ from shrinkpoint.warn import warn
 if TYPE_CHECKING:
     from shrinkpoint.runtime.kernel_cache import KernelCache
 
-__all__ = ["Warmup", "cache_folder", "compile_coders", "is_compiled", "precompile"]
-
 _WIDTH, _ROWS, _SAVES, _STEPS = 64, 512, 3, 10
 
 

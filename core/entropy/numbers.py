@@ -25,8 +25,6 @@ from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.runtime.memory import to_bytes
 from shrinkpoint.runtime.threads import map_in_threads
 
-__all__ = ["decode_numbers", "delta_bits", "encode_numbers", "undelta_bits"]
-
 _RAW, _ZSTD, _PCODEC = 0, 1, 2
 _CHUNK = 1 << 20
 _LEVEL = 8

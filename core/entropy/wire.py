@@ -2,8 +2,6 @@
 
 from shrinkpoint.errors import FormatError
 
-__all__ = ["ByteReader", "Payload", "parts_of", "write_uvarint"]
-
 Payload = bytes | bytearray | memoryview
 
 _MAX_UVARINT_BYTES = 9  # 63 bits: no length in a payload needs more, and the value stays a C int64

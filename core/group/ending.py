@@ -13,8 +13,6 @@ from typing import Any
 from shrinkpoint.errors import StoreError
 from shrinkpoint.group.mailbox import Mailbox
 
-__all__ = ["Ending"]
-
 _PATIENCE_S = 60.0
 _GRACE_S = 5.0
 _LOOK_S = 0.5

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 import shrinkpoint.errors as errors
 
-__all__ = ["Alone", "Distributed", "Group", "await_all", "is_first_of_node", "world"]
-
 T = TypeVar("T")
 
 _AWAITS_S = 600.0

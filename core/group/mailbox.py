@@ -14,8 +14,6 @@ from shrinkpoint.group.group import Group
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in __all__
 
-__all__ = ["Mailbox", "sound"]
-
 T = TypeVar("T")
 
 _JOIN_S = 120.0

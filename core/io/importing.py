@@ -17,8 +17,6 @@ from shrinkpoint.state.training import Describe, Role, TrainingState
 from shrinkpoint.state.tree import Path as Place
 from shrinkpoint.store.connect import StorageOptions
 
-__all__ = ["Imported", "import_checkpoints"]
-
 _MODEL = (Role.WEIGHT, Role.BUFFER)
 _ROUNDED = (Role.WEIGHT, Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES)
 Shapes = dict[str, tuple[int, ...]]

@@ -32,16 +32,6 @@ from shrinkpoint.state.training import Describe, LayerType, Role, Tag
 from shrinkpoint.state.tree import Path as Place
 from shrinkpoint.state.tree import join_path
 
-__all__ = [
-    "Ordinary",
-    "describe_state",
-    "difference",
-    "is_composers",
-    "is_folder",
-    "read_ordinary",
-    "write_folder",
-]
-
 _TORCH, _SAFETENSORS = (".pt", ".pth", ".bin", ".ckpt"), (".safetensors",)
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[^/]*\.(safetensors|bin)")
 _PROGRESS = "trainer_state.json"

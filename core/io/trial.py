@@ -23,8 +23,6 @@ from shrinkpoint.schemes.catalogue import SCHEMES, AutoOptions, build
 from shrinkpoint.schemes.reasons import why_left
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
-__all__ = ["ROWS", "Part", "Result", "left_exact", "sampled", "tried"]
-
 ROWS: Mapping[str, tuple[str, Any]] = {
     "auto, mild": ("auto", AutoOptions(weight_scale=1 / 16)),
     "auto, usual": ("auto", AutoOptions(weight_scale=1 / 2)),

@@ -13,12 +13,6 @@ import torch
 from shrinkpoint.arrays import Float64s, Int32s, Int64s
 from shrinkpoint.quantize.sketch import Histogram
 
-__all__ = [
-    "assign",
-    "optimal_codebooks",
-    "sample_weights",
-]
-
 MAGNITUDE_SHARE = 0.1
 """lambda of `sample_weights`. The published value is not known; this one was best or tied from 4 to 16 clusters."""
 

@@ -9,9 +9,6 @@ import numpy as np
 from shrinkpoint.arrays import Float32s, Float64s, Int32s
 from shrinkpoint.runtime.jit import jit_in_any_order
 
-__all__ = ["add_up", "log_sum", "quotients", "row_squares", "square_lengths", "square_sum"]
-
-
 _BLOCK = 512  # mantissas whose product is within double precision's range
 _MANTISSA, _ONE, _BIAS, _BITS = np.int32(0x7F_FFFF), np.int32(0x3F80_0000), np.int32(127), np.int32(23)
 _LEAST = np.float32(2.0**-126)  # of normal numbers

@@ -20,8 +20,6 @@ from shrinkpoint.errors import CannotRepresentError, FormatError
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
-__all__ = ["ALPHA", "LEAST", "Histogram", "Sketch"]
-
 ALPHA = 0.01
 """The relative error of a bucket's value (Inshrinkerator: "a strict relative error bound of 1%")."""
 LEAST = 1e-30

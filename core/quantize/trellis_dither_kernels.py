@@ -17,21 +17,6 @@ from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8
 from shrinkpoint.quantize.viterbi_kernels import LANES, Search, search
 from shrinkpoint.runtime.jit import jit, jit_inlined, jit_part
 
-__all__ = [
-    "LIMIT",
-    "Known",
-    "expect",
-    "places",
-    "points",
-    "quantize",
-    "random_bits",
-    "reach",
-    "remember",
-    "sum_squares",
-    "values",
-]
-
-
 Quarters = tuple[np.float32, ...]
 
 LIMIT = 14_000

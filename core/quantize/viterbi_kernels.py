@@ -11,9 +11,6 @@ import numpy as np
 from shrinkpoint.arrays import Float32s, Int16s, UInt8s
 from shrinkpoint.runtime.jit import jit_part
 
-__all__ = ["LANES", "Search", "new_search", "search"]
-
-
 LANES = 16
 _HALF, _ONE, _TWO, _ZERO, _FAR = (
     np.float32(0.5),

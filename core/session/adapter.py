@@ -22,8 +22,6 @@ from shrinkpoint.warn import warn
 if TYPE_CHECKING:
     from shrinkpoint.steps.training import Captured
 
-__all__ = ["SESSION", "TrainingAdapter"]
-
 SESSION = "shrinkpoint_session"
 """The entry that a session adds to a framework's state."""
 

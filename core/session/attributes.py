@@ -17,8 +17,6 @@ from shrinkpoint.state.rng import generator_state, is_generator, set_generator
 from shrinkpoint.state.stateful import optimizers_in
 from shrinkpoint.warn import LIBRARIES
 
-__all__ = ["attributes_of", "changed_attributes", "left_out", "parts_of", "places_of", "put_back"]
-
 _MOST_ELEMENTS, _MOST_ITEMS, _DEPTH = 1 << 20, 10_000, 5  # larger and deeper ones are not saved
 _OWN, _NOT_PLAIN = {"param_groups", "state", "defaults"}, object()
 _OTHERS = (type, ModuleType, torch.nn.Module, torch.optim.Optimizer)

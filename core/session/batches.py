@@ -14,8 +14,6 @@ from shrinkpoint.reports import SaveReport
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.warn import warn
 
-__all__ = ["MORE_BATCHES", "PROBE_BATCHES", "KeptBatches", "PathBatches", "RecentBatches", "to_host"]
-
 PROBE_BATCHES = 2
 """Batches that the loss is measured on at first: training waits for each of them three times a save."""
 

@@ -11,8 +11,6 @@ from torch import nn
 from shrinkpoint.state.roles import unnamed
 from shrinkpoint.state.stateful import optimizers_in, parameters_of
 
-__all__ = ["StepCount", "WeightChanges"]
-
 
 class WeightChanges:
     """Counts the changes of a model's parameters.

@@ -18,8 +18,6 @@ from shrinkpoint.session.identity import (
 from shrinkpoint.state.stateful import load_optimizer, load_stateful
 from shrinkpoint.warn import warn
 
-__all__ = ["load_model", "load_optimizers", "require_format", "require_same_training"]
-
 _LIGHTNING = "pytorch-lightning_version"  # in every checkpoint of Lightning
 
 

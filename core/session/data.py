@@ -19,19 +19,6 @@ from shrinkpoint.session.worker_reads import reads_alike
 from shrinkpoint.state.rng import Counters, is_generator
 from shrinkpoint.state.stateful import plain_names
 
-__all__ = [
-    "generators",
-    "generators_in",
-    "in_use",
-    "other_data",
-    "other_processes",
-    "parts_of",
-    "require_same_workers",
-    "samplers",
-    "sizes_of",
-    "unknown_order",
-]
-
 _WORKERS = "num_workers"
 _OWN_REFERENCES = 3  # of a loader to its iterator, and those of the count itself
 _DEPTH = 3

@@ -30,16 +30,6 @@ from shrinkpoint.quality.preserve import preserved_state
 from shrinkpoint.state.rng import generator_state, is_generator, set_generator
 from shrinkpoint.warn import warn
 
-__all__ = [
-    "Buckets",
-    "HookStates",
-    "bucket_order",
-    "hidden_state",
-    "restore_buckets",
-    "restore_hook_states",
-    "stateful_hook",
-]
-
 Buckets = list[list[int]]
 """The indices of the parameters in each bucket; empty where DDP has not rebuilt them."""
 

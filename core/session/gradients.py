@@ -9,8 +9,6 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.inshrinkerator.sensitivity import GradientEMA
 from shrinkpoint.state.stateful import named_parameters, unwrapped
 
-__all__ = ["GradientCollector", "require_fresh_gradients"]
-
 
 def require_fresh_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse optimizers that a framework calls with the gradients of the batch before, which no checkpoint has.

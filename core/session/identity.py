@@ -12,16 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.state.stateful import plain_names, scheduler_in
 
-__all__ = [
-    "add_late_parameters",
-    "disabled_scalers",
-    "identities",
-    "other_schedulers",
-    "require_same_optimizers",
-    "rounded_weights",
-    "scheduler_classes",
-]
-
 _ALIKE = {"torch.optim.Adam", "torch.optim.AdamW"}
 
 

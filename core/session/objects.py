@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from shrinkpoint.session.session import TrainingSession
     from shrinkpoint.steps.training import Captured
 
-__all__ = ["LoopObjects", "Stateful"]
-
 _FORMAT = "torch-loop"
 _ALONE: Mapping[str, Any] = {"world": 1, "buckets": [], "hooks": []}
 

@@ -26,8 +26,6 @@ from shrinkpoint.session.reports import number_of
 from shrinkpoint.sharded.targets import reshard, swapped_shards, unreduced
 from shrinkpoint.state.averages import Candidate, averages_in, without_averages
 
-__all__ = ["LossProbe", "Measured", "StepProbe", "loss_of", "named_as", "reporting", "scale_of"]
-
 Measured: TypeAlias = Callable[[], tuple[float, ...]]
 
 

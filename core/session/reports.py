@@ -12,8 +12,6 @@ from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.retention import Record, keep_best
 from shrinkpoint.reports import SaveReport
 
-__all__ = ["BestCheckpoints", "configuration", "finite", "log_line", "number_of", "numbers"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -48,8 +48,6 @@ from shrinkpoint.warn import warn
 if TYPE_CHECKING:
     from shrinkpoint.steps.training import TrainingLog
 
-__all__ = ["TrainingSession"]
-
 T = TypeVar("T")
 
 

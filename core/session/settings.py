@@ -18,8 +18,6 @@ from shrinkpoint.warn import brief
 if TYPE_CHECKING:
     from shrinkpoint.steps.options import StepLog
 
-__all__ = ["RunSettings", "given", "reduced", "refusing_unknown"]
-
 P = ParamSpec("P")
 
 _NEVER_OVERWRITTEN = (

@@ -24,8 +24,6 @@ from shrinkpoint.warn import warn
 if TYPE_CHECKING:
     from shrinkpoint.steps.training import Captured
 
-__all__ = ["CopiedObjects", "ShardedObjects", "has_shards", "refuse_deepspeed"]
-
 _BUCKETS = "buckets"  # of a state: the order in which DDP sums gradients
 _RANKS = "ranks"  # of a segment of a log: what is each rank's own
 

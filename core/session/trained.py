@@ -28,8 +28,6 @@ from shrinkpoint.state.roles import unnamed
 from shrinkpoint.state.stateful import named_buffers, named_parameters, plain_names
 from shrinkpoint.warn import some
 
-__all__ = ["Trained", "load_trained", "require_shapes"]
-
 _NAMED = 5
 _NOTED = {"merged_adapters", "active_adapter", "_active_adapter", "_disable_adapters"}
 _NOTED |= {"ipt", "exp_avg_ipt", "exp_avg_unc", "rank_pattern"}

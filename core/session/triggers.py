@@ -8,8 +8,6 @@ from typing import Any
 
 from shrinkpoint.errors import ConfigError
 
-__all__ = ["Schedule", "Trigger"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:

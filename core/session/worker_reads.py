@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
-__all__ = ["reads_alike"]
-
 _log = logging.getLogger(__name__)
 
 _SAMPLES = 4  # read twice to see whether reading is random

@@ -12,8 +12,6 @@ import torch
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.state.specs import boxes_meet
 
-__all__ = ["Box", "Pieces", "check_tiling", "intersection", "is_sharded", "pieces_of", "ranks_of"]
-
 
 @dataclass(frozen=True)
 class Box:

@@ -19,8 +19,6 @@ from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, Pieces, intersection
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Buffers", "ExchangePlan", "Holders", "Move", "plain_bytes"]
-
 Holders = Mapping[Box, tuple[int, ...]]
 """The ranks that hold each of some boxes of a tensor, or are to be given it."""
 

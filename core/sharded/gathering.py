@@ -20,8 +20,6 @@ from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.warn import some
 
-__all__ = ["Gathering", "Owners", "Shards", "fingerprints", "moved_to", "spread"]
-
 Owners = Mapping[str, tuple[TensorSpec, int]]
 
 

@@ -12,17 +12,6 @@ from shrinkpoint.sharded.boxes import Box, Pieces, check_tiling, is_sharded, pie
 from shrinkpoint.state.specs import BLOCK_ELEMENTS, blocks_of
 from shrinkpoint.state.training import Role, TensorSpec
 
-__all__ = [
-    "Layout",
-    "RankTensors",
-    "block_box",
-    "layout_of",
-    "owned_boxes",
-    "owned_gradients",
-    "owners_of",
-    "tensors_of_rank",
-]
-
 _IMBALANCE = 1.02
 """Times the mean that a rank may own before blocks are moved to others."""
 

@@ -46,8 +46,6 @@ from shrinkpoint.state.training import Describe, OwnState, TensorSpec, TrainingS
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
-__all__ = ["ShardedPlacement", "refuse_options"]
-
 _APPEARS_S = 10.0  # a network's file system may remember for a while that a file was not there
 
 Targets = Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]]

@@ -26,8 +26,6 @@ from shrinkpoint.sharded.layout import block_box
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.warn import warn
 
-__all__ = ["SharedDesk"]
-
 _LONGEST_S = 1800.0
 """Seconds that a rank waits for the others' losses, as long as none is known to have failed: torch's own limit of collectives."""
 _FIRST_LOOK_S = 0.002

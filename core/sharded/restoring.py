@@ -25,8 +25,6 @@ from shrinkpoint.state.tree import JSON, tensor_names
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
-__all__ = ["RANKS_KEY", "Decoded", "ReadPlan", "decoded", "fill", "plan_of", "rows_of"]
-
 RANKS_KEY = "shrinkpoint ranks"
 """The entry that a restored state has in addition: ``stored``, ``here`` and ``rank``."""
 

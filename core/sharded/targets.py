@@ -19,8 +19,6 @@ from shrinkpoint.state.stateful import named_buffers, named_parameters, state_of
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import join_path
 
-__all__ = ["Targets", "require_model", "reshard", "swapped_shards", "target_for", "unreduced"]
-
 
 def reshard(model: nn.Module) -> None:
     """Let FSDP2's modules hold their shards alone: after a forward pass without a backward one the root does not."""

@@ -7,8 +7,6 @@ from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.training import OwnState, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["coded_view", "own_of", "renamed_tensors", "with_blocks", "without_tensors"]
-
 _NAMES = ("name", "indices", "values", "crow", "col")
 LARGEST = 2**20
 """Bytes of an object's tensors from which on it counts as the same on every rank, like the average of a model."""

@@ -22,18 +22,6 @@ from shrinkpoint.state.stateful import parameters_of
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse
 
-__all__ = [
-    "KEPT",
-    "ZERO",
-    "CannotLogError",
-    "Copied",
-    "Copies",
-    "Recorder",
-    "frozen_groups",
-    "reason_of",
-    "set_groups",
-]
-
 KEPT, ZERO = "kept", "zero"
 """The state of a gradient after its step: unchanged, or set to zeros."""
 

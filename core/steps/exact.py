@@ -23,8 +23,6 @@ from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.urls import Location
 from shrinkpoint.warn import warn
 
-__all__ = ["ExactLog"]
-
 _WARNED = 3
 _AT_ONCE_S = 1.0
 """Seconds that a training may wait before the share of its time counts."""

@@ -14,8 +14,6 @@ import xxhash
 from shrinkpoint.state.digest import device_digests, state_digest, tensor_digest
 from shrinkpoint.state.stateful import parameters_of
 
-__all__ = ["begin_digest", "begin_fingerprint", "fingerprint"]
-
 
 def fingerprint(
     optimizers: Sequence[torch.optim.Optimizer], more: Mapping[str, torch.Tensor] | None = None

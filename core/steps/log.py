@@ -18,8 +18,6 @@ from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.urls import Location, RunUrl
 from shrinkpoint.warn import warn
 
-__all__ = ["Log", "near_segments", "run_segments"]
-
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=2.0, deadline_s=20.0)
 
 

@@ -8,8 +8,6 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.steps.segment import Kind
 from shrinkpoint.warn import brief, refuses_unknown_options
 
-__all__ = ["StepLog", "chosen_log"]
-
 _SEGMENT = 256 * 2**20
 _STEPS = 2, 8  # least and most of a segment: its digest reads three times as much as a step's gradients
 

@@ -22,8 +22,6 @@ from shrinkpoint.steps.segment import (
 from shrinkpoint.steps.updates import Layout, ReadersWeights, checked_record, step_of
 from shrinkpoint.store.objects import ObjectInfo, ObjectStore
 
-__all__ = ["LogOverview", "LogReader", "LoggedWeights", "chain_to", "overview"]
-
 _FIRST_READ = 1 << 16
 _MAX_SEGMENT = 1 << 46
 _MAX_TURN = 10**8 - 1

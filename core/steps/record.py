@@ -19,18 +19,6 @@ from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, decode_tree, encode_tree
 from shrinkpoint.steps.segment import Tensors, TensorTable
 
-__all__ = [
-    "Dense",
-    "Event",
-    "Gradient",
-    "Record",
-    "Sparse",
-    "decode_record",
-    "drop_zeros",
-    "encode_record",
-    "put_zeros_back",
-]
-
 _SAMPLE = 4096
 _WORDS: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _WORTH = 0.75  # of the dense bytes: above, the gaps' bytes are not worth their time

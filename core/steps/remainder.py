@@ -32,8 +32,6 @@ from shrinkpoint.steps.capture import (
 )
 from shrinkpoint.steps.fingerprint import begin_digest
 
-__all__ = ["Remainder", "nbytes_of"]
-
 _SMALL = 16 * 1024
 _SHARE = 0.01  # of the parameters' bytes
 _SAMPLE = 1024

@@ -19,8 +19,6 @@ from shrinkpoint.steps.record import Dense, Event, Gradient, Record, decode_reco
 from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.segment import Place, Reference
 
-__all__ = ["Replay"]
-
 _AHEAD = 2
 """Steps that are read and decoded before they are asked for: each takes the memory of its gradients."""
 

@@ -30,23 +30,6 @@ from shrinkpoint.runtime.memory import join_bytes
 from shrinkpoint.state.dtypes import dtype_from_name, dtype_name, tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.tree import JSON, Path
 
-__all__ = [
-    "PREFIX",
-    "ForeignSegmentError",
-    "Head",
-    "Key",
-    "Kind",
-    "Place",
-    "Reference",
-    "TensorTable",
-    "Tensors",
-    "check_payload",
-    "checked_spec",
-    "header_end",
-    "pack",
-    "read_head",
-]
-
 _MAGIC = b"\x89SPL\r\n\x1a\n"
 _VERSION = 1
 PREFIX = struct.Struct("<8sIIQQ16s16s16s")

@@ -22,8 +22,6 @@ from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.urls import Location
 from shrinkpoint.warn import warn
 
-__all__ = ["SmallLog"]
-
 _WAITING = 64 * 2**20  # bytes of weights that may wait, however small the model is; of a large one two copies
 _MEASURED = 20  # steps of a measurement of the log's cost
 _MOST = 10_000  # steps between two records

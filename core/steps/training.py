@@ -27,8 +27,6 @@ from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.urls import Location, RunUrl, parse_url, split_urls
 
-__all__ = ["Captured", "TrainingLog", "on_host"]
-
 Captured: TypeAlias = Mapping[str, Any] | CannotLogError
 """What is each rank's own, by name; or why that is not enough to continue from."""
 

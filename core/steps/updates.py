@@ -23,20 +23,6 @@ from shrinkpoint.state.dtypes import dtype_name, tensor_from_bytes, tensor_to_by
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.steps.segment import Place, Tensors, TensorTable, checked_spec
 
-__all__ = [
-    "Layout",
-    "ReadersWeights",
-    "Spec",
-    "UpdateSizes",
-    "advance",
-    "checked_record",
-    "pack",
-    "quantize",
-    "step_of",
-    "symbols_together",
-    "unpack",
-]
-
 _SMALLEST = 1024  # elements: below, tables and scales cost more than they save
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SAMPLE = 4096  # elements of a tensor: its root mean square is then known within a few percent

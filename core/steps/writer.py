@@ -21,8 +21,6 @@ from shrinkpoint.steps.segment import Head, Key, Place, Reference, TensorTable, 
 from shrinkpoint.store.keys import new_nonce
 from shrinkpoint.version import __version__
 
-__all__ = ["SegmentWriter", "chain_ends"]
-
 _PROVENANCE = {
     "shrinkpoint": __version__,
     "torch": str(torch.__version__),

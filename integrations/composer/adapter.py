@@ -40,8 +40,6 @@ from shrinkpoint.state.roles import model_tags
 from shrinkpoint.state.stateful import named_parameters
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState
 
-__all__ = ["ComposerAdapter"]
-
 _PRECISIONS = (Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16)
 _EVENTS_OF_A_STEP = (
     Event.BEFORE_TRAIN_BATCH,

@@ -30,8 +30,6 @@ from shrinkpoint.session.worker_reads import reads_alike
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 
-__all__ = ["DataPlace", "SkippingSampler", "can_skip"]
-
 _TRAIN = "train"
 _BUILD = "_get_iterator"  # of torch's DataLoader; StreamingDataLoader calls it within the first fetch
 

@@ -20,8 +20,6 @@ from shrinkpoint.session.probe import LossProbe
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.state.stateful import named_buffers, named_parameters
 
-__all__ = ["GatheringSession"]
-
 _LOOK_EVERY_S = 0.01
 
 

@@ -29,8 +29,6 @@ from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.warn import warn
 
-__all__ = ["continue_run", "require_supported"]
-
 
 def require_supported(state: State) -> None:
     """Refuse a run whose state cannot be taken."""

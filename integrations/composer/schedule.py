@@ -11,8 +11,6 @@ from composer.utils import create_interval_scheduler
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.session.settings import RunSettings
 
-__all__ = ["SaveInterval", "Scheduler", "Settings", "batches_between", "save_scheduler", "saves_until"]
-
 Scheduler: TypeAlias = Callable[[State, Event], bool]
 """Whether a checkpoint is due at one of Composer's checkpoint events."""
 

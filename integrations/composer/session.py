@@ -20,8 +20,6 @@ from shrinkpoint.session.gradients import require_fresh_gradients
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.warn import warn
 
-__all__ = ["Session"]
-
 _LINEAGE = "lineage"
 
 

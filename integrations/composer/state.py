@@ -27,25 +27,6 @@ from shrinkpoint.state.stateful import named_buffers, named_parameters, state_of
 from shrinkpoint.state.training import Describe, Tag
 from shrinkpoint.state.tree import Path
 
-__all__ = [
-    "OUTLINE",
-    "add_late",
-    "describe_state",
-    "followed_state",
-    "load_state",
-    "model_state",
-    "numbered_states",
-    "parameter_names",
-    "place_in",
-    "plain_optimizers",
-    "require_own_run",
-    "require_same_optimizers",
-    "rest_of",
-    "shards_model",
-    "stored_state",
-    "trained_module",
-]
-
 FORMAT = "composer"
 _VERSION = 1
 _SHARDED_VERSION = 2

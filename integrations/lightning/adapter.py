@@ -34,8 +34,6 @@ from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import named_parameters, own_names, plain_names, state_of
 from shrinkpoint.state.training import Describe, TensorSpec
 
-__all__ = ["LightningAdapter", "Settings"]
-
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 _OWN_STEPS = ("optimizer_step", "backward", "manual_backward")
 _NOT_IN_THE_REST = ("state_dict", "optimizer_states")

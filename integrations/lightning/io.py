@@ -33,20 +33,6 @@ from shrinkpoint.state.stateful import own_names, without_functions
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.store.connect import StorageOptions
 
-__all__ = [
-    "CAPTURED",
-    "NAMES_KEY",
-    "RunCheckpointIO",
-    "answer_words",
-    "load_checkpoint",
-    "open_as_ckpt",
-    "require_supported",
-    "shards_model",
-    "storable",
-    "take_addresses",
-    "trained_key",
-]
-
 Read = Callable[[Address], dict[str, Any]]
 
 CAPTURED = "shrinkpoint-run"

@@ -11,8 +11,6 @@ import math
 
 from lightning.pytorch import Trainer
 
-__all__ = ["ends_epoch", "ends_training", "validation_follows"]
-
 
 def ends_epoch(trainer: Trainer, batch_idx: int) -> bool:
     """Return whether the present batch is its epoch's last one."""

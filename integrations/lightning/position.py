@@ -31,8 +31,6 @@ from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import forget_position, named_parameters
 from shrinkpoint.warn import warn
 
-__all__ = ["OWN_KEYS", "OWN_MARK", "POSITION_KEY", "Position"]
-
 POSITION_KEY = "shrinkpoint"
 """The key of the position in a checkpoint."""
 

@@ -26,8 +26,6 @@ from shrinkpoint.warn import warn
 if TYPE_CHECKING:
     from shrinkpoint.steps.training import TrainingLog
 
-__all__ = ["continue_run", "is_tuning", "replay", "requeueing", "require_module"]
-
 _HOOK = "resume_start"
 _VERSION = "pytorch-lightning_version"  # in every checkpoint of Lightning
 

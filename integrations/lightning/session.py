@@ -39,8 +39,6 @@ from shrinkpoint.sharded.placement import ShardedPlacement
 from shrinkpoint.state.stateful import load_optimizer, plain_names, put_back_dtypes
 from shrinkpoint.warn import warn
 
-__all__ = ["Session"]
-
 _SCHEDULERS = "schedulers"  # the classes of schedulers, in its position
 _STOPPED = "stopped"  # whether early stopping has ended training here
 

@@ -32,8 +32,6 @@ from shrinkpoint.session.reports import finite, log_line, numbers
 from shrinkpoint.sharded.targets import Targets, reshard
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["TransformersAdapter"]
-
 
 class TransformersAdapter(TrainingAdapter):
     """One trainer; see the base class.

@@ -20,8 +20,6 @@ from shrinkpoint.session.worker_reads import reads_alike
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 
-__all__ = ["DataPlace", "FollowedLoader"]
-
 _AHEAD = 2
 """Number of last batches whose generator states are kept; accelerate reads one ahead."""
 

@@ -17,8 +17,6 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.transformers.data import FollowedLoader
 from shrinkpoint.warn import warn
 
-__all__ = ["TESTED", "install", "overridden"]
-
 TESTED = "4.57 and 5.23"
 _MARK = "_shrinkpoint"
 _SKIP = "skip_first_batches"

@@ -16,16 +16,6 @@ from shrinkpoint.session.data import other_processes
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.store.manifest import Manifest
 
-__all__ = [
-    "AFTER_THE_END",
-    "choose",
-    "is_complete",
-    "is_sharded",
-    "require_supported",
-    "require_supported_args",
-    "write_thin",
-]
-
 AFTER_THE_END = 2**52
 """A step that lies behind the end of every training, and in floating point on an epoch's edge."""
 

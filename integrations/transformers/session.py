@@ -37,8 +37,6 @@ from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.triggers import Trigger
 from shrinkpoint.warn import warn
 
-__all__ = ["Session"]
-
 _log = logging.getLogger(__name__)
 
 

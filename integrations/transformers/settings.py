@@ -8,8 +8,6 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.triggers import Schedule
 
-__all__ = ["Settings", "evaluation_metric"]
-
 _PREFIX = "eval_"
 
 

@@ -21,21 +21,6 @@ from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import TrainingState, plain
 from shrinkpoint.warn import warn
 
-__all__ = [
-    "OUTLINE",
-    "Progress",
-    "followed_state",
-    "generated_state",
-    "inside_epoch",
-    "load_callbacks",
-    "load_generated",
-    "load_reference",
-    "load_training",
-    "optimizers_of",
-    "require_own_run",
-    "stored_state",
-]
-
 FORMAT = "transformers"
 _VERSION = 1
 

@@ -30,9 +30,6 @@ from shrinkpoint.entropy.wire import ByteReader, Payload, parts_of, write_uvarin
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.runtime.threads import map_in_threads
 
-__all__ = ["decode_matrix", "encode_matrix"]
-
-
 _LANES = 16
 _CHUNK, _CHUNK_ROWS = 1 << 20, 512
 _LEAST_ROWS = 2 * _LANES  # for a prediction from the rows before

@@ -19,9 +19,6 @@ from shrinkpoint.arrays import Float32s, Int64s
 from shrinkpoint.entropy.lanes.tile_kernels import LANES, add_product, invert, project
 from shrinkpoint.runtime.jit import jit_part
 
-__all__ = ["LowRank", "begin", "corrected", "follow", "learn", "new_low_rank"]
-
-
 KEPT = np.float32(0.8)  # of the directions at each batch
 _SLOW = np.float32(0.125)  # at which powers follow
 _LEAST_POWER = np.float32(1e-6)

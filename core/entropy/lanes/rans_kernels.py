@@ -19,9 +19,6 @@ from shrinkpoint.entropy.lanes.walk_kernels import (
 )
 from shrinkpoint.runtime.jit import jit, jit_part
 
-__all__ = ["CONTEXTS", "LOWER", "MAX_TABLES", "encode", "fit", "prepare"]
-
-
 LOWER = 1 << 15
 CONTEXTS = PHASES * ACTIVITIES
 MAX_TABLES = 16

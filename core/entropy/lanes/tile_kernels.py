@@ -12,9 +12,6 @@ import numpy as np
 from shrinkpoint.arrays import Float32s
 from shrinkpoint.runtime.jit import jit_inlined, jit_part
 
-__all__ = ["LANES", "add_product", "invert", "project"]
-
-
 LANES = 16
 
 _Row: TypeAlias = tuple[np.float32, ...]

@@ -18,8 +18,6 @@ table I for the trellis; the same idea as the dependent quantization of H.266; R
 quantization noise" (1996) for dither on lattices.
 """
 
-__all__ = ["MAX_WIDTH", "NOISE", "row_width"]
-
 NOISE = 0.0663
 """Mean square of the error in square steps; 1/12 for rounding."""
 

@@ -14,19 +14,6 @@ from shrinkpoint.entropy.lanes.lowrank_kernels import LowRank, begin, corrected,
 from shrinkpoint.entropy.lanes.tile_kernels import LANES, add_product
 from shrinkpoint.runtime.jit import jit_inlined, jit_part, jit_tiles
 
-__all__ = [
-    "ACTIVITIES",
-    "ALPHABET",
-    "BIT_MARGIN",
-    "FIRST_BIT",
-    "FREQUENCY_BIT",
-    "PHASES",
-    "Room",
-    "Stream",
-    "walk",
-]
-
-
 PHASES, ACTIVITIES = 9, 7
 _EXACT = 8
 ALPHABET = 2 * _EXACT - 1 + 4 * 13

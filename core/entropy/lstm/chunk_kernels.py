@@ -27,8 +27,6 @@ from shrinkpoint.entropy.lstm.network_kernels import (
 )
 from shrinkpoint.runtime.jit import jit, jit_allocating, jit_part
 
-__all__ = ["Learner", "code_span", "finish"]
-
 _SLOTS = 1024  # of the table of a batch's contexts
 _TOTAL_BITS = 16
 _LEAST_RANGE = 1 << 24

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from shrinkpoint.entropy.lstm.chunk_kernels import Learner
     from shrinkpoint.entropy.lstm.network_kernels import Curves
 
-__all__ = ["LstmOptions", "decode_plane", "encode_plane", "uses_previous"]
-
 _ALONE, _GIVEN, _LSTM, _LSTM_GIVEN = range(4)
 _MIN_WIDTH, _MAX_WIDTH = 4, 512
 _MIN_RATE, _MAX_RATE = 3, 12

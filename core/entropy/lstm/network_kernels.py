@@ -22,19 +22,6 @@ import numpy as np
 from shrinkpoint.arrays import Int32s, Int64s, Integer, UInt8s
 from shrinkpoint.runtime.jit import jit, jit_part
 
-__all__ = [
-    "BATCH",
-    "GATES",
-    "LAYERS",
-    "STEPS",
-    "Curves",
-    "Network",
-    "backward",
-    "forward",
-    "improve",
-    "shares",
-]
-
 BATCH = 256
 """Symbols whose probabilities come from the same weights."""
 STEPS = 9

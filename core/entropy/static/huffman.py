@@ -21,15 +21,6 @@ from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.runtime.memory import to_bytes
 
-__all__ = [
-    "MAX_RANKS",
-    "decode_huffman",
-    "decode_ranks",
-    "encode_huffman",
-    "encode_ranks",
-    "rank_lengths",
-]
-
 MAX_RANKS = 32
 """Most symbols of a table that is kept; any code over so few fits the decoder's longest code, 40 bits."""
 

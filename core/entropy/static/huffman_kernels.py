@@ -8,8 +8,6 @@ import numpy as np
 from shrinkpoint.arrays import Int64s, Integer, UInt8s
 from shrinkpoint.runtime.jit import jit
 
-__all__ = ["huffman_decode", "huffman_encode"]
-
 
 @jit
 def huffman_encode(indices: Int64s, codes: Int64s, lengths: Int64s, out: UInt8s) -> None:

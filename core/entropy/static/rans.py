@@ -41,9 +41,6 @@ from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.runtime.memory import to_bytes
 from shrinkpoint.runtime.threads import map_in_threads
 
-__all__ = ["decode_symbols", "encode_given", "encode_symbols", "predict_bytes"]
-
-
 _CONSTANT, _PACKED, _RANS = 0, 1, 2
 _MIN_CHUNK_LOG2, _MAX_CHUNK_LOG2 = 18, 24
 _ONE_STATE_BYTES = 2048  # chunks grow until they are expected to have this many bytes

@@ -15,8 +15,6 @@ from shrinkpoint.arrays import Int64s, Integer, UInt8s, UInt16s
 from shrinkpoint.entropy.static.tables import SCALE_BITS
 from shrinkpoint.runtime.jit import jit, jit_part
 
-__all__ = ["LOWER", "decode", "encode"]
-
 LOWER = 1 << 32
 """States are in [LOWER, LOWER * 2^16), unless they started from less."""
 

@@ -11,8 +11,6 @@ import numpy as np
 from shrinkpoint.arrays import Bools, Float64s, Int64s, Integer, UInt8s
 from shrinkpoint.runtime.jit import jit, jit_inlined, jit_part
 
-__all__ = ["cluster", "count_pairs", "payload_bits"]
-
 
 @jit
 def count_pairs(symbols: UInt8s, contexts: UInt8s, step: int, alphabet: int, counts: Int64s) -> bool:

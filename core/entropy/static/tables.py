@@ -14,20 +14,6 @@ from shrinkpoint.arrays import Bools, Float64s, Int64s, UInt8s
 from shrinkpoint.entropy.wire import ByteReader
 from shrinkpoint.errors import FormatError
 
-__all__ = [
-    "SCALE_BITS",
-    "TableSet",
-    "check_array",
-    "check_sizes",
-    "context_view",
-    "count_symbols",
-    "data_bits",
-    "frozen",
-    "plan_tables",
-    "read_tables",
-    "write_tables",
-]
-
 SCALE_BITS = 20
 """Probabilities are multiples of 2^-SCALE_BITS."""
 
