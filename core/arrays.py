@@ -46,12 +46,8 @@ def widened(tensor: "torch.Tensor") -> Float32s:
 
 
 def overwrite(memory: "torch.Tensor", value: "torch.Tensor") -> None:
-    """Give a tensor other values, in place; of one that is expanded, each place in memory once.
-
-    Args:
-        memory: of any layout.
-        value: of the same shape; where `memory` is expanded, alike along the same axes.
-    """
+    """Give a tensor of any layout other values, in place; of one that is expanded, whose values are alike, each place
+    in memory once."""
     import torch
 
     strides = memory.stride() if memory.layout is torch.strided else ()

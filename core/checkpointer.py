@@ -278,10 +278,7 @@ class Checkpointer:
     def _replayed(self, base: int, manifest: Manifest | None, *, continues: bool) -> int:
         """Return the step of the state after the logged steps were replayed, if there is a log.
 
-        Args:
-            base: the step of the state.
-            manifest: of the checkpoint; None for a fresh start, or where the log is not to be replayed.
-            continues: whether to continue from the newest state; otherwise the log restarts here.
+        Without `continues` the log restarts at the state's own step, `base`; without a manifest nothing was restored.
         """
         log, reached = self._run.log, base
         if log is None:
@@ -429,11 +426,7 @@ class Checkpointer:
                 self._release(whole=sys.exc_info()[0] is None)
 
     def _release(self, *, whole: bool) -> None:
-        """Close the log, what answers other ranks, and the saver: each of them, even if another one raises.
-
-        Args:
-            whole: whether the state is that of the last `step`.
-        """
+        """Close the log, what answers other ranks, and the saver: each of them, even if another one raises."""
         with ExitStack() as stack:
             stack.callback(self.saver.close)
             stack.callback(self._objects.release)

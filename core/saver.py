@@ -396,11 +396,6 @@ class Saver:
     def _agree(self, step: int, error: Exception | None = None, *, adopts: bool = False) -> _Agreed:
         """Let all ranks learn the same of each other's saves, by one collective of a few bytes.
 
-        Args:
-            step: of the save.
-            error: why this rank cannot save.
-            adopts: whether training continues from what is stored.
-
         Raises:
             ShrinkpointError: one rank has a reason not to go on, or they are at different steps; on every rank.
         """

@@ -70,9 +70,6 @@ def warn(message: str) -> None:
     Where warnings are turned into errors (``python -W error``, a test suite), they are raised only where they can be
     caught. In the background that is not possible: the error would end the save that it reports on, or hide that
     another one failed. There the warning is shown as if the filter had let it pass.
-
-    Args:
-        message: what happened, and what to do.
     """
     place = _place_of(sys._getframe(1))
     if place.is_library and (asked := _asked_for.get()) is not None:

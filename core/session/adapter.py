@@ -94,13 +94,9 @@ class TrainingAdapter(ABC):
     """The entries of a `state` that `check` looks at."""
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of another framework or model; for the first rank, on its own.
+        """Refuse the state of another framework or model by a StateMismatchError; for the first rank, on its own.
 
-        Args:
-            state: a stored one, or what `outline` names of it, without elements.
-
-        Raises:
-            StateMismatchError: the message says which.
+        It is a stored one, or what `outline` names of it, without elements.
         """
         if "model" not in state:
             raise StateMismatchError(
@@ -109,11 +105,8 @@ class TrainingAdapter(ABC):
         fitted(state["model"], self.model, "the run")
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put a `state` that `check` has accepted into the training.
-
-        Raises:
-            StateMismatchError: the optimizers are others.
-        """
+        """Put a `state` that `check` has accepted into the training, or raise a StateMismatchError where the
+        optimizers are others."""
         load_model(state["model"], self.model, "the run")
         stored = state[SESSION]["identities"]
         for message in require_same_training(
@@ -186,12 +179,8 @@ class TrainingAdapter(ABC):
         """
 
     def step_losses(self, parts: Sequence[Any], index: int) -> Iterable[torch.Tensor]:
-        """Yield the losses whose gradients one step adds up, with graphs.
-
-        Args:
-            parts: of the step's batch, on the host; not to be changed.
-            index: of the batch.
-        """
+        """Yield the losses whose gradients one step adds up, with graphs; the parts of its batch are on the host, and
+        not to be changed."""
         raise NotImplementedError
 
     def clip(self) -> None:  # noqa: B027 - most trainings do not
@@ -211,11 +200,8 @@ class TrainingAdapter(ABC):
         return {}
 
     def measuring(self, averages: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Return a context for measurements of other weights than the training's.
-
-        Args:
-            averages: of these weights, by their names in a `state`.
-        """
+        """Return a context for measurements of other weights than the training's: of averages of them, by their names
+        in a `state`."""
         return nullcontext()
 
     def obstacle(self, *, shards: bool) -> str | None:

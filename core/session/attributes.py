@@ -27,15 +27,11 @@ _OBJECTS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 def changed_attributes(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return numbers, tensors, generators, containers and states of objects that are attributes, without numbers that are as first seen.
+    """Return numbers, tensors, generators, containers and states of objects that are attributes, without numbers that
+    are as first seen.
 
-    Flags and words are left out: they may say what a process has set up. So are views of parameters and of their state.
-
-    Args:
-        optimizers: without wrappers.
-
-    Returns:
-        For each optimizer, and each inside it, the values by name, as `put_back` takes them.
+    Flags and words are left out: they may say what a process has set up. So are views of parameters and of their
+    state. There is a dict for each optimizer, without wrappers, and each inside it, as `put_back` takes them.
     """
     found = []
     for optimizer in _inner(optimizers):

@@ -26,9 +26,7 @@ _MOST_BYTES = 256 * 2**20
 class KeptBatches:
     """A few recent batches, on the host: the first ones of validation, or of training where there is none yet.
 
-    Args:
-        count: how many to use at first.
-        most: how many to keep, for use where fewer are too imprecise; None for `count`.
+    `count` are used at first, and `most` kept, for use where fewer are too imprecise.
     """
 
     def __init__(self, count: int, most: int | None = None) -> None:
@@ -46,11 +44,7 @@ class KeptBatches:
         """Adapt the number of batches for the next save to the precision and the cost of the last one.
 
         It is doubled where the confidence interval of a restore's cost is wider than the allowed cost and the time
-        suffices, and halved where evaluations take more time than allowed.
-
-        Args:
-            report: of the last save.
-            overhead: share of the training time that measuring may take.
+        suffices, and halved where evaluations take a larger share of the training time than `overhead`.
         """
         low, high, allowed = report.degradation_low, report.degradation_high, report.allowed
         if report.measured == "measured" and low is not None and high is not None and allowed is not None:
@@ -73,12 +67,10 @@ class KeptBatches:
         return bool(self._held_out)
 
     def see_validation(self, batch: Any, index: int | None = None) -> None:
-        """Keep a validation batch if more are needed; the model gets it after this.
+        """Keep a copy of a validation batch if more are needed; the model gets it after this.
 
-        Args:
-            batch: to be copied.
-            index: its index in this validation; a batch at the index of one that is kept already is ignored, since
-                every validation starts with the same batches. None if every batch is different.
+        Every validation starts with the same batches: one at the index of a batch that is kept already is ignored,
+        unless every batch is different (None).
         """
         if index is None or index >= len(self._held_out):
             self._keep(batch, self._held_out)
@@ -110,9 +102,7 @@ class _Kept:
 class RecentBatches:
     """Some batches that were trained on, on the host; after each `take`, new ones are collected.
 
-    Args:
-        count: how many to keep; 0 keeps none.
-        most_bytes: how much memory their tensors may take; the oldest ones are dropped.
+    The oldest ones are dropped where their tensors would take more than `most_bytes`.
     """
 
     def __init__(self, count: int, *, most_bytes: int = _MOST_BYTES) -> None:
@@ -122,12 +112,7 @@ class RecentBatches:
         self._current: _Kept | None = None
 
     def see(self, part: Any, *, first: bool = True) -> None:
-        """Keep a batch, or a part of one, if it is wanted; the model gets it after this.
-
-        Args:
-            part: all that the model gets at once.
-            first: whether it is the first part of a batch; the other parts are kept with it.
-        """
+        """Keep a batch, or a further part of the same one, if it is wanted; the model gets it after this."""
         if first:
             self._begin()
         if self._current is None:
@@ -177,8 +162,8 @@ def to_host(batch: Any) -> Any:
     """Return a copy of a batch whose tensors are on the host and share no memory with the original's.
 
     Handles tensors, lists, tuples and named tuples, mappings (dicts, and such as transformers' ``BatchEncoding``) and
-    dataclasses, nested in each other. Another object with a method ``to``, as graph libraries' batches have, is copied
-    and moved to the host. Any other object is used unchanged.
+    dataclasses, nested in each other. Another object with a method ``to``, as graph libraries' batches have, is
+    copied and moved to the host. Any other object is used unchanged.
     """
     if isinstance(batch, torch.Tensor):
         return batch.detach().to("cpu", copy=True)
@@ -241,8 +226,8 @@ class PathBatches(KeptBatches):
         self._recent.clear()
 
     def add_to(self, stored: dict[str, Any]) -> None:
-        """Add those of all processes to what is stored of an exact checkpoint between two planned saves, unless that cannot be without
-        pickle."""
+        """Add those of all processes to what is stored of an exact checkpoint between two planned saves, where that
+        needs no pickle."""
         batches = world().gather(self.batches)
         try:
             encode_tree(batches, lambda path, tensor: "")

@@ -13,11 +13,7 @@ from shrinkpoint.state.stateful import optimizers_in, parameters_of
 
 
 class WeightChanges:
-    """Counts the changes of a model's parameters.
-
-    Args:
-        model: the trained one.
-    """
+    """Counts the changes of a model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -87,11 +83,7 @@ def _kinds(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.
 
 
 class StepCount:
-    """Counts the steps of optimizers, and knows which gradients wait for one.
-
-    Args:
-        optimizers: without wrappers.
-    """
+    """Counts the steps of optimizers, without wrappers, and knows which gradients wait for one."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self.count, self.known = 0, bool(optimizers)

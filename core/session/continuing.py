@@ -22,17 +22,10 @@ _LIGHTNING = "pytorch-lightning_version"  # in every checkpoint of Lightning
 
 
 def require_format(stored: Any, name: str, version: int, url: str, *, callback: str) -> None:
-    """Refuse a state of another framework, or of a newer shrinkpoint.
+    """Refuse a state of another framework than that of the `callback`, or of a newer shrinkpoint, by a
+    StateMismatchError.
 
-    Args:
-        stored: the state, or its entries ``format``, ``version`` and Lightning's mark.
-        name: of the format.
-        version: the newest that can be read.
-        url: of the run, for messages.
-        callback: that writes this format, for messages.
-
-    Raises:
-        StateMismatchError: the message says which.
+    The entries ``format``, ``version`` and Lightning's mark are enough of it.
     """
     if not isinstance(stored, dict) or stored.get("format") != name:
         lightning = isinstance(stored, dict) and _LIGHTNING in stored
@@ -49,12 +42,7 @@ def require_format(stored: Any, name: str, version: int, url: str, *, callback: 
 
 
 def load_model(stored: Mapping[str, Any], model: nn.Module, url: str) -> None:
-    """Put weights and buffers into a model.
-
-    Args:
-        stored: by the names of ``state_dict()``.
-        model: which may be built otherwise, as far as `fitted` says.
-        url: of the run, for messages.
+    """Put weights and buffers into a model, which may be built otherwise, as far as `fitted` says.
 
     Raises:
         StateMismatchError: they are another model's, or separate tensors of different values are tied here.
@@ -108,13 +96,7 @@ def require_same_training(
 
 
 def load_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, same_dtypes: bool) -> None:
-    """Put states into optimizers that `require_same_training` has accepted.
-
-    Args:
-        optimizers: without wrappers.
-        states: as stored.
-        same_dtypes: as of `load_optimizer`.
-    """
+    """Put states into optimizers, without wrappers, that `require_same_training` has accepted; as `load_optimizer`."""
     for optimizer, state in zip(optimizers, states, strict=True):
         load_optimizer(optimizer, state, same_dtypes=same_dtypes)
         put_back_objects(optimizer, state)

@@ -30,9 +30,7 @@ _MOST = 10_000  # objects that are looked at
 def sizes_of(loader: Any, name: str = "") -> dict[str, int]:
     """Return the lengths and sizes of a loader or a sampler, as far as it has them; empty for anything else.
 
-    Args:
-        loader: its own length is not asked of a torch loader of a stream, which would count the batches from then on.
-        name: put before the names of its sizes, where there are several.
+    The own length of a torch loader of a stream is not asked for: it would count the batches from then on.
     """
     dataset = getattr(loader, "dataset", None)
     batches = getattr(loader, "batch_sampler", None)
@@ -63,12 +61,7 @@ def other_data(there: Mapping[str, int], here: Mapping[str, int]) -> str | None:
 
 
 def other_processes(stored: int, *, own: bool = True) -> str | None:
-    """One line where the processes that saved a position are not these; else None.
-
-    Args:
-        stored: how many have saved it.
-        own: whether this process's position is known, and not the first one's alone.
-    """
+    """One line where the processes that saved a position are not these, or the first one's alone is known; else None."""
     here = world().size
     if stored == here and own:
         return None
@@ -80,11 +73,6 @@ def other_processes(stored: int, *, own: bool = True) -> str | None:
 
 def require_same_workers(loader: Any, state: Any, name: str) -> None:
     """Refuse to give the position of torchdata's loader to one with another number of workers, which cannot take it.
-
-    Args:
-        loader: that is to take it; other loaders are let pass.
-        state: what its ``state_dict`` gave.
-        name: of the loader, for the message.
 
     Raises:
         StateMismatchError: with both numbers.
@@ -100,12 +88,8 @@ def require_same_workers(loader: Any, state: Any, name: str) -> None:
 
 
 def unknown_order(loader: Any, state: Any) -> str | None:
-    """Return a line where a resume within an epoch cannot restore the order of torchdata's loader, or what its workers draw; else None.
-
-    Args:
-        loader: that has taken its state; other loaders are let pass.
-        state: that it has taken.
-    """
+    """Return a line where a resume within an epoch cannot restore the order of torchdata's loader, or what its
+    workers draw; else None."""
     if not _torchdata(loader):
         return None
     within = isinstance(state, Mapping) and not state.get("_iterator_finished", True)
@@ -134,10 +118,10 @@ def _torchdata(loader: Any) -> set[str]:
 
 
 def in_use(loader: Any) -> bool:
-    """Whether a loop is already in the batches of torchdata's loader: a position that is restored takes effect in the next one only.
+    """Whether a loop is already in the batches of torchdata's loader: a position that is restored takes effect in the
+    next one only.
 
-    Args:
-        loader: one whose iterator nothing but the loader itself holds is in no loop, as after ``next(iter(loader))``.
+    One whose iterator nothing but the loader itself holds is in no loop, as after ``next(iter(loader))``.
     """
     inner = getattr(loader, "base_dataloader", loader)
     iterator = getattr(inner, "_iterator", None)
@@ -149,11 +133,7 @@ def in_use(loader: Any) -> bool:
 
 
 def samplers(loader: Any) -> Iterator[Any]:
-    """The objects that determine a loader's order: its sampler, its batch sampler and that one's own sampler.
-
-    Args:
-        loader: a ``DataLoader``, or any object with some of its attributes.
-    """
+    """The objects that determine a loader's order: its sampler, its batch sampler and that one's own sampler."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         if sampler is not None:
@@ -161,11 +141,7 @@ def samplers(loader: Any) -> Iterator[Any]:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a loader's data set and collator, its generator, its samplers, and those within them, each once, by name.
-
-    Args:
-        loader: a ``DataLoader``, or any object with some of its attributes.
-    """
+    """Return a loader's data set and collator, its generator, its samplers, and those within them, each once, by name."""
     order = ("generator", "sampler", "batch_sampler")
     found: dict[str, Any] = {}
     waiting = [(name, getattr(loader, name, None)) for name in ("dataset", "collate_fn", *order)]
@@ -185,11 +161,10 @@ def _seeds_itself(part: object) -> bool:
 
 
 def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> dict[str, Any]:
-    """Return the generators of any kind that some objects and loaders have, each once, and samplers' `Counters`, by where they are.
+    """Return the generators of any kind that some objects and loaders have, each once, and samplers' `Counters`, by
+    where they are.
 
-    Args:
-        loaders: whose `parts_of` are looked through.
-        owners: a model, callbacks and the like: generators are attributes of theirs, or of a model's modules.
+    The owners are a model, callbacks and the like: generators are attributes of theirs, or of a model's modules.
     """
     found: dict[str, Any] = {}
     for number, loader in enumerate(loaders):

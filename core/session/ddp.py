@@ -51,11 +51,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def bucket_order(model: Any) -> Buckets:
-    """The buckets that DDP has made, or would make at the next step; called on every rank, between two batches.
-
-    Args:
-        model: as it is trained. Only a ``DistributedDataParallel`` has buckets.
-    """
+    """The buckets that DDP has made, or would make at the next step; called on every rank, between two batches."""
     if not _has_buckets(model):
         return []
     found = _rebuilt(model)
@@ -70,10 +66,6 @@ def restore_buckets(model: Any, buckets: Buckets) -> None:
 
     Gradients, weights, generators and the states of communication hooks are as before afterwards, and hooks on
     parameters are not called.
-
-    Args:
-        model: as it is to be trained.
-        buckets: from `bucket_order`.
     """
     if not buckets or not _has_buckets(model):
         return
@@ -157,11 +149,7 @@ def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class HookStates:
-    """Captures the states of a model's hooks for checkpoints and logs.
-
-    Args:
-        wanted: whether they are stored; otherwise `capture` returns none.
-    """
+    """Captures the states of a model's hooks for checkpoints and logs, if they are `wanted`."""
 
     def __init__(self, *, wanted: bool) -> None:
         self._wanted = wanted
@@ -169,14 +157,11 @@ class HookStates:
         """Of the tensors captured last, of all processes; on the first rank."""
 
     def left_out(self, model: object, *, exact_log: bool) -> str | None:
-        """A warning that the states are not stored: each process's own, and as large as the model; None where they are.
-
-        Args:
-            model: as it is trained.
-            exact_log: whether a step log is to continue the training exactly.
+        """A warning that the states are not stored: each process's own, and as large as the model; None where they
+        are.
 
         Raises:
-            ConfigError: they cannot be stored, and the log needs them.
+            ConfigError: they cannot be stored, and a step log is to continue the training exactly.
         """
         hidden, name = hidden_state(model), stateful_hook(model)
         if hidden is not None and exact_log:
@@ -195,11 +180,7 @@ class HookStates:
         return None
 
     def capture(self, model: Any) -> list[Any]:
-        """The states of all processes, in the order of their ranks; on the first rank, and called on every one.
-
-        Args:
-            model: as it is trained; one that is no ``DistributedDataParallel`` has none.
-        """
+        """The states of all processes, in the order of their ranks; on the first rank, and called on every one."""
         states = _states(model)
         if not self._wanted or not states or hidden_state(model) is not None:
             return []
@@ -210,12 +191,7 @@ class HookStates:
 
 
 def restore_hook_states(model: Any, stored: Sequence[Any]) -> None:
-    """Restore this process's states; called on every rank, before the first step and after the buckets are restored.
-
-    Args:
-        model: as it is to be trained.
-        stored: from `HookStates.capture`; empty where there were none.
-    """
+    """Restore this process's states; called on every rank, before the first step and after the buckets are restored."""
     live = _states(model)
     if not stored or len(stored) != world().size:
         return  # of another number of processes: there is a warning where the rest is restored

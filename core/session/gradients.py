@@ -13,9 +13,6 @@ from shrinkpoint.state.stateful import named_parameters, unwrapped
 def require_fresh_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse optimizers that a framework calls with the gradients of the batch before, which no checkpoint has.
 
-    Args:
-        optimizers: that the framework itself calls, with a closure that computes the batch's gradients.
-
     Raises:
         ConfigError: such an optimizer, as of sharpness-aware minimization, steps before it calls the closure.
     """
@@ -43,17 +40,12 @@ class GradientCollector:
         *,
         names: Mapping[str, str] | None = None,
     ) -> None:
-        """Take a step's gradients into the average, if they count.
+        """Take a step's gradients into the average, if they count; they are complete, and not set to zero yet.
 
-        Gradients with NaN or infinity, as before a step that a loss scaler skips, are left out; so are all gradients
-        of a module some of whose parameters are sharded (``DTensor``), since no process has them whole.
-
-        Args:
-            module: its gradients are complete, and not set to zero yet.
-            optimizers: all that train it.
-            remaining: steps after this one until the next save, 0 where this one is saved; None where that is unknown,
-                and every step counts.
-            names: the name in a checkpoint of each of the module's own names; by default they are the same.
+        Gradients with NaN or infinity, as before a step that a loss scaler skips, are left out; so are all of a
+        module with shards (``DTensor``), since no process has them whole. `remaining` counts the steps after this one
+        until the next save; None where that is unknown, and every step counts. `names` gives those in a checkpoint by
+        the module's own, where they differ.
         """
         if (remaining is not None and not self._average.should_collect(remaining)) or _average_themselves(
             optimizers

@@ -16,13 +16,10 @@ _ALIKE = {"torch.optim.Adam", "torch.optim.AdamW"}
 
 
 def identities(model: nn.Module, optimizers: Sequence[Any]) -> list[dict[str, Any]]:
-    """The class of each optimizer, and its parameters' names, by groups, or the shapes of those that the model has not.
+    """The class of each optimizer, without wrappers, and its parameters' names by groups, or the shapes of those that
+    the model has not.
 
-    Names are those of ``state_dict()``, with `plain_names`.
-
-    Args:
-        model: which has the parameters; shards as they are between steps.
-        optimizers: without wrappers.
+    Names are those of ``state_dict()``, with `plain_names`; shards are as they are between steps.
     """
     names = _names(model)
     return [{"class": _class_name(each), "parameters": _groups(each, names)} for each in optimizers]
@@ -52,15 +49,9 @@ def add_late_parameters(
 ) -> str | None:
     """Give optimizers the model's parameters that were added to the run's after it had begun, as by unfreezing them.
 
-    Args:
-        stored: as `identities` gave them.
-        states: the stored ``state_dict()`` of each.
-        optimizers: of this run, without wrappers.
-        model: that has the parameters.
-
-    Returns:
-        One line, where there were such parameters; else None. Where others differ as well, nothing is changed, and the comparisons that
-        follow refuse the state.
+    `stored` are the run's `identities`, and `states` its optimizers'. Returns one line, where there were such
+    parameters; else None. Where others differ as well, nothing is changed, and the comparisons that follow refuse the
+    state.
     """
     own = _names(model)
     named = {name: parameter for parameter, name in own.values()}
@@ -96,19 +87,14 @@ def add_late_parameters(
 def require_same_optimizers(
     stored: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]], url: str, *, ordered: bool = True
 ) -> str | None:
-    """Refuse to give one optimizer the state of another one, or of other parameters.
-
-    Args:
-        stored: as `identities` gave them.
-        here: of the same number of optimizers.
-        url: the run, for messages.
-        ordered: whether the order of the parameters counts.
+    """Refuse to give one optimizer the state of another one, or of other parameters, by `identities`.
 
     Returns:
         A warning, where one of another class may be meant to go on with the state; else None.
 
     Raises:
-        StateMismatchError: the classes are two of torch's whose states differ, or the parameters have another order.
+        StateMismatchError: the classes are two of torch's whose states differ, or the parameters have another
+            order, where that counts.
     """
     warning = None
     for there, own in zip(stored, here, strict=True):
@@ -133,12 +119,11 @@ def require_same_optimizers(
 
 
 def scheduler_classes(named: Mapping[str, Any]) -> dict[str, str]:
-    """Return the class of each of torch's learning rate schedulers among some objects, by their names.
+    """Return the class of each of torch's learning rate schedulers among some objects, by their names; accelerate's
+    wrappers are looked into.
 
-    A LambdaLR is followed by the names of its functions, as far as they have some: those of Transformers differ in nothing else.
-
-    Args:
-        named: the objects; accelerate's wrappers are looked into.
+    A LambdaLR is followed by the names of its functions, as far as they have some: those of Transformers differ in
+    nothing else.
     """
     inner = {name: scheduler_in(given) for name, given in named.items()}
     return {
@@ -149,12 +134,7 @@ def scheduler_classes(named: Mapping[str, Any]) -> dict[str, str]:
 
 
 def other_schedulers(stored: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """A warning where a scheduler takes the state of one of another class, which torch merges without a word.
-
-    Args:
-        stored: as `scheduler_classes` gave them; empty of an older checkpoint.
-        here: of this run.
-    """
+    """A warning where a scheduler takes the state of one of another class, which torch merges without a word."""
     differ = [name for name, kind in here.items() if stored.get(name, kind) != kind]
     if not differ:
         return None
@@ -167,12 +147,8 @@ def other_schedulers(stored: Mapping[str, str], here: Mapping[str, str]) -> str 
 
 
 def disabled_scalers(stored: Mapping[str, Any], here: Mapping[str, Any], url: str) -> str | None:
-    """Refuse to give a gradient scaler the state of a disabled one, which is empty: torch would, when all else is restored.
-
-    Args:
-        stored: the states of the checkpoint's objects, by their names.
-        here: the objects of this run.
-        url: the run, for the message.
+    """Refuse to give a gradient scaler the state of a disabled one, which is empty: torch would, when all else is
+    restored.
 
     Returns:
         A warning, where it is the other way round, and torch leaves the state out without a word; else None.
@@ -200,12 +176,7 @@ def disabled_scalers(stored: Mapping[str, Any], here: Mapping[str, Any], url: st
 
 
 def rounded_weights(stored: Mapping[str, Any], live: Mapping[str, Any]) -> str | None:
-    """Say that a restore changes the dtype of weights.
-
-    Args:
-        stored: the checkpoint's ``model.state_dict()``.
-        live: the one of the model that takes it.
-    """
+    """Say that a restore changes the dtype of weights."""
     differ = [
         (name, value.dtype, live[name].dtype)
         for name, value in stored.items()

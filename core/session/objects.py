@@ -91,16 +91,7 @@ class Stateful(Protocol):
 
 
 class LoopObjects(TrainingAdapter):
-    """Model, optimizers and all other objects with a state.
-
-    Args:
-        model: the trained model.
-        optimizer: one, several or, as ``[]``, none.
-        stateful: the others, by name.
-        evaluate: the held-out loss of the model as it is; None measures nothing.
-        train_loss: the training loss of a batch by its index, with a graph; None makes no steps from a checkpoint.
-        clip_grad_norm: as the training clips gradients.
-        url: of the run, for messages.
+    """Model, optimizers and all other objects with a state, as `Checkpointer` takes them.
 
     Raises:
         ConfigError: one of them is not what its name says.
@@ -159,11 +150,9 @@ class LoopObjects(TrainingAdapter):
 
     @property
     def model(self) -> nn.Module:
-        """See `TrainingAdapter.model`."""
         return self._model
 
     def log_options(self) -> dict[str, Any]:
-        """See `TrainingAdapter.log_options`."""
         return {"stateful": {**self.stateful, "generators of its own": _Generators(self)}}
 
     def logged(self, state: Callable[[], Mapping[str, Any]]) -> "Captured":
@@ -176,13 +165,9 @@ class LoopObjects(TrainingAdapter):
         return {**state, **self.session.trained.state(state)}
 
     def way_back(self, saver: Saver, manifest: Manifest | None) -> Callable[[], None]:
-        """Return a function that restores the present state: that of a checkpoint, or of a fresh start.
+        """Return a function that restores the present state: that of a checkpoint, or, without one, of a fresh start.
 
         Both are called on the first process alone, and call nothing that communicates with others.
-
-        Args:
-            saver: of the run.
-            manifest: of the checkpoint; None for a fresh start.
         """
         fresh = copy.deepcopy(self.whole()) if manifest is None else None
 
@@ -196,7 +181,6 @@ class LoopObjects(TrainingAdapter):
         return reload
 
     def state(self) -> dict[str, Any]:
-        """See `TrainingAdapter.state`."""
         self.changes.follow()
         self._require_steps()
         self._require_schedulers()
@@ -257,43 +241,35 @@ class LoopObjects(TrainingAdapter):
         return {**state, **{key: added[key] for key in added if not alone or key not in _ALONE}}
 
     def added(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `TrainingAdapter.added`."""
         return {**_ALONE, **state}
 
     def modules(self) -> dict[str, nn.Module]:
-        """See `TrainingAdapter.modules`."""
         return {name: value for name, value in self.stateful.items() if isinstance(value, nn.Module)}
 
     def objects(self) -> dict[str, Any]:
-        """See `TrainingAdapter.objects`."""
         return {name: value for name, value in self.stateful.items() if not _may_load(value)}
 
     def bare_state(self) -> dict[str, Any]:
-        """See `TrainingAdapter.bare_state`."""
         return self.live()
 
     def followed(self) -> dict[str, Any]:
-        """See `TrainingAdapter.followed`."""
         return {
             "model": state_of(self.model),
             "stateful": {name: state_of(value) for name, value in self.objects().items()},
         }
 
     def live(self) -> dict[str, Any]:
-        """See `TrainingAdapter.live`."""
         # a tensor of a loader's or sampler's state is a copy: reading it may start their workers
         states = [with_object_states(state_of(optimizer)) for optimizer in self.given]
         return {**self.followed(), "optimizers": states}
 
     def load(self, state: Any, *, warns: bool = True) -> None:
-        """Restore what `state` returned.
-
-        Args:
-            state: from a checkpoint.
-            warns: whether to warn of options that are overridden, of another class or dtype, and of objects without a stored state.
+        """Restore what `state` returned, with warnings of what is overridden or not restored, unless it was restored
+        before.
 
         Raises:
-            StateMismatchError: it is the state of another framework's callback or of another model; nothing is changed then.
+            StateMismatchError: it is the state of another framework's callback or of another model; nothing is
+                changed then.
         """
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise StateMismatchError(
@@ -366,24 +342,20 @@ class LoopObjects(TrainingAdapter):
         return self.evaluate()
 
     def step_losses(self, parts: Sequence[Any], index: int) -> Sequence[torch.Tensor]:
-        """See `TrainingAdapter.step_losses`."""
         assert self.train_loss is not None
         return [self.train_loss(index)]
 
     def clip(self) -> None:
-        """See `TrainingAdapter.clip`."""
         if self._clip_grad_norm is not None:
             groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
             nn.utils.clip_grad_norm_(chain.from_iterable(groups), self._clip_grad_norm)
 
     @property
     def scaler(self) -> GradScaler | None:
-        """See `TrainingAdapter.scaler`."""
         scalers = (value for value in self.stateful.values() if isinstance(value, GradScaler))
         return next((scaler for scaler in scalers if scaler.is_enabled()), None)
 
     def around(self) -> Sequence[object]:
-        """See `TrainingAdapter.around`."""
         return [[*self.stateful.values()]]
 
     def metrics(self) -> Any:
@@ -391,11 +363,9 @@ class LoopObjects(TrainingAdapter):
         return self.given_metrics
 
     def path_settings(self) -> dict[str, Any]:
-        """See `TrainingAdapter.path_settings`."""
         return {"every": self.every, "clip_grad_norm": self._clip_grad_norm}
 
     def lacks(self, monitor: str, step: int, metrics: Mapping[str, float]) -> str:
-        """See `TrainingAdapter.lacks`."""
         return (
             f"monitor={monitor!r} is not among the metrics of the save of step {step}"
             f" ({', '.join(sorted(metrics)) or 'none was given'}): give it as metrics= of step or save, or save_top_k cannot rank this"
@@ -403,7 +373,6 @@ class LoopObjects(TrainingAdapter):
         )
 
     def averages(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """See `TrainingAdapter.averages`."""
         found = self.captured({"stateful": state["stateful"]}, self.describe(state))
         specs = found.specs.items()
         return {name: found.tensors[name] for name, spec in specs if spec.tag.role is Role.AVERAGE}

@@ -32,10 +32,7 @@ Measured: TypeAlias = Callable[[], tuple[float, ...]]
 class LossProbe:
     """Evaluates a model on a few batches: the first ones of validation, or of training where there is none yet.
 
-    Args:
-        adapter: of its training.
-        together: whether all ranks measure, each on batches of its own.
-        shards: whether the model is sharded.
+    Where all measure `together`, each rank does so on batches of its own.
     """
 
     def __init__(
@@ -45,11 +42,12 @@ class LossProbe:
         self.kept = KeptBatches(PROBE_BATCHES, MORE_BATCHES * PROBE_BATCHES)
 
     def evaluation(self) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        """The loss with given weights on each of the batches that are kept now, even if others are kept later: losses are compared by
-        batch.
+        """The loss with given weights on each of the batches that are kept now, even if others are kept later: losses
+        are compared by batch.
 
-        Together it is a collective, as is what is returned: each rank's losses are on its own batches, as many on all of them. The
-        model's parameters, buffers, modes, metrics and all random number generators are as before afterwards.
+        Together it is a collective, as is what is returned: each rank's losses are on its own batches, as many on all
+        of them. The model's parameters, buffers, modes, metrics and all random number generators are as before
+        afterwards.
 
         Raises:
             ConfigError: raised by the returned function, if no batch has been seen, or the model returns no loss.
@@ -71,14 +69,8 @@ class LossProbe:
         return evaluate
 
     def measurement(self, agreed: list[Any] | None) -> Measured:
-        """Return the losses of the model with its current weights.
-
-        Args:
-            agreed: as of `agreed`.
-
-        Returns:
-            A function, whose caller puts the model in eval mode, and back afterwards.
-        """
+        """Return a function that gives the losses of the model with its current weights, which its caller puts in
+        eval mode and back."""
         batches, held_out = list(self.kept.batches) if agreed is None else agreed, self.kept.held_out
         together = agreed is not None
 
@@ -99,12 +91,9 @@ class LossProbe:
 
 
 class StepProbe:
-    """Keeps batches for the steps of a probe, and makes these steps.
+    """Keeps as many batches as a probe has steps, and makes these steps.
 
-    Args:
-        losses: measures the loss after the steps.
-        steps: how many batches to keep, in host memory; 0 keeps none and makes none.
-        give_up: gets the reason why no steps can be made of the batches that are kept.
+    `give_up` gets the reason why no steps can be made of the batches that are kept.
     """
 
     def __init__(self, losses: LossProbe, *, steps: int, give_up: Callable[[str], object] = bool) -> None:
@@ -119,9 +108,11 @@ class StepProbe:
             self.recent.stop()
 
     def resumed(self) -> ResumedSteps | None:
-        """Resumed steps from a present checkpoint in the framework's form; None where that is impossible. Together a collective.
+        """Resumed steps from a present checkpoint in the framework's form; None where that is impossible. Together a
+        collective.
 
-        Of copies each rank makes the steps by itself, on its own batches. Gradients are clipped as in training. No hooks of callbacks are called, nor those of the framework's loop.
+        Of copies each rank makes the steps by itself, on its own batches. Gradients are clipped as in training. No
+        hooks of callbacks are called, nor those of the framework's loop.
         """
         batches = self.recent.take()
         if self._losses.together():  # as many on every rank
@@ -172,12 +163,7 @@ class StepProbe:
 
 
 def reporting(evaluate: Evaluate, say: Callable[[str], None]) -> Evaluate:
-    """Return the same evaluation, whose failures are reported.
-
-    Args:
-        evaluate: gives the loss with other weights.
-        say: gets one line at every failure.
-    """
+    """Return the same evaluation, of whose failures `say` gets one line each."""
 
     def evaluated(weights: Mapping[str, torch.Tensor]) -> Loss:
         try:
@@ -218,12 +204,8 @@ def _refuse_communication(operation: Any) -> None:
 
 
 def named_as(names: Mapping[str, str], weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same tensors by other names; a `Candidate` stays one.
-
-    Args:
-        names: the new ones by the old; where there are any, tensors without one are left out.
-        weights: by the old names.
-    """
+    """Return the same tensors by other names; a `Candidate` stays one. Where there are any names, tensors without one
+    are left out."""
     kept = {name: names.get(name, name) for name in weights if not names or name in names}
     named = {new: weights[name] for name, new in kept.items()}
     lent = weights.lent & kept.keys() if isinstance(weights, Candidate) else None
@@ -238,9 +220,8 @@ def scale_of(scaler: Any) -> float:
 def loss_of(value: Any) -> float:
     """Return the scalar loss from the return value of a model or a training step.
 
-    Args:
-        value: a number; a tensor, of which the mean is taken; a mapping with ``"total"`` or ``"loss"``; or several losses
-            in a sequence or another mapping, whose sum is taken.
+    That is a number; a tensor, of which the mean is taken; a mapping with ``"total"`` or ``"loss"``; or several
+    losses in a sequence or another mapping, whose sum is taken.
 
     Raises:
         ConfigError: it is none of these.

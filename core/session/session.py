@@ -1,7 +1,8 @@
 """One training that is being saved, on every process: what is the same in all frameworks.
 
-Every rank saves and restores a share: of a sharded model what it owns, of copies an equal part. Only a state that the first rank alone
-has is saved by that one, which decides for all then. Every method that is not marked as the first rank's must be called on every rank.
+Every rank saves and restores a share: of a sharded model what it owns, of copies an equal part. A state that the first
+rank alone has is saved by that one, which decides for all then. What is not marked as the first rank's must be called
+on every rank.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -57,14 +58,9 @@ _FAILED_S = 60.0
 class TrainingSession:
     """Saves a training through a `Saver`, and continues it.
 
-    Args:
-        settings: the callback's options.
-        adapter: of the training.
-        targets: as of `ShardedPlacement`; `restore` fills these tensors, so that what is wrong must be found before. None where the model
-            is not sharded, or new ones are to be filled.
-        own: as of `ShardedPlacement`.
-        copied: as of `ShardedPlacement`, where `targets` are those of a copy.
-        group: gives the processes that save together.
+    `targets`, `own` and `copied` are those of `ShardedPlacement`. `restore` fills the targets, so that what is wrong
+    must be found before. Without any the model is not sharded, or new tensors are filled. `group` gives the processes
+    that save together.
 
     Raises:
         ConfigError: an option is not for sharded models.
@@ -149,11 +145,8 @@ class TrainingSession:
     def plan(self, saves: int | None) -> None:
         """With ``adopt=True``: take the number of planned saves of the whole run, before the saver is asked for.
 
-        Args:
-            saves: what follows from the trainer's limits, if anything does.
-
         Raises:
-            ConfigError: the user has not given the number, and it is not known.
+            ConfigError: it does not follow from the trainer's limits (None), and the user has not given it.
         """
         saver = self.settings.saver
         if not saver.adopt or saver.adoptions is not None:
@@ -201,36 +194,17 @@ class TrainingSession:
     # ---- before training
 
     def open(self) -> None:
-        """Check that the store can be written and contains no foreign files.
-
-        Raises:
-            ConfigError: the ranks were not given the same.
-            StoreError: the store cannot be reached or written.
-            RunMismatchError: the prefix contains something that is not a shrinkpoint run.
-        """
+        """Check that the store can be written and contains no foreign files; raises as `Saver.check`."""
         self.decide(self.saver.check)
 
     def refer_to(self, model: Module) -> None:
-        """Let checkpoints refer to the frozen tensors of a model, before its training is continued or starts; shards are stored.
-
-        Args:
-            model: as of `Saver.refer_to`.
-
-        Raises:
-            ConfigError: ``frozen="reference"`` with a step log.
-        """
+        """Let checkpoints refer to the frozen tensors of a model, as of `Saver.refer_to`, before training begins;
+        shards are stored."""
         if not self.shards:
             self.saver.refer_to(model, logged=self.settings.step_log is not None)
 
     def require_own_url(self, callbacks: Iterable[object]) -> None:
-        """Refuse two callbacks of one trainer that save to one run.
-
-        Args:
-            callbacks: the trainer's.
-
-        Raises:
-            ConfigError: this run's is one of two.
-        """
+        """Refuse two callbacks of one trainer that save to one run, by a ConfigError."""
         runs = [getattr(getattr(callback, "_session", None), "run", None) for callback in callbacks]
         url = self.settings.url
         if [run.settings.url for run in runs if isinstance(run, TrainingSession)].count(url) > 1:
@@ -239,11 +213,7 @@ class TrainingSession:
             )
 
     def decide(self, action: Callable[[], T]) -> T:
-        """Run `action` on every rank, since it communicates; or on the first rank for all, where that one alone saves.
-
-        Raises:
-            Exception: what it raised, on every rank.
-        """
+        """Run `action` on every rank, since it communicates; or on the first rank for all, where that one alone saves."""
         return action() if self.together else self.group().on_first(action)
 
     def choose(self) -> Manifest | None:
@@ -251,8 +221,7 @@ class TrainingSession:
 
         Raises:
             NoCheckpointError: there is none, and ``resume="must"``.
-            ChainError: there are checkpoints, and none is sound.
-            StoreError: the store cannot be read.
+            ChainError, StoreError: as `Saver.newest`.
         """
         return self.decide(self.newest_wanted)
 
@@ -270,7 +239,8 @@ class TrainingSession:
         return chosen
 
     def resume(self) -> Any:
-        """Continue the training that the run holds, its logged steps included, or refuse to save among another one's checkpoints.
+        """Continue the training that the run holds, its logged steps included, or refuse to save among another one's
+        checkpoints.
 
         Returns:
             The state that was loaded; None where the training starts afresh.
@@ -304,11 +274,7 @@ class TrainingSession:
         return state
 
     def require_own_run(self) -> None:
-        """Refuse to save among another model's checkpoints, which retention would remove.
-
-        Raises:
-            StateMismatchError: as `TrainingAdapter.check`; on every rank.
-        """
+        """Refuse, on every rank, to save among another model's checkpoints, which retention would remove."""
 
         def look() -> None:
             found = self.outline(self.adapter.outline)
@@ -323,12 +289,7 @@ class TrainingSession:
             say(f"continuing {self.settings.url} from step {step}")
 
     def warn_complete(self, step: int, way_on: str) -> None:
-        """Warn, on the first rank, that a training that is continued has ended before.
-
-        Args:
-            step: at which it ended.
-            way_on: what a user does to continue it.
-        """
+        """Warn, on the first rank, that a training that is continued has ended before, and of the `way_on`."""
         if self.group().is_first:
             warn(
                 f"the run in {self.settings.url} is complete: it ended at step {step}. {way_on}; there is nothing to do now"
@@ -344,15 +305,8 @@ class TrainingSession:
             )
 
     def restore(self, manifest: Manifest | int, *, adopt: bool = True) -> Any:
-        """Return the state of a checkpoint, which saves go on from.
-
-        Args:
-            manifest: as `choose` gave it; or a step.
-            adopt: as of `Saver.restore`.
-
-        Raises:
-            ChainError, StoreError: it cannot be read; on every rank.
-        """
+        """Return the state of a checkpoint, by manifest or step, which saves go on from; `adopt` and errors are those
+        of `Saver.restore`."""
         restored = self.group().on_every(lambda: self.saver.restore(manifest, adopt=adopt))
         assert restored is not None
         state = restored.state.to_object()
@@ -366,17 +320,12 @@ class TrainingSession:
         return self._saver.lineage if self._saver is not None and self.group().is_first else None
 
     def go_on_with(self, lineage: str | None) -> None:
-        """Let saves belong to a training that was continued from elsewhere, so that retention counts its checkpoints too.
+        """Let saves belong to a training that was continued from elsewhere, so that retention counts its checkpoints
+        too.
 
-        Without this every restart from a framework's own checkpoints would be a training of its own, whose predecessors'
-        checkpoints nothing removes.
-
-        Args:
-            lineage: as `lineage` gave it when that checkpoint was made. Where the run has no checkpoint of it, another training
-                begins.
-
-        Raises:
-            StoreError: the store cannot be read; on every rank.
+        Else every restart from a framework's own checkpoints would be a training of its own, whose predecessors'
+        checkpoints nothing removes. `lineage` is as it was when that checkpoint was made. Where the run has no
+        checkpoint of it, another training begins.
         """
 
         def latest() -> Manifest | None:
@@ -389,19 +338,11 @@ class TrainingSession:
             self.remember()
 
     def outline(self, keys: Collection[str], manifest: Manifest | None = None) -> dict[str, Any] | None:
-        """Return a stored state with meta tensors (shapes without elements); for the first rank.
+        """Return entries of a stored state with meta tensors (shapes without elements), or None in an empty run; for
+        the first rank.
 
-        Only its container's header is read, whether its chain is sound or not.
-
-        Args:
-            keys: the entries of the state to give.
-            manifest: the checkpoint; None is the newest.
-
-        Returns:
-            Those that it has; None in an empty run.
-
-        Raises:
-            FormatError, StoreError: it cannot be read.
+        Only the container's header is read, whether its chain is sound or not: of the newest checkpoint, where no
+        other is given.
         """
         if manifest is None:
             manifest = next(iter(self.saver.store.manifests()), None)
@@ -417,20 +358,13 @@ class TrainingSession:
         return outline
 
     def remember(self) -> None:
-        """Read which checkpoints were the best and the last, when a run is continued.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """Read which checkpoints were the best and the last, when a run is continued."""
 
         self.group().on_first(lambda: self.add_best(self.saver.store.manifests()))
 
     def add_best(self, manifests: Sequence[Manifest]) -> None:
-        """Track the best and the last of these checkpoints, as far as they belong to the training that is continued.
-
-        Args:
-            manifests: newest first.
-        """
+        """Track the best and the last of these checkpoints, newest first, as far as they belong to the training that
+        is continued."""
         for manifest in reversed(manifests):
             if self.saver.lineage in (None, lineage_of(manifest.meta)):
                 self.best.add(manifest.step, metrics_of(manifest), finite=is_finite(manifest))
@@ -438,16 +372,11 @@ class TrainingSession:
     # ---- during training
 
     def attend(self, *, serve: bool = True) -> list[SaveReport]:
-        """Serve the background worker, and return the saves finished since the last call.
-
-        Args:
-            serve: make the evaluation that the worker may wait for.
-
-        Returns:
-            On each rank that saves, later on some than on others; on other ranks nothing.
+        """Serve the background worker, and return the saves finished since the last call; on some ranks later than on
+        others.
 
         Raises:
-            ShrinkpointError: as `Saver.poll`.
+            ShrinkpointError: as `Saver.poll`, which is not called without `serve`.
         """
         if self._saver is None or not (self.together or self.group().is_first):
             return []
@@ -460,7 +389,8 @@ class TrainingSession:
     def rehearse(self) -> None:
         """Refuse a training whose state could not be continued; once, and again when its structure has changed.
 
-        Of shards each rank's state is captured, once. What takes them is compared with the checkpoint's tensors at a resume.
+        Of shards each rank's state is captured, once. What takes them is compared with the checkpoint's tensors at a
+        resume.
 
         Raises:
             CannotRepresentError, StateMismatchError: as `DryRestore.check`; on every rank.
@@ -531,11 +461,7 @@ class TrainingSession:
             log.close(whole=False)
 
     def log_step(self, *, boundary: bool = False, allowed: bool = True) -> None:
-        """Take note of a step in the log, if there is one.
-
-        Args:
-            boundary, allowed: as of `TrainingLog.end_step`.
-        """
+        """Take note of a step in the log, if there is one; as `TrainingLog.end_step`."""
         adapter = self.adapter
         if self.log is not None:
             self.log.end_step(
@@ -546,11 +472,8 @@ class TrainingSession:
             )
 
     def gradients_complete(self, remaining: int | None) -> None:
-        """Average the gradients of a step that is about to be made, where settings depend on them.
-
-        Args:
-            remaining: as of `GradientCollector.update`.
-        """
+        """Average the gradients of a step that is about to be made, where settings depend on them; as
+        `GradientCollector.update`."""
         saver, adapter = self.settings.saver, self.adapter
         if not (self.shards or saver.scheme == "lossless" or saver.adopt):
             self._gradients.update(adapter.model, adapter.optimizers, remaining, names=adapter.names())
@@ -575,7 +498,8 @@ class TrainingSession:
         """Take a checkpoint of the present step.
 
         Args:
-            last: it is the last save: wait for a running one instead of skipping this one, and until this one is committed.
+            last: it is the last save: wait for a running one instead of skipping this one, and until this one is
+                committed.
             exact: store bit-exactly, without a search.
             again: even if this step has been saved.
             planned: with ``adopt``: training goes on from what is stored, on every rank when this returns.
@@ -624,23 +548,15 @@ class TrainingSession:
         return accepted or step == self.saved_step
 
     def starts(self, schedule: Schedule) -> None:
-        """Begin, where each step's end is a moment from which the training can be continued; what is continued has been loaded.
-
-        Args:
-            schedule: when saves are due.
-        """
+        """Begin, where each step's end is a moment from which the training can be continued; what is continued has been loaded."""
         self.trigger = Trigger(schedule)
         self.trigger.start(step=self.adapter.step, epochs=0)
         self.termination.watch()
         self.begin()
 
     def step_ends(self) -> None:
-        """Save if that is due after a step, before anything of the next one; see `starts`.
-
-        Raises:
-            ShrinkpointError: as `rehearse`, `attend` and `save`.
-            SystemExit, KeyboardInterrupt: as `moment`.
-        """
+        """Save if that is due after a step, before anything of the next one; raises as `rehearse`, `attend`, `save`
+        and `moment`."""
         self.rehearse()
         self.trigger.after_step(self.adapter.step, agree=self.group().broadcast)
         self.serve()
@@ -651,16 +567,8 @@ class TrainingSession:
         self.moment(due=self.trigger.due or owed, planned=self.trigger.planned, again=owed)
 
     def moment(self, *, due: bool, planned: bool = False, last: bool = False, again: bool = False) -> bool:
-        """Save, if that is due or the process was asked to end, at a moment from which the training can be continued.
-
-        Args:
-            due: whether a save is due.
-            planned: with ``adopt``: whether it is one of the planned ones.
-            last: as of `save`.
-            again: as of `save`.
-
-        Returns:
-            As of `save`.
+        """Save, if that is due or the process was asked to end, at a moment from which the training can be continued;
+        as `save`.
 
         Raises:
             SystemExit, KeyboardInterrupt: a process was asked to end, and the training has been saved.
@@ -685,15 +593,10 @@ class TrainingSession:
         self.termination.end(max(number or 0 for number in self.group().gather(self.termination.number)))
 
     def ends(self, *, again: bool = False, saves: bool = True) -> None:
-        """Save the last steps, wait until everything is committed, and end the process if it was asked to end.
+        """Save the last steps, wait until everything is committed, and end the process if it was asked to end; as
+        `moment`.
 
-        Args:
-            again: as of `save`.
-            saves: False where the model's weights are no longer those of the last step.
-
-        Raises:
-            SaveFailedError, FencedError: as `finish`.
-            SystemExit, KeyboardInterrupt: as `moment`.
+        Without `saves`, the model's weights are no longer those of the last step.
         """
         [asked] = self.group().any_of(self.termination.received)
         if saves:
@@ -710,29 +613,16 @@ class TrainingSession:
     def wants(self, *, last: bool) -> bool:
         """Return whether a due save is made now; the same on all ranks, called before they gather a state.
 
-        Args:
-            last: it is the last save, so it waits for a running one.
-
-        Returns:
-            False where one is running and ``busy="skip"``; it then counts as skipped. Ranks that save together agree about that in
-            `save`, before a tensor is moved.
+        False where one is running and ``busy="skip"``; it then counts as skipped. Ranks that save together agree
+        about that in `save`, before a tensor is moved.
         """
         return self.together or self.group().broadcast(self.group().is_first and self._has_room(last))
 
     def submit(self, request: Callable[[], SaveRequest], adoption: Adoption | None = None) -> Accepted | None:
-        """Give a save to the saver.
+        """Give a save to the saver, on each rank that saves; errors as of `save`.
 
-        Args:
-            request: gives what is asked for, on each rank that saves. A missing monitor and a failing `evaluate` are warned about, once;
-                `resumed` is not tried again after a failure.
-            adoption: of a planned save: when this returns, every rank has the values that are stored.
-
-        Returns:
-            What was accepted.
-
-        Raises:
-            SaveFailedError, FencedError, CannotRepresentError: as `Saver.accept`.
-            StateMismatchError: a rank has other values than were stored.
+        A missing monitor and a failing `evaluate` are warned about, once; `resumed` is not tried again after a
+        failure. When a planned save returns, every rank has the values that are stored.
         """
         if adoption is not None and self.path is not None:
             own = {"probe_batches": PROBE_BATCHES, "ranks": self.group().size}
@@ -798,11 +688,7 @@ class TrainingSession:
             self.path.take_from(self._stored or {})
 
     def load_trained(self) -> None:
-        """Restore parameters outside the model and every ``requires_grad``, as `note_restored` has noted them.
-
-        Raises:
-            StateMismatchError: as `load_trained`.
-        """
+        """Restore parameters outside the model and every ``requires_grad``, as `note_restored` has noted them."""
         if self._stored is not None:
             self.warn_once(load_trained(self._stored["trained"], self.adapter, self.settings.url))
 
@@ -851,9 +737,6 @@ class TrainingSession:
         """Whether to save because the monitor is known now, as it was not at the last save; for the first rank.
 
         Without this nothing would ever be ranked where saves and validations fall on different steps.
-
-        Args:
-            metrics: of the present weights.
         """
         saver = self.settings.saver
         return self._lacked and saver.monitor in metrics and not saver.adopt
@@ -881,9 +764,7 @@ class TrainingSession:
     def finish(self, *, exact: bool = False, again: bool = True) -> None:
         """Wait until everything is committed, and broadcast the best checkpoint to all ranks.
 
-        Args:
-            exact: as of `save`.
-            again: whether to save the present state when the last save has failed, since no later one will replace it.
+        With `again` the present state is saved when the last save has failed, since no later one will replace it.
 
         Raises:
             SaveFailedError, FencedError: on every rank.
@@ -900,11 +781,7 @@ class TrainingSession:
         self.best = self.group().broadcast(self.best)
 
     def warn_unsaved(self, step: int) -> None:
-        """Say on the first rank, if training ends at a step that could not be saved, which checkpoint is the newest.
-
-        Args:
-            step: the training's, whose reports have been taken by `attend`.
-        """
+        """Say on the first rank, if training ends at a step that could not be saved, which checkpoint is the newest."""
         newest = self.best.last_path
         if step != self.saved_step:
             self.warn_once(
@@ -915,9 +792,7 @@ class TrainingSession:
     def fail(self, timeout_s: float | None = _FAILED_S, *, save: Callable[[], object] = bool) -> None:
         """Finish a running save after training has ended with an error; does not communicate with other ranks.
 
-        Args:
-            timeout_s: how long to wait for a running save.
-            save: called first; its failure is only a warning, since the original error is the one to show.
+        A failure of `save`, which is called first, is only a warning: the original error is the one to show.
         """
         self.termination.unwatch()
         self._close_log()

@@ -80,11 +80,8 @@ _HABITS = {
 def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
     """Make a callback's constructor refuse unknown arguments with a message that names the right option.
 
-    Its signature does not change, for editors and for command lines that are generated from it (jsonargparse). What it was given is
-    kept, for `given` and `reduced`.
-
-    Args:
-        init: the constructor; all its options are ordinary arguments.
+    Its signature does not change, for editors and for command lines that are generated from it (jsonargparse). What
+    it was given is kept, for `given` and `reduced`.
     """
     known = inspect.signature(init).parameters
 
@@ -141,11 +138,7 @@ class RunSettings:
         step_log: Any = None,
         **saver: Any,
     ) -> "RunSettings":
-        """Check a callback's arguments, and divide them among this and the components' own options.
-
-        Raises:
-            ConfigError: one of them has a value that cannot work.
-        """
+        """Check a callback's arguments, and divide them among this and the components' own options."""
         if not isinstance(url, str | os.PathLike | list | tuple | Stores | Mapping):
             raise ConfigError(
                 f"url={brief(url)} must be a string: the folder or URL of a run, for example 's3://bucket/run-7'; or a"
@@ -180,11 +173,7 @@ _OF_PROCESS = (_GIVEN, *_SESSIONS)
 
 
 def given(callback: Any, kind: Any) -> dict[str, Any]:
-    """The arguments of a callback's constructor by name, with the defaults of those that it was not given.
-
-    Args:
-        callback, kind: as of `reduced`.
-    """
+    """The arguments of a callback's constructor by name, with the defaults of those that it was not given."""
     args, kwargs = getattr(callback, _GIVEN)
     bound = inspect.signature(kind.__init__).bind(callback, *args, **kwargs)
     bound.apply_defaults()
@@ -192,14 +181,12 @@ def given(callback: Any, kind: Any) -> dict[str, Any]:
 
 
 def reduced(callback: Any, kind: type) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """What a callback's ``__reduce__`` returns: a fresh callback with the same options, and the same best and last checkpoints.
+    """What a callback's ``__reduce__`` returns: a fresh callback with the same options, and the same best and last
+    checkpoints.
 
-    What belongs to the process (threads, connections to the store, what was seen of a training) does not go with it: where the fresh one is
-    used, a training begins, or is continued from the store. So a callback whose training is under way can be copied as well.
-
-    Args:
-        callback: whose constructor is decorated with `refusing_unknown`.
-        kind: the class that has this constructor; subclasses may have another one, which is not called again.
+    What belongs to the process (threads, connections to the store, what was seen of a training) does not go with it:
+    where the fresh one is used, a training begins, or is continued from the store. So a callback whose training is
+    under way can be copied as well. Subclasses of `kind` may have another constructor, which is not called again.
     """
     args, kwargs = getattr(callback, _GIVEN)
     more = {name: value for name, value in _state_of(callback).items() if name not in _OF_PROCESS}

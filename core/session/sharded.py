@@ -54,14 +54,11 @@ def has_shards(model: Any) -> bool:
 
 
 def refuse_deepspeed(model: Any, optimizers: Sequence[Any]) -> None:
-    """Refuse DeepSpeed, whose engine flattens and divides weights and optimizer state where no ``state_dict`` shows it.
-
-    Args:
-        model: as given.
-        optimizers: as given.
+    """Refuse DeepSpeed, whose engine flattens and divides weights and optimizer state where no ``state_dict`` shows
+    it.
 
     Raises:
-        ConfigError: one of these is DeepSpeed's, or the model's parameters are.
+        ConfigError: the model or an optimizer is DeepSpeed's, or the model's parameters are.
     """
     modules = model.modules() if isinstance(model, nn.Module) else [model]
     kinds = [base for one in (*modules, *optimizers) for base in type(one).__mro__]
@@ -101,11 +98,9 @@ class ShardedObjects(LoopObjects):
         return super().followed()
 
     def captured(self, state: object, describe: Describe = plain) -> TrainingState:
-        """See `LoopObjects.captured`."""
         return TrainingState.capture(state, describe, shards=True)
 
     def settle(self) -> None:
-        """See `LoopObjects.settle`."""
         reshard(self.model)
 
     def own(self) -> dict[str, dict[str, Any]]:
@@ -145,9 +140,7 @@ class ShardedObjects(LoopObjects):
 class CopiedObjects(ShardedObjects):
     """As `ShardedObjects`, of a model that every rank has in whole, and stores a share of.
 
-    Args:
-        model: as it is trained: the ``DistributedDataParallel``, whose order of sums is stored then, or another one.
-        options: the others of `LoopObjects`.
+    Of a ``DistributedDataParallel`` the order of sums is stored, too.
     """
 
     def __init__(self, model: Any, *options: Any) -> None:
@@ -169,7 +162,6 @@ class CopiedObjects(ShardedObjects):
 
     @property
     def wrapped(self) -> Any:
-        """See `TrainingAdapter.wrapped`."""
         return self.model if self._wrapper is None else self._wrapper
 
     def state(self) -> dict[str, Any]:
@@ -227,7 +219,6 @@ class CopiedObjects(ShardedObjects):
         return spec.tag.role is Role.WEIGHT or spec.name.startswith("optimizers/")
 
     def obstacle(self, *, shards: bool) -> str | None:
-        """See `TrainingAdapter.obstacle`."""
         return "several processes train copies of the model"
 
 

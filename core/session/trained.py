@@ -52,9 +52,7 @@ _IN_ORDER = "Change or wrap the model first, then make its optimizer, then what 
 class Trained:
     """The parameters of one training, for each of its saves.
 
-    Args:
-        adapter: of the training.
-        say: gets one line, where something was replaced or cannot be saved in whole.
+    `say` gets one line, where something was replaced or cannot be saved in whole.
     """
 
     def __init__(self, adapter: TrainingAdapter, say: Callable[[str], None]) -> None:
@@ -72,11 +70,8 @@ class Trained:
         """As of the last save: what optimizers train and no object's state has."""
 
     def begin(self) -> None:
-        """Compare with the model, and with the optimizers if they are new, as they are now from here on.
-
-        Raises:
-            ConfigError: as `require_shapes`.
-        """
+        """Compare with the model, and with the optimizers if they are new, as they are now from here on; raises as
+        `require_shapes`."""
         model = self._adapter.model
         require_shapes(model)
         changed_attributes(self._adapter.optimizers)
@@ -89,10 +84,8 @@ class Trained:
     def state(self, state: object) -> dict[str, Any]:
         """Return the entries of a checkpoint that `load_trained` and `require_same_optimizers` take.
 
-        What is looked up is kept as long as the optimizers get no further parameters: training waits for it.
-
-        Args:
-            state: the whole of the checkpoint.
+        What is looked up in the whole `state` is kept as long as the optimizers get no further parameters: training
+        waits for it.
 
         Raises:
             StateMismatchError: as `check`; or a parameter outside the model is a shard.
@@ -343,11 +336,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def require_shapes(model: nn.Module) -> None:
-    """Refuse a model of which some parameters or buffers have no shape yet.
-
-    Raises:
-        ConfigError: the message names one.
-    """
+    """Refuse a model of which some parameters or buffers have no shape yet, by a ConfigError that names one."""
     lazy = [name for name, value in chain(named_parameters(model), named_buffers(model)) if is_lazy(value)]
     if lazy:
         raise ConfigError(
@@ -356,15 +345,11 @@ def require_shapes(model: nn.Module) -> None:
 
 
 def load_trained(stored: Mapping[str, Any], adapter: TrainingAdapter, url: str) -> str | None:
-    """Give parameters outside the model their values, and all parameters their ``requires_grad``, as in a checkpoint.
+    """Give parameters outside the model their values, and all parameters their ``requires_grad``, as in a
+    checkpoint's ``trained``.
 
-    Args:
-        stored: its entry ``trained``.
-        adapter: of the training, whose optimizers' groups are the stored ones.
-        url: the run, for the message.
-
-    Returns:
-        One line, where ``requires_grad`` has changed; else None.
+    The optimizers' groups are the stored ones already. Returns one line, where ``requires_grad`` has changed; else
+    None.
 
     Raises:
         StateMismatchError: an optimizer lacks such a parameter; nothing is changed then.

@@ -35,19 +35,12 @@ class Schedule:
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> "Schedule":
-        """Of a callback's options, which have these fields no more afterwards.
-
-        Raises:
-            ConfigError: one of them has a value that cannot work.
-        """
+        """Of a callback's options, which have these fields no more afterwards."""
         return cls(**{item.name: options.pop(item.name) for item in fields(cls)})
 
     def saves(self, *, steps: int, epochs: int) -> int | None:
-        """Return the number of saves that this plans; None where it does not follow from a trainer's limits.
-
-        Args:
-            steps: of the whole training; 0 or less for no limit.
-            epochs: the same.
+        """Return the number of saves that this plans; None where it does not follow from a trainer's limits, of which
+        0 or less is none.
 
         Raises:
             ConfigError: a clock decides.
@@ -71,12 +64,7 @@ class Trigger:
     """
 
     def __init__(self, schedule: Schedule, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing is due before `start`.
-
-        Args:
-            schedule: how often.
-            clock: seconds; never goes back.
-        """
+        """Nothing is due before `start`; the clock gives seconds, and never goes back."""
         self._schedule = schedule
         self._clock = clock
         self._step = 0
@@ -93,12 +81,7 @@ class Trigger:
         self.due = self.planned = False
 
     def after_step(self, step: int, *, agree: Callable[[bool], bool] = bool) -> None:
-        """Note that an optimizer step has been made.
-
-        Args:
-            step: optimizer steps so far.
-            agree: makes all processes take the same decision where clocks decide; called on every one of them.
-        """
+        """Note that an optimizer step has been made; `agree` makes all processes take the same decision where clocks decide."""
         self._plan(_crossed(self._step, step, self._schedule.every_n_train_steps))
         self._step = step
         interval = self._schedule.train_time_interval
@@ -106,20 +89,12 @@ class Trigger:
             self._plan(agree(self._clock() - self._saved_at >= interval.total_seconds()))
 
     def after_epoch(self, epochs: int) -> None:
-        """Note that an epoch's last step has been made.
-
-        Args:
-            epochs: epochs done so far, this one included.
-        """
+        """Note that an epoch's last step has been made."""
         self._plan(_crossed(self._epochs, epochs, self._schedule.every_n_epochs))
         self._epochs = epochs
 
     def after_validation(self, epochs: int) -> None:
-        """Note that a validation within an epoch is over.
-
-        Args:
-            epochs: epochs done when this one will be.
-        """
+        """Note that a validation within an epoch is over; `epochs` will be done when this one is."""
         every = self._schedule.every_n_epochs
         self.due |= every is not None and epochs % every == 0
 

@@ -18,11 +18,7 @@ _SAMPLES = 4  # read twice to see whether reading is random
 
 
 class _Witness:
-    """Collates samples to two digests: of the result, and of the worker's generators afterwards.
-
-    Args:
-        collate: the loader's own function, which may draw random numbers too.
-    """
+    """Collates samples by the loader's own function to two digests: of the result, and of the worker's generators afterwards."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -55,11 +51,9 @@ def _digests(samples: Any) -> Iterator[str]:
 def reads_alike(loader: DataLoader[Any]) -> bool:
     """Return whether a worker reads the same samples twice with equal results and draws no random number.
 
-    A worker's generators start from the epoch's seed and run on with every sample, so they cannot be put to a position.
-    The reading is done in a worker of its own: some datasets must not be read in the main process before it forks.
-
-    Args:
-        loader: map-style, with workers, and as yet without an iterator.
+    A worker's generators start from the epoch's seed and run on with every sample, so they cannot be put to a
+    position. The reading is done in a worker of its own: some datasets must not be read in the main process before it
+    forks. The loader is map-style, has workers, and as yet no iterator.
     """
     batch_sampler: Any = loader.batch_sampler
     few: Any = getattr(batch_sampler.sampler, "indices", None)  # a list, an array or a tensor

@@ -25,12 +25,8 @@ _MARK = "/"  # no path in a state, and no name in a model, begins with it
 
 
 class AverageFinder:
-    """Finds candidates for averages of weights by path and shape alone; `confirmed` checks the values.
-
-    Args:
-        module: the model that is trained.
-        tags: of its parameters, by name (`shrinkpoint.state.roles.model_tags`).
-    """
+    """Finds candidates for averages of weights by path and shape alone, and the tags of parameters; `confirmed`
+    checks the values."""
 
     def __init__(self, module: nn.Module, tags: Mapping[str, Tag]) -> None:
         parameters = [(name, value) for name, value in named_parameters(module) if name in tags]
@@ -43,12 +39,7 @@ class AverageFinder:
                 self._by_end.setdefault((name.rpartition(".")[2], shape), []).append(name)
 
     def tag(self, path: Path, tensor: torch.Tensor) -> Tag:
-        """Return the tag of a tensor that is neither the model's nor an optimizer's.
-
-        Args:
-            path: its place in the state.
-            tensor: only its dtype and shape are looked at.
-        """
+        """Return the tag of a tensor, by its path, dtype and shape, that is neither the model's nor an optimizer's."""
         if not path or tensor.dtype not in TRAINED:
             return Tag()
         shape = tuple(tensor.shape)
@@ -78,11 +69,7 @@ class AverageFinder:
 
 
 def confirmed(state: TrainingState) -> TrainingState:
-    """Return the state in which only tensors close to their weight keep the role of an average; the others lose it.
-
-    Args:
-        state: a snapshot; tensors on the host.
-    """
+    """Return a snapshot in which only tensors close to their weight keep the role of an average; the others lose it."""
     weights = state.weights
     specs = {
         name: spec
@@ -104,11 +91,7 @@ def is_near(average: torch.Tensor, weight: torch.Tensor | None) -> bool:
 
 
 def average_key(name: str) -> str:
-    """Return the key of an average among the model's weights and buffers that an evaluation gets.
-
-    Args:
-        name: its name in the state.
-    """
+    """Return the key of an average, by its name in the state, among the model's weights and buffers that an evaluation gets."""
     return _MARK + name
 
 
@@ -128,12 +111,9 @@ def live_tensors(
     names: Collection[str],
     capture: Callable[[object], TrainingState] = TrainingState.capture,
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state that share memory with the object that returns it.
+    """Return the tensors of a state, by wanted names, that share memory with the object that returns it.
 
-    Args:
-        state: returns the state; called twice, since tensors that are copied on each call share no memory.
-        names: the wanted ones, by their names in the state.
-        capture: splits it into tensors.
+    It is called twice, since tensors that are copied on each call share no memory.
     """
     one, other = (capture(state()).tensors for _ in range(2))
     return {
@@ -149,12 +129,11 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 class Candidate(dict[str, torch.Tensor]):
-    """Weights and buffers by name, some of which may hold the model's own while they are evaluated: so these need no copy.
+    """Weights and buffers by name, some of which may hold the model's own while they are evaluated: so these need no
+    copy.
 
-    Args:
-        weights: as an evaluation gets them.
-        lent: names of those that nobody reads until the evaluation is over. One that itself changes weights, which none should,
-            changes them too.
+    Nobody reads those that are `lent` until the evaluation is over. One that itself changes weights, which none
+    should, changes them too.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], lent: Iterable[str]) -> None:

@@ -37,11 +37,8 @@ def state_digest(tensor_digests: Mapping[str, str]) -> str:
 def device_digests(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, str]]:
     """Have the digests of dense tensors on devices taken: of their values at this place of the device's work.
 
-    Args:
-        tensors: on devices. Single numbers get `tensor_digest`: optimizers have them on either side.
-
-    Returns:
-        Waits for the device, from any thread, and returns the digests.
+    Single numbers get `tensor_digest`: optimizers have them on either side. What is returned waits for the device,
+    from any thread.
     """
     sums: dict[torch.device, dict[str, torch.Tensor]] = {}
     numbers: dict[tuple[torch.device, torch.dtype], list[str]] = {}

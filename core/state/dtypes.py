@@ -50,11 +50,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the format's name of a dtype.
-
-    Raises:
-        CannotRepresentError: the dtype is not in the format (quantized and packed types).
-    """
+    """Return the format's name of a dtype, or raise a CannotRepresentError for quantized and packed types."""
     try:
         return _NAME_OF[dtype]
     except KeyError:
@@ -64,11 +60,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Return the dtype of a name read from a header.
-
-    Raises:
-        FormatError: no such dtype.
-    """
+    """Return the dtype of a name read from a header, or raise a FormatError."""
     try:
         return DTYPES[name]
     except (KeyError, TypeError):
@@ -135,14 +127,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 # memory, without looking at their strides: a moment that comes back in another order than its parameter's is applied to the wrong
 # elements. So the order is noted, and put back as ``torch.load`` does.
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions of a tensor without holes, from the slowest to the fastest; None where that is their own order.
+    """Return the dimensions of a tensor without holes, from the slowest to the fastest; None where that is their own
+    order.
 
     It is None, too, of a tensor that overlaps itself or has holes, whose copy may be in any order.
-
-    Examples:
-        >>> from shrinkpoint.state.dtypes import memory_order
-        >>> memory_order(torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last))
-        (0, 2, 3, 1)
     """
     if tensor.is_contiguous():
         return None
@@ -157,11 +145,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def in_memory_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return the same elements with the dimensions in that order in memory; the tensor itself where they are already.
-
-    Args:
-        tensor: of any strides.
-        order: as `memory_order` gives it.
+    """Return the same elements with the dimensions in that `memory_order`; the tensor itself where they are already.
 
     Raises:
         ValueError: `order` does not name each of the tensor's dimensions once.

@@ -34,11 +34,9 @@ _begun: WeakSet[nn.Module] = WeakSet()
 
 
 class FrozenTensors:
-    """The tensors of a model that its training does not change.
+    """The tensors of a model that its training does not change; they are read now.
 
-    Args:
-        model: the module whose state dict is saved; its frozen tensors are read now.
-        option: whether checkpoints refer to them or hold them; None: refer to those of what PEFT has wrapped.
+    `option` says whether checkpoints refer to them or hold them; None: refer to those of what PEFT has wrapped.
     """
 
     def __init__(self, model: nn.Module, option: Literal["reference", "store"] | None) -> None:
@@ -89,12 +87,9 @@ class FrozenTensors:
     def filled(self, state: TrainingState, url: str) -> TrainingState:
         """Return a restored state with the model's own tensors in the place of references.
 
-        Args:
-            state: as it was read.
-            url: of its run, for the message.
-
         Raises:
-            StateMismatchError: a tensor of the model is not the one that the checkpoint refers to; the message names it.
+            StateMismatchError: a tensor of the model is not the one that the checkpoint refers to; the message
+                names it.
         """
         self.note()
         _begun.add(self._model)

@@ -22,8 +22,7 @@ _OTHERS = ("PCG64", "PCG64DXSM", "Philox", "SFC64")
 class Counters:
     """The whole numbers that a sampler counts in, which decide what it draws; as `is_generator` for `capture_rng`.
 
-    Args:
-        owner: the sampler. What its attributes are when it is first seen is not stored.
+    What they are when the sampler is first seen is not stored.
     """
 
     _known: ClassVar[dict[int, dict[str, int]]] = {}  # by the owner's id, as long as it lives
@@ -78,12 +77,11 @@ def set_generator(generator: Any, state: Any) -> None:
 
 
 def capture_rng(own: Mapping[str, Any] = NO_OTHERS) -> dict[str, Any]:
-    """Return the state of torch's, numpy's and Python's global generators and of this process's GPU.
+    """Return the state of torch's, numpy's and Python's global generators and of this process's GPU, and of a
+    process's own, by name.
 
-    Args:
-        own: further generators, as of `is_generator`, by names under which `restore_rng` gets them.
-
-    Of the global ones tensors and primitives only: a state that reaches an ordinary ``.ckpt`` must load with ``weights_only=True``.
+    Of the global ones tensors and primitives only: a state that reaches an ordinary ``.ckpt`` must load with
+    ``weights_only=True``.
     """
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),

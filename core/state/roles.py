@@ -97,11 +97,9 @@ def model_tags(module: nn.Module) -> dict[str, Tag]:
 
 
 def part_tag(tags: Mapping[str, Tag], path: Path) -> Tag:
-    """Return the tag of a tensor in a module's state.
+    """Return the tag of a tensor by its path in a module's state.
 
-    Args:
-        tags: as of `model_tags`.
-        path: in that state. Of what tensors are made of (`shrinkpoint.state.dtypes`), and modules add, it is longer, or not known.
+    Of what tensors are made of (`shrinkpoint.state.dtypes`), and modules add, the path is longer, or not known.
     """
     name = ".".join(path)
     return tags.get(name) or Tag(role=Role.BUFFER, parameter=name if path[0] in tags else None)
@@ -117,12 +115,7 @@ def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Modul
 
 
 def unnamed(index: int, number: int) -> str:
-    """Return how a checkpoint refers to a parameter that an optimizer trains and the model has not.
-
-    Args:
-        index: of the optimizer among the training's.
-        number: of the parameter among all of that optimizer's groups.
-    """
+    """Return how a checkpoint refers to a parameter that an optimizer trains and the model has not, by the numbers of both."""
     return f"optimizers[{index}][{number}]"
 
 
@@ -146,18 +139,10 @@ def named_role(key: str) -> Role | None:
 def state_tag(
     key: str, tensor: torch.Tensor, parameter: torch.Tensor, weight: Tag, optimizer: torch.optim.Optimizer
 ) -> Tag:
-    """Return the tag of an entry of an optimizer's state.
+    """Return the tag of an entry of an optimizer's state, whose values are not looked at.
 
-    Args:
-        key: the entry's.
-        tensor: the entry; its values are not looked at.
-        parameter: of the model, that it belongs to.
-        weight: the parameter's tag.
-        optimizer: that keeps it.
-
-    Returns:
-        A tag with the parameter's name if the entry is floating-point and has its shape, otherwise the empty tag.
-        `Tag.why` is set where it must be stored exactly.
+    It has the parameter's name if the entry is floating-point and has its shape, otherwise it is empty. `Tag.why` is
+    set where the entry must be stored exactly.
     """
     if tensor.shape != parameter.shape or tensor.dtype not in TRAINED or not tensor.dim():
         return Tag()
@@ -170,13 +155,7 @@ def state_tag(
 
 
 def is_master(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether an optimizer state's entry is the fp32 copy of a half-precision parameter that the optimizer updates.
-
-    Args:
-        key: the entry's key.
-        tensor: the entry.
-        parameter: the model's parameter that it belongs to.
-    """
+    """Return whether an optimizer state's entry is the fp32 copy of a half-precision parameter that the optimizer updates."""
     halved = parameter.dtype in (torch.float16, torch.bfloat16) and tensor.dtype is torch.float32
     return key in _MASTERS and halved and tensor.shape == parameter.shape
 

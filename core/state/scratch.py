@@ -40,14 +40,7 @@ _HINT = "give a folder on a local disk, or leave scratch_folder out"
 
 
 def check_scratch(folder: object) -> None:
-    """Refuse what is no folder to write to.
-
-    Args:
-        folder: as of `SaverConfig.scratch_folder`; None is none.
-
-    Raises:
-        ConfigError: it is not there, is no folder, or cannot be written to.
-    """
+    """Refuse what is no folder to write to: a ConfigError where it is not there, is no folder, or cannot be written to."""
     if folder is None:
         return
     if not (isinstance(folder, str | os.PathLike) and str(folder)):
@@ -62,12 +55,10 @@ def check_scratch(folder: object) -> None:
 
 
 class Scratch:
-    """Puts parts of one save after another into a folder, each into a file of its own, which is gone when the part is.
+    """Puts parts of one save after another into a folder, each into a file of its own, which is gone when the part
+    is.
 
     What cannot be written stays in memory, after one warning.
-
-    Args:
-        folder: on a local disk.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -90,12 +81,9 @@ class Scratch:
     def weights(
         self, state: TrainingState, wanted: Callable[[TensorSpec], bool], *, lasting: bool
     ) -> TrainingState:
-        """Return those tensors of a snapshot that the next one is compared with.
+        """Return those tensors of a snapshot that the next one is compared with; it stays as it is.
 
-        Args:
-            state: the snapshot, on the host; it stays as it is.
-            wanted: whether a tensor is one of these.
-            lasting: whether nobody will write to it any more, so that what stays in memory is not copied.
+        Where it is `lasting`, nobody will write to it any more, and what stays in memory is not copied.
         """
         file = self.file()
         specs = {name: spec for name, spec in state.specs.items() if wanted(spec)}
@@ -107,12 +95,8 @@ class Scratch:
         return TrainingState(None, tensors, specs)
 
     def moments(self, snapshot: Snapshot, state: TrainingState) -> TrainingState:
-        """Return a snapshot without its moments in memory: each is read where it is used.
-
-        Args:
-            snapshot: lets go of them.
-            state: of the snapshot, with the roles that are known by now.
-        """
+        """Return a snapshot without its moments in memory: each is read where it is used. The roles are those that
+        are known by now."""
         file = self.file()
         tensors = dict(state.tensors)
         for name, spec in state.specs.items():
@@ -122,11 +106,7 @@ class Scratch:
         return TrainingState(state.tree, tensors, state.specs)
 
     def trouble(self, error: OSError) -> None:
-        """Warn, the first time, that something stays in memory.
-
-        Args:
-            error: why.
-        """
+        """Warn, the first time, that something stays in memory, and why."""
         if not self._warned:
             self._warned = True
             warn(
@@ -136,11 +116,7 @@ class Scratch:
 
 
 class ScratchFile:
-    """Appends to a file without a name, until that fails once.
-
-    Args:
-        scratch: whose it is.
-    """
+    """Appends to a file without a name, until that fails once."""
 
     def __init__(self, scratch: Scratch) -> None:
         self.scratch = scratch
@@ -157,14 +133,7 @@ class ScratchFile:
         weakref.finalize(self, _free, self._file, os.getpid()).atexit = False  # the system closes it then
 
     def put(self, data: UInt8s) -> "Place | None":
-        """Write some bytes; from any thread.
-
-        Args:
-            data: contiguous.
-
-        Returns:
-            Where they are; None, after a warning, where they could not be written.
-        """
+        """Write some contiguous bytes, from any thread; None, after a warning, where that was not possible."""
         with self._lock:
             if self._file is None or self._fails:
                 return None
@@ -192,11 +161,7 @@ class ScratchFile:
             data, offset = data[count:], offset + count
 
     def read(self, memory: memoryview, offset: int) -> None:
-        """Fill memory from an offset on.
-
-        Raises:
-            OSError: the disk has failed, or the file is shorter.
-        """
+        """Fill memory from an offset on, or raise an OSError where the disk has failed, or the file is shorter."""
         while memory:
             count = os.preadv(self._file.fileno(), [memory], offset)
             if not count:
@@ -215,10 +180,7 @@ class Place:
     """xxh3-128."""
 
     def read(self, memory: UInt8s) -> None:
-        """Read them back; from any thread.
-
-        Args:
-            memory: `size` bytes, contiguous.
+        """Read them back into contiguous memory of `size` bytes; from any thread.
 
         Raises:
             ScratchError: they cannot be read, or are others than were written.
@@ -287,12 +249,7 @@ class PlanesLostError(ScratchError):
 
 
 class DiskTensor(torch.Tensor):
-    """A tensor whose values are in a file.
-
-    Args:
-        place: of its bytes, in C order.
-        like: with its dtype and shape.
-    """
+    """A tensor whose values are in a file, in C order, with the dtype and shape of another one."""
 
     _place: Place
 
@@ -305,11 +262,7 @@ class DiskTensor(torch.Tensor):
         return made
 
     def read(self) -> torch.Tensor:
-        """Return an ordinary tensor, read anew.
-
-        Raises:
-            ScratchError: it cannot be read, or is not what was written.
-        """
+        """Return an ordinary tensor, read anew, or raise a ScratchError."""
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(mode=False):
             made = empty_tensor(self.shape, self.dtype)
         self._place.read(tensor_to_bytes(made))
@@ -350,11 +303,7 @@ def _on_values(function: Any, args: Any, kwargs: Mapping[str, Any] | None) -> An
 
 
 class DiskArrays(Mapping[str, npt.NDArray[Any]]):
-    """Arrays by name, each of which is read anew whenever it is asked for, unless it is small.
-
-    Args:
-        arrays: where each is, with its dtype and shape; or itself.
-    """
+    """Arrays by name, each of which is read anew whenever it is asked for, unless it is small."""
 
     def __init__(
         self, arrays: Mapping[str, npt.NDArray[Any] | tuple[Place, np.dtype[Any], tuple[int, ...]]]
@@ -394,15 +343,8 @@ class DiskArrays(Mapping[str, npt.NDArray[Any]]):
 
 
 def put_tensor(file: ScratchFile, tensor: torch.Tensor) -> torch.Tensor:
-    """Write a tensor.
-
-    Args:
-        file: to this one.
-        tensor: on the host.
-
-    Returns:
-        Its stand-in, which reads the file; itself where it is small, on the disk already, or cannot be written.
-    """
+    """Write a tensor, and return its stand-in, which reads the file; itself where it is small, there already, or
+    cannot be written."""
     if isinstance(tensor, DiskTensor) or tensor.nbytes < _LEAST:
         return tensor
     place = file.put(tensor_to_bytes(tensor))
@@ -410,15 +352,7 @@ def put_tensor(file: ScratchFile, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_arrays(file: ScratchFile, arrays: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
-    """Write arrays.
-
-    Args:
-        file: to this one.
-        arrays: by name.
-
-    Returns:
-        Their stand-ins, in the same order; an array that is small, or cannot be written, is given itself.
-    """
+    """Write arrays, and return their stand-ins, in the same order; one that is small, or cannot be written, is given itself."""
     if isinstance(arrays, DiskArrays) or all(array.nbytes < _LEAST for array in arrays.values()):
         return arrays
     found: dict[str, npt.NDArray[Any] | tuple[Place, np.dtype[Any], tuple[int, ...]]] = {}
@@ -431,11 +365,7 @@ def put_arrays(file: ScratchFile, arrays: Mapping[str, npt.NDArray[Any]]) -> Map
 
 
 def in_memory(state: TrainingState) -> TrainingState:
-    """Return the same state with all of its tensors in memory.
-
-    Raises:
-        ScratchError: one cannot be read.
-    """
+    """Return the same state with all of its tensors in memory, or raise a ScratchError."""
     if not any(isinstance(tensor, DiskTensor) for tensor in state.tensors.values()):
         return state
     tensors = {

@@ -21,11 +21,7 @@ _LARGER = 6
 
 
 class DeviceCopy:
-    """Copies to pinned memory that a GPU makes while the host works; begun where it is constructed.
-
-    Args:
-        stream: that makes them.
-    """
+    """Copies to pinned memory that a stream of a GPU makes while the host works; begun where it is constructed."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -39,8 +35,8 @@ class DeviceCopy:
     def wait(self) -> float:
         """Wait until the last one has arrived; from any thread.
 
-        Returns:
-            Seconds from the first one's beginning to the last one's end on the GPU, whose queue stood still for them.
+        Returns the seconds from the first one's beginning to the last one's end on the GPU, whose queue stood still
+        for them.
         """
         self._ended.synchronize()
         return float(self._began.elapsed_time(self._ended)) / 1000
@@ -73,12 +69,7 @@ class Snapshot:
         return self.state
 
     def hold(self, name: str, tensor: torch.Tensor) -> None:
-        """Replace a tensor of the copy, which frees its memory; only where the copies are `lasting`.
-
-        Args:
-            name: of the tensor.
-            tensor: with the same values.
-        """
+        """Replace a tensor of the copy by one with the same values, which frees its memory; only where the copies are `lasting`."""
         cast(dict[str, torch.Tensor], self.state.tensors)[name] = tensor
 
 
@@ -106,13 +97,9 @@ class Snapshotter:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def take(self, state: TrainingState) -> Snapshot:
-        """Copy `state`'s tensors to the host.
+        """Copy a state's tensors, on any device, to the host.
 
-        Args:
-            state: with live tensors, on any device.
-
-        Returns:
-            The copy. Its tensors are C-contiguous and stay valid until the next `take`; longer where it is `Snapshot.lasting`.
+        The copies are C-contiguous and stay valid until the next `take`; longer where it is `Snapshot.lasting`.
         """
         return self.prepare(state)()
 
@@ -206,23 +193,10 @@ def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty_tensors(like: Mapping[str, torch.Tensor], *, pinned: bool) -> dict[str, torch.Tensor]:
-    """Contiguous tensors without values, many in one block of host memory.
+    """Contiguous tensors without values, of the same dtypes and shapes, many in one block of host memory.
 
-    Pinned memory is allocated in powers of two of bytes, each by a call that takes long: one allocation for each tensor takes up to
-    twice the memory.
-
-    Args:
-        like: with the dtypes and shapes.
-        pinned: whether a GPU is to copy to them.
-
-    Returns:
-        A tensor for each of `like`, in the same order.
-
-    Examples:
-        >>> from shrinkpoint.state.snapshot import empty_tensors
-        >>> made = empty_tensors({"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.int64)}, pinned=False)
-        >>> {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
-        {'a': ((3, 4), torch.float32), 'b': ((5,), torch.int64)}
+    Pinned memory, which a GPU copies to, is allocated in powers of two of bytes, each by a call that takes long: one
+    allocation for each tensor takes up to twice the memory.
     """
     rooms = {name: -(-tensor.nbytes // _ALIGNED) * _ALIGNED for name, tensor in like.items()}
     order = sorted(rooms, key=lambda name: (-rooms[name], name))

@@ -74,21 +74,13 @@ class Block:
         return not any(self.offset[1:]) and tuple(size[1:]) == self.shape[1:]
 
     def to_json(self, size: Sequence[int]) -> JSON:
-        """Return it as in a container's header: of rows, the first one's number; of another box, the offset.
-
-        Args:
-            size: the block's shape.
-        """
+        """Return it as in a container's header, by its size: of rows, the first one's number; of another box, the offset."""
         at: JSON = self.offset[0] if self.is_rows(size) else list(self.offset)
         return [self.of, at, list(self.shape), self.parameter]
 
     @classmethod
     def from_json(cls, node: JSON) -> "Block":
-        """Read what `to_json` gave.
-
-        Raises:
-            FormatError: it is something else.
-        """
+        """Read what `to_json` gave, or raise a FormatError."""
         sound = type(node) is list and len(node) == 4 and _is_shape(node[2]) and node[2]
         of, at, shape, parameter = node if sound else (None, None, [], None)
         if type(at) is int:
@@ -155,11 +147,7 @@ class TensorSpec:
 
     @classmethod
     def from_json(cls, node: JSON) -> "TensorSpec":
-        """Read a spec from a container's header.
-
-        Raises:
-            FormatError: a field is missing or of the wrong kind.
-        """
+        """Read a spec from a container's header, or raise a FormatError where a field is missing or of the wrong kind."""
         try:
             name, shape, parameter = node["name"], node["shape"], node["parameter"]
             if type(name) is not str or not (parameter is None or type(parameter) is str):
@@ -187,12 +175,7 @@ def _is_shape(node: JSON) -> bool:
 
 
 def blocks_of(spec: TensorSpec, limit: int = BLOCK_ELEMENTS) -> list[TensorSpec]:
-    """Return what a tensor is stored as: itself, or blocks of its rows.
-
-    Args:
-        spec: of the whole tensor.
-        limit: elements of a block at most.
-    """
+    """Return what a tensor is stored as: itself, or blocks of its rows of so many elements at most."""
     if spec.numel <= limit:
         return [spec]
     rows, width = spec.shape[0], math.prod(spec.shape[1:])
@@ -206,14 +189,8 @@ def blocks_of(spec: TensorSpec, limit: int = BLOCK_ELEMENTS) -> list[TensorSpec]
 
 
 def block_of(spec: TensorSpec, place: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> TensorSpec:
-    """Return one block of a tensor.
-
-    Args:
-        spec: of the whole tensor.
-        place: what the block's name and parameter have behind the tensor's own.
-        offset: its first index in each dimension.
-        shape: its own.
-    """
+    """Return one block of a tensor, by its offset and shape; `place` is what its name and parameter have behind the
+    tensor's own."""
     parameter = spec.tag.parameter
     own = replace(spec.tag, parameter=None if parameter is None else parameter + place)
     block = Block(of=spec.name, offset=offset, shape=spec.shape, parameter=parameter)
@@ -237,10 +214,6 @@ def joined(
     tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, TensorSpec]]:
     """Return the same with all blocks put together; what is no block is passed on as it is.
-
-    Args:
-        tensors: by name.
-        specs: of some of these.
 
     Raises:
         FormatError: blocks do not make up their tensor exactly.
@@ -279,12 +252,7 @@ _PAIRS = 4096
 
 
 def boxes_meet(offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> bool:
-    """Return whether any two of some boxes have elements in common.
-
-    Args:
-        offsets: of each in every dimension, of which there is at least one.
-        sizes: likewise; none is 0.
-    """
+    """Return whether any two of some boxes have elements in common; there is at least one dimension, and no size is 0."""
     if len(offsets) < 2:
         return False
     low = np.array(offsets, dtype=np.int64).reshape(len(offsets), -1)

@@ -30,16 +30,12 @@ _FUNCTIONS = ("anneal_func", "_anneal_func")
 
 @contextmanager
 def plain_names(module: nn.Module) -> Iterator[nn.Module]:
-    """Inside the block, parts of a module have the names that they have without wrappers such as ``torch.compile``'s or DDP's.
+    """Inside the block, parts of a module have the names that they have without wrappers such as ``torch.compile``'s
+    or DDP's.
 
-    A training may be compiled at one start and not at the next: names in checkpoints are these. What is no such wrapper and has a child
-    that is called ``module`` keeps its name.
-
-    Args:
-        module: that is not called inside the block; its wrappers are taken out of it, and put back afterwards.
-
-    Returns:
-        The module, or what is inside if it is a wrapper itself.
+    A training may be compiled at one start and not at the next: names in checkpoints are these. What is no such
+    wrapper and has a child that is called ``module`` keeps its name. The module is not called inside the block: its
+    wrappers are taken out of it, and put back afterwards. It is what is inside, if it is a wrapper itself.
     """
     with ExitStack() as stack:
         for parent in module.modules():
@@ -91,14 +87,10 @@ def parameters_of(optimizer: Optimizer) -> list[Any]:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the innermost optimizer whose parameter groups and state are this one's.
+    """Return the innermost optimizer whose parameter groups and state are this one's; itself, if it wraps nothing.
 
-    A wrapper has an attribute ``optimizer``, and its parameter groups, and its state where it has one, are that one's own
-    objects. Lookahead and SAM, which keep tensors of their own, are no wrappers in
-    this sense.
-
-    Args:
-        optimizer: anything with parameter groups; returned unchanged if it wraps nothing.
+    A wrapper has an attribute ``optimizer``, and its parameter groups, and its state where it has one, are that one's
+    own objects. Lookahead and SAM, which keep tensors of their own, are no wrappers in this sense.
     """
     found = optimizer
     for _ in range(_DEEPEST):
@@ -119,11 +111,7 @@ def scheduler_in(given: Any) -> LRScheduler | None:
 
 
 def optimizers_in(optimizer: Any) -> list[Any]:
-    """Return the optimizers inside a wrapper or a container of some, outermost first; those with no others inside: themselves.
-
-    Args:
-        optimizer: anything with ``state_dict``.
-    """
+    """Return the optimizers inside a wrapper or a container of some, outermost first; those with no others inside: themselves."""
     found: dict[int, Any] = {}
     waiting = [optimizer]
     while waiting:
@@ -140,11 +128,8 @@ def optimizers_in(optimizer: Any) -> list[Any]:
 
 
 def state_of(value: Any) -> Any:
-    """Return an object's state; a scheduler's without the functions of `without_functions`, a module's with `plain_names`.
-
-    Args:
-        value: has ``state_dict``.
-    """
+    """Return an object's ``state_dict``; a scheduler's without the functions of `without_functions`, a module's with
+    `plain_names`."""
     if isinstance(value, nn.Module):
         with plain_names(value) as inner:
             return inner.state_dict()
@@ -172,13 +157,9 @@ def without_functions(state: Any) -> Any:
 def load_stateful(value: Any, state: Any) -> None:
     """Load an object's state, before the random generators' own is restored.
 
-    A stateful loader that has loaded a position makes its iterator when it is first asked for one, and draws a seed for it from
-    torch's generator, which the undisturbed training did at the beginning of the epoch. Asked for its state, it makes the iterator here,
-    before the generators are restored, and gives it to the loop.
-
-    Args:
-        value: has ``state_dict`` and ``load_state_dict``.
-        state: what ``state_dict`` gave.
+    A stateful loader that has loaded a position makes its iterator when it is first asked for one, and draws a seed
+    for it from torch's generator, which the undisturbed training did at the beginning of the epoch. Asked for its
+    state, it makes the iterator here, before the generators are restored, and gives it to the loop.
     """
     if isinstance(value, nn.Module):
         with plain_names(value) as inner:
@@ -193,11 +174,7 @@ def load_stateful(value: Any, state: Any) -> None:
 
 
 def load_object(name: str, value: Any, state: Any) -> None:
-    """Load the state of an object that has a name, as of `load_stateful`.
-
-    Raises:
-        StateMismatchError: it does not take it; the message names it.
-    """
+    """Load the state of an object, as of `load_stateful`; a StateMismatchError names it where it does not take it."""
     try:
         load_stateful(value, state)
     except Exception as error:
@@ -216,14 +193,11 @@ def forget_position(loader: Any) -> None:
 
 
 def parts_of(state: Any, optimizer: Any) -> list[tuple[Mapping[str, Any], Any]]:
-    """Return the states in the form of ``torch.optim.Optimizer`` in an optimizer's state, and the optimizers that have them.
+    """Return pairs of the states in the form of ``torch.optim.Optimizer`` in an optimizer's state, and the optimizers
+    that have them.
 
-    Args:
-        state: an optimizer's, or of one that has others inside, as Lookahead and containers.
-        optimizer: that it is of.
-
-    Returns:
-        Pairs; none where it is not clear which belong together.
+    One may have others inside, as Lookahead and containers. There are no pairs where it is not clear which belong
+    together.
     """
     states = list(optimizer_states(state))
     if len(states) == 1 and states[0] is state:
@@ -255,12 +229,9 @@ def _same_sizes(state: Mapping[str, Any], optimizer: Any) -> bool:
 
 
 def load_optimizer(optimizer: Any, state: Mapping[str, Any], *, same_dtypes: bool) -> None:
-    """Load an optimizer's state as it was saved.
+    """Load an optimizer's state as it was saved, into it or a wrapper of it.
 
-    Args:
-        optimizer: or a wrapper of one.
-        state: what ``state_dict`` gave.
-        same_dtypes: whether the parameters have the dtypes that they had when it was saved; else torch converts it to theirs.
+    Where the parameters have not the same dtypes as then, torch converts the state to theirs.
     """
     loads = getattr(type(unwrapped(optimizer)), "load_state_dict", None)
     if loads is torch.optim.Optimizer.load_state_dict:  # which takes no named tuples
@@ -273,15 +244,12 @@ def load_optimizer(optimizer: Any, state: Mapping[str, Any], *, same_dtypes: boo
 
 
 def put_back_dtypes(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Undo torch's rounding of a state that has just been loaded.
+    """Undo torch's rounding of a state that has just been loaded, by an optimizer or a wrapper of one.
 
-    ``torch.optim.Optimizer.load_state_dict`` converts everything but ``step`` to the dtype of its parameter: the fp32 copies and moments that
-    mixed-precision optimizers keep of bfloat16 parameters would lose their low bits, and counts and codes would become floats. A class that loads
-    its state itself is left alone.
-
-    Args:
-        optimizer: or a wrapper of one.
-        state: what it has loaded; its tensors are taken over where they are on the parameter's device.
+    ``torch.optim.Optimizer.load_state_dict`` converts everything but ``step`` to the dtype of its parameter: the fp32
+    copies and moments that mixed-precision optimizers keep of bfloat16 parameters would lose their low bits, and
+    counts and codes would become floats. A class that loads its state itself is left alone. Stored tensors are taken
+    over where they are on the parameter's device.
     """
     inner = unwrapped(optimizer)
     loads = getattr(type(inner), "load_state_dict", None)

@@ -157,11 +157,7 @@ def _place(tensor: torch.Tensor, path: Path) -> tuple[object, ...]:
 
 
 def _address(tensor: torch.Tensor, path: Path) -> int:
-    """Return where a tensor's elements are; by it tied tensors are recognised.
-
-    Raises:
-        CannotRepresentError: they are nowhere: all such tensors would be taken for one.
-    """
+    """Return where a tensor's elements are, by which tied tensors are recognised; nowhere is a CannotRepresentError."""
     try:
         address = tensor.data_ptr()
     except RuntimeError:
@@ -238,12 +234,7 @@ def _anonymous(node: JSON) -> JSON:
 
 
 def merged_tree(tree: JSON, own: JSON) -> JSON:
-    """Return the state's plain data, with a rank's own values in the place of the first rank's.
-
-    Args:
-        tree: of the state.
-        own: as `OwnState.tree`; None has none.
-    """
+    """Return the state's plain data, with a rank's `OwnState.tree` in the place of the first rank's; None has none."""
     if not isinstance(own, dict) or not isinstance(tree, dict):
         return tree
     merged = dict(tree)

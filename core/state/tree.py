@@ -355,13 +355,8 @@ def _decode(node: JSON, get: _Source, depth: int) -> Any:
 def replaced(node: JSON, put: Callable[[JSON], JSON], depth: int = 0) -> JSON:
     """Replace nodes of a tree that stand for what JSON has not.
 
-    Args:
-        node: JSON as `encode_tree` made it.
-        put: gives another such node, or plain data, in the place of one; or the node itself. Of the latter two the members are replaced.
-        depth: of the node in the whole.
-
-    Raises:
-        FormatError: it is nested too deeply.
+    `put` gives another such node, or plain data, in the place of one; or the node itself. Of the latter two the
+    members are replaced. A tree that is nested too deeply is a FormatError.
     """
     if depth > 3 * (_MAX_DEPTH + 1):
         raise FormatError("the tree of plain data is nested too deeply")
@@ -407,17 +402,11 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
 
 
 def dense_only(node: JSON) -> tuple[JSON, dict[str, str]]:
-    """Return a tree with dense tensors alone, which can be decoded with meta tensors (a shape, but no elements).
+    """Return a tree with dense tensors alone, which can be decoded with meta tensors (a shape, but no elements), or
+    raise a FormatError.
 
-    Args:
-        node: JSON as `encode_tree` made it.
-
-    Returns:
-        The tree in which arrays, files, sparse tensors and those made of others are replaced by lists of their
-        component tensors; and by component, the kind replaced.
-
-    Raises:
-        FormatError: not such JSON.
+    Arrays, files, sparse tensors and those made of others are replaced by lists of their component tensors; these
+    come with the kind replaced.
     """
     parts: dict[str, str] = {}
 
@@ -437,11 +426,7 @@ def dense_only(node: JSON) -> tuple[JSON, dict[str, str]]:
 
 
 def tensor_names(node: JSON) -> set[str]:
-    """Return the names of all tensors that a tree refers to.
-
-    Raises:
-        FormatError: not such JSON.
-    """
+    """Return the names of all tensors that a tree refers to, or raise a FormatError."""
     names: set[str] = set()
 
     def note(name: str) -> torch.Tensor:

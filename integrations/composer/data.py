@@ -163,16 +163,11 @@ class DataPlace:
 
 
 class _Watch:
-    """Calls a function before and after each building of a loader's iterator, until `stop`.
+    """Calls functions before and after each building of a loader's iterator, once or several times for each, until
+    `stop`.
 
-    Args:
-        loader: any iterable whose class can be subclassed.
-        before: called before an iterator is built, once or several times for each.
-        built: called when torch's own has been built.
-        skipping: wraps the index sampler.
-
-    Raises:
-        TypeError: the loader's class does not allow it.
+    The second is called when torch's own has been built. `skipping` wraps the index sampler. A loader's class that
+    cannot be subclassed is a TypeError.
     """
 
     def __init__(
@@ -254,14 +249,8 @@ _KNOWN = {
 
 
 class SkippingSampler:
-    """A loader's index sampler from its n-th item on; the items before are drawn and dropped at the first request.
-
-    Args:
-        inner: the loader's own.
-        count: how many to drop.
-        stop: number of items to return; None returns all that are left.
-        on_ready: called when they have been dropped.
-    """
+    """A loader's index sampler from its n-th item on, up to `stop` items; those before are drawn and dropped at the
+    first request."""
 
     def __init__(
         self, inner: Iterable[Any], *, count: int, stop: int | None, on_ready: Callable[[], None]
@@ -287,10 +276,7 @@ class SkippingSampler:
 def can_skip(loader: Any, *, count: int, length: int | None) -> bool:
     """Whether skipping gives the same batches, and leaves the same generators, as reading and dropping.
 
-    Args:
-        loader: the training data, as yet without an iterator.
-        count: batches to skip.
-        length: batches of an epoch; None where that is not known.
+    The loader has no iterator as yet; `length` counts the batches of an epoch.
     """
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or length is None:
         return False

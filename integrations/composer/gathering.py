@@ -88,11 +88,8 @@ class GatheringProbe(LossProbe):
         return self.evaluate if self.adapter.run.fsdp_enabled else super().evaluation()
 
     def evaluate(self, weights: Mapping[str, torch.Tensor] | None) -> tuple[float, ...]:
-        """Return the losses of all ranks, each on the batches that it has seen; called on every rank.
-
-        Args:
-            weights: the first rank's; None elsewhere.
-        """
+        """Return the losses of all ranks, each on the batches that it has seen, with the first rank's weights; called
+        on every rank."""
         module = self.adapter.model
         # With a different number of batches on one rank, the others would wait in a forward pass forever.
         batches = self.kept.batches[: min(world().gather(len(self.kept.batches)))]

@@ -48,12 +48,11 @@ def require_supported(state: State) -> None:
 
 
 def continue_run(run: TrainingSession, adapter: ComposerAdapter, *, lineage: str | None) -> None:
-    """Continue a run from its newest sound checkpoint, unless it was loaded from a load_path already.
+    """Continue a run from its newest sound checkpoint, at Composer's ``AFTER_LOAD``, unless it was loaded from a
+    load_path already.
 
-    Args:
-        run: where to look.
-        adapter: of the training, at Composer's event ``AFTER_LOAD``.
-        lineage: the training of the checkpoint that Composer has loaded by itself: saves go on with it if the run has it.
+    `lineage` is the training of the checkpoint that Composer has loaded by itself: saves go on with it if the run has
+    it.
 
     Raises:
         NoCheckpointError: there is none, and ``resume="must"``.
@@ -145,11 +144,7 @@ def start_log(run: TrainingSession, state: State) -> None:
 
 
 def replayed(run: TrainingSession, stored: dict[str, Any], adapter: ComposerAdapter) -> dict[str, Any]:
-    """Replay the logged steps after a checkpoint that has just been loaded.
-
-    Returns:
-        The stored state that the run continues from: the checkpoint's, or that after the last replayed step.
-    """
+    """Replay the logged steps after a checkpoint that has just been loaded, and return the state that the run continues from."""
     if run.log is None:
         return stored
     state, logger, url = adapter.run, adapter.logger, run.settings.url

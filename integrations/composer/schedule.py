@@ -55,11 +55,7 @@ def saves_until(interval: SaveInterval, end: Time | None) -> int | None:
 
 
 def save_scheduler(interval: SaveInterval, *, at_end: bool) -> Scheduler:
-    """Turn the option ``save_interval`` into a predicate of checkpoint events.
-
-    Args:
-        interval: a function is used unchanged.
-        at_end: a checkpoint is also due after training's last batch.
+    """Turn the option ``save_interval`` into a predicate of checkpoint events, and of the last batch with `at_end`.
 
     Raises:
         ConfigError: Composer cannot read it.

@@ -24,11 +24,8 @@ _LINEAGE = "lineage"
 
 
 class Session:
-    """Drives a `TrainingSession` from a trainer's events, by whose names its methods are; every one is called on every rank.
-
-    Args:
-        settings: the callback's options.
-        shards: whether FSDP2 shards the model, so that every rank saves and restores its part.
+    """Drives a `TrainingSession` from a trainer's events, by whose names its methods are; every one is called on
+    every rank.
 
     Raises:
         ConfigError: an option is not for sharded models.
@@ -90,11 +87,7 @@ class Session:
         return self.run.path is not None and self.settings.run.saver.adoptions is None
 
     def after_load(self, state: State) -> None:
-        """Continue the run, unless it was loaded from a load_path already.
-
-        Raises:
-            ShrinkpointError: as `continue_run`.
-        """
+        """Continue the run, unless it was loaded from a load_path already; raises as `continue_run`."""
         if self._counts_saves:  # the trainer sets its max_duration after `init`
             self.run.plan(saves_until(self.settings.interval, state.max_duration))
             self.run.open()
@@ -109,11 +102,7 @@ class Session:
         continue_run(self.run, self.adapter, lineage=self._loaded_lineage)
 
     def fit_start(self, state: State) -> None:
-        """Training starts or continues.
-
-        Raises:
-            ConfigError: the optimizer trains what is not in the model.
-        """
+        """Training starts or continues; refuses an optimizer that trains what is not in the model, by a ConfigError."""
         require_fresh_gradients(state.optimizers)
         if (
             int(state.timestamp.batch) < self.run.saved_step
@@ -166,8 +155,7 @@ class Session:
         return measured and world().is_first and self.run.owes(self.adapter.metrics())
 
     def batch_end(self, state: State) -> None:
-        """A step has been made; its gradients are still available; called once even if the optimizer needed several
-        passes."""
+        """A step has been made, of several passes perhaps; its gradients are still available."""
         every = self.settings.every_batches
         self.run.gradients_complete(None if every is None else -int(state.timestamp.batch) % every)
 
@@ -177,11 +165,7 @@ class Session:
 
     def checkpoint(self, state: State, event: Event) -> None:
         """Serve the background worker, and save if a checkpoint is due, at a moment from which a run can be
-        continued.
-
-        Raises:
-            SystemExit: the process was asked to end, and has been saved.
-        """
+        continued; as `moment`."""
         due, error = False, None
         try:
             due = bool(self.settings.due(state, event))  # on every rank: the user's function may communicate
@@ -215,11 +199,7 @@ class Session:
     # ---- after training
 
     def fit_end(self, state: State) -> None:
-        """Save the last batches, and wait until everything is committed.
-
-        Raises:
-            SaveFailedError: the last checkpoint could not be stored.
-        """
+        """Save the last batches, and wait until everything is committed, or raise a SaveFailedError."""
         self.adapter.data.epoch_ends(state)
         [owed] = world().any_of(self._owes(state))
         self.run.ends(again=owed)

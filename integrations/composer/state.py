@@ -86,12 +86,9 @@ def plain_optimizers(state: State) -> dict[str, Any]:
 def stored_state(state: State, position: Any) -> dict[str, Any]:
     """Return the state from which a run is continued; its tensors are the live ones.
 
-    Called on every rank: what FSDP1 shards is gathered, and the first rank alone gets it. Of FSDP2's shards each rank gets its own, and
-    waits for no other.
-
-    Args:
-        state: at one of Composer's checkpoint events, after the first step.
-        position: every process's in the data, in a list; of shards this process's.
+    Called on every rank: what FSDP1 shards is gathered, and the first rank alone gets it. Of FSDP2's shards each rank
+    gets its own, and waits for no other. The position in the data is that of every process, in a list; of shards this
+    process's.
     """
     shards = shards_model(state)
     if state.fsdp_enabled and not shards:
@@ -111,10 +108,7 @@ def rest_of(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def followed_state(state: State) -> dict[str, Any]:
-    """Return the part of a `stored_state` with weights, and averages of them that exist from the start.
-
-    Called on every rank: with FSDP the shards are gathered.
-    """
+    """Return the part of a `stored_state` with weights, and averages of them that exist from the start; on every rank."""
     algorithms = [
         (type(each).__qualname__, each.state_dict() if isinstance(each, EMA) else {})
         for each in state.algorithms
@@ -213,9 +207,7 @@ def _renamed(tag: Tag) -> Tag:
 def place_in(stored: Mapping[str, Any], *, own: bool) -> tuple[int, Any]:
     """How many processes saved a checkpoint, and this one's position in the data; None if it is not known.
 
-    Args:
-        stored: the checkpoint.
-        own: whether a position of one process alone is this one's, and not the first one's.
+    `own` says whether a position of one process alone is this one's, and not the first one's.
     """
     if "ranks" in stored:
         ranks = stored["ranks"]
@@ -225,11 +217,7 @@ def place_in(stored: Mapping[str, Any], *, own: bool) -> tuple[int, Any]:
 
 
 def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str) -> None:
-    """Refuse another run's checkpoint, or outline; Composer would load what matches the `live` model and ignore the rest.
-
-    Raises:
-        StateMismatchError: it is another framework's or another model's; the message says which.
-    """
+    """Refuse another run's checkpoint, or outline; Composer would load what matches the `live` model and ignore the rest."""
     require_format(stored, FORMAT, _SHARDED_VERSION, url, callback="Composer's callback")
     there = stored["state"]
     if not _missing_algorithms(there, state):
@@ -271,7 +259,8 @@ def _groups(state: Mapping[str, Any]) -> list[list[str]]:
 def load_state(
     stored: Mapping[str, Any], state: State, logger: Logger, url: str, *, optimizers: bool = True
 ) -> None:
-    """Put a checkpoint into a run, with the optimizers' options and what was stored of their state; called on every rank.
+    """Put a checkpoint into a run, with the optimizers' options and what was stored of their state; called on every
+    rank.
 
     Raises:
         StateMismatchError: even after Composer has applied the checkpoint's algorithms, the model differs.

@@ -57,12 +57,7 @@ class Settings:
 
 
 class LightningAdapter(TrainingAdapter):
-    """One trainer and its module; see the base class.
-
-    Args:
-        settings: the callback's options.
-        shards: whether the strategy shards the model, so that each rank has its own state and position.
-    """
+    """One trainer and its module; see the base class. With `shards` each rank has its own state and position."""
 
     def __init__(self, settings: Settings, *, shards: bool = False) -> None:
         saver = settings.run.saver
@@ -239,8 +234,8 @@ class LightningAdapter(TrainingAdapter):
     def note_metrics(self, *, at: int | None = None) -> None:
         """Look for new values, which may be summed over all ranks here; called wherever metrics may have been logged.
 
-        Args:
-            at: the step that new ones belong to; None is the present one. Lightning goes on showing a metric until it is logged again.
+        They belong to the present step, unless another is given. Lightning goes on showing a metric until it is
+        logged again.
         """
         step = self.step if at is None else at
         for name, value in self.trainer.callback_metrics.items():
@@ -302,10 +297,8 @@ def captured_logs(
 ) -> Iterator[dict[str, Any]]:
     """Redirect a step's logging into a dict, away from the trainer's loggers, metrics and progress bars.
 
-    Args:
-        trainer: its loggers are replaced and silenced meanwhile, since a step may write to them itself.
-        module: its logging methods are replaced meanwhile.
-        by_itself: whether one process measures for all, so that none may wait for others.
+    The module's logging methods are replaced meanwhile, and the loggers, which a step may write to itself, silenced.
+    Where one process measures for all (`by_itself`), none may wait for others.
     """
     logged: dict[str, Any] = {}
 
@@ -352,11 +345,7 @@ def _nowhere(*args: Any, **kwargs: Any) -> None:
 
 
 def _arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
-    """Return the arguments of a training or validation step.
-
-    Raises:
-        ConfigError: it reads its batches itself.
-    """
+    """Return the arguments of a training or validation step, or raise a ConfigError where it reads its batches itself."""
     names = list(inspect.signature(step).parameters)
     if "dataloader_iter" in names:
         raise ConfigError("a step that takes dataloader_iter cannot be used to measure the loss")

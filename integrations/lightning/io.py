@@ -83,11 +83,11 @@ class RunCheckpointIO(CheckpointIO):
 
     @contextmanager
     def capturing(self, trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
-        """Inside this block, a checkpoint saved to `CAPTURED` is kept in the list, on every rank that has one, instead of being written to a
-        file; its tensors are the live ones.
+        """Inside this block, a checkpoint saved to `CAPTURED` is kept in the list, on every rank that has one, and
+        not written; its tensors are live.
 
-        A strategy that shards the model writes folders of its own, past any plugin. Its optimizers' states are theirs as they are: torch's
-        own way to collect them makes a step where there was none yet.
+        A strategy that shards the model writes folders of its own, past any plugin. Its optimizers' states are theirs
+        as they are: torch's own way to collect them makes a step where there was none yet.
         """
         self._captured = captured = list[dict[str, Any]]()
         own, replaced = vars(self._strategy), dict[str, Callable[..., Any]]()
@@ -172,16 +172,9 @@ class RunCheckpointIO(CheckpointIO):
 def load_checkpoint(
     address: Address, saver: Saver, *, adopt: bool = True, shards: bool = False
 ) -> dict[str, Any]:
-    """Decode one checkpoint of a run; on every rank.
+    """Decode one checkpoint of a run; on every rank. Raises NoCheckpointError.
 
-    Args:
-        address: which one.
-        saver: reads it.
-        adopt: whether its saves continue from there.
-        shards: whether the model is sharded; its position is marked then where it is this rank's own.
-
-    Raises:
-        NoCheckpointError: the run has no such checkpoint.
+    `adopt` is that of `Saver.restore`. Of shards the position is marked where it is this rank's own.
     """
     which = None
     if not address.is_newest:
@@ -199,12 +192,8 @@ def load_checkpoint(
 def open_as_ckpt(
     address: str, *, storage_options: StorageOptions = None, without: Collection[str] = ()
 ) -> BytesIO:
-    """Return a run's checkpoint as an ordinary ``.ckpt`` file in memory.
-
-    Args:
-        address: ``<run>#step=1000``, ``<run>#newest``, or the run alone, which means its newest checkpoint.
-        storage_options: for fsspec.
-        without: entries of the checkpoint to leave out, unread.
+    """Return a run's checkpoint, by its address, as an ordinary ``.ckpt`` file in memory; entries to leave out are
+    not read.
 
     Raises:
         NoCheckpointError: the run has no such checkpoint.
@@ -310,14 +299,12 @@ _NAMED = 8
 
 
 def answer_words(runs_of: Callable[[Trainer], list[TrainingSession]]) -> None:
-    """Make trainers resolve ``"last"`` and ``"best"`` through shrinkpoint's callbacks, and read addresses without one.
+    """Make trainers resolve ``"last"`` and ``"best"`` through the runs that their callbacks save to, and read
+    addresses without one.
 
     Lightning turns the words into a path before any hook of a callback, asks ``ModelCheckpoint`` alone for the last
     one, and continues with the present weights where it finds nothing: an evaluation of untrained weights. Only its
     connector's method can change that; it is wrapped here, once per process. Every other path is not affected.
-
-    Args:
-        runs_of: the runs that a trainer's callbacks save to, in their order.
     """
     original = getattr(_CheckpointConnector, _PARSE, None)
     if not callable(original) or hasattr(original, "answers_words"):

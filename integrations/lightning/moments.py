@@ -19,12 +19,8 @@ def ends_epoch(trainer: Trainer, batch_idx: int) -> bool:
 
 
 def ends_training(trainer: Trainer, *, last_batch: bool) -> bool:
-    """Return whether Lightning makes no step after the present batch, as far as is known now.
-
-    Args:
-        trainer: at the end of a batch, a validation or an epoch.
-        last_batch: the batch is its epoch's last one.
-    """
+    """Return whether Lightning makes no step after the present batch, as far as is known at its end, or that of a
+    validation or an epoch."""
     steps, epochs = trainer.max_steps, trainer.max_epochs
     if steps is not None and 0 <= steps <= trainer.global_step:
         return True

@@ -127,12 +127,10 @@ class Position:
         }
 
     def load(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Read a checkpoint's position, before Lightning restores its loops from the same dict.
+        """Read a checkpoint's position, while callbacks are restored, before Lightning restores its loops from the
+        same dict.
 
-        Args:
-            trainer: while it restores callbacks.
-            checkpoint: changed in place: Lightning gets no loader states, and counters that make it do the remaining
-                work.
+        That is changed in place: Lightning gets no loader states, and counters that make it do the remaining work.
         """
         loaded = checkpoint.get(POSITION_KEY)
         if loaded is None:
@@ -204,11 +202,10 @@ class Position:
     # state of the generators when the epoch's iterator was built, and the number of batches drawn since.
 
     def _follow_builds(self, trainer: Trainer, stored: Mapping[str, Any]) -> None:
-        """With ``reload_dataloaders_every_n_epochs``, build the first loaders as the epoch did that built those in use at the save.
+        """With ``reload_dataloaders_every_n_epochs``, build the first loaders as the epoch did that built those in
+        use at the save.
 
-        Args:
-            trainer: about to build them.
-            stored: of a checkpoint that is continued, its `state`; else empty.
+        The trainer is about to build them; of a checkpoint that is continued its `state` is stored.
         """
         self._builds = {}
         if trainer.reload_dataloaders_every_n_epochs:
@@ -271,12 +268,7 @@ class Position:
         setattr(loop, _BEFORE_ITERATOR, noted)
 
     def _data(self, trainer: Trainer, loader_states: list[Any]) -> dict[str, Any]:
-        """Return the position, in plain data and tensors.
-
-        Args:
-            trainer: at the end of a batch, a validation or an epoch.
-            loader_states: those that Lightning has taken.
-        """
+        """Return the position, in plain data and tensors; `loader_states` are those that Lightning has taken."""
         behind = self._behind if _draws_ahead(trainer) else None
         return {
             "epoch": self._epoch,
@@ -286,10 +278,9 @@ class Position:
         }
 
     def _continue_epoch(self, trainer: Trainer, state: Mapping[str, Any]) -> bool:
-        """Restore a position inside an epoch; an iterator exists, and no batch has been fetched from it.
+        """Restore a position inside an epoch, if there is one: it is past the end where the data has become shorter.
 
-        Returns:
-            Whether there is such a position; it is past the end where the data has become shorter.
+        An iterator exists, and no batch has been fetched from it.
         """
         loop = trainer.fit_loop
         self._epoch = dict(state["epoch"])

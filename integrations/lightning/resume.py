@@ -36,19 +36,11 @@ def is_tuning(trainer: Trainer) -> bool:
 
 
 def continue_run(trainer: Trainer, run: TrainingSession) -> None:
-    """Make the fit that is being set up load the run's newest sound checkpoint.
+    """Make the fit that is being set up load the run's newest sound checkpoint; in a callback's ``setup``, on every
+    rank.
 
     Lightning has fixed the path before any hook of a callback runs, so the one method that takes the path in is
-    wrapped, for one call. A path from the user takes precedence.
-
-    Args:
-        trainer: in a callback's ``setup`` for ``fit``; called on every rank.
-        run: the first rank chooses for all.
-
-    Raises:
-        NoCheckpointError: there is none, and ``resume="must"``, and no path was given.
-        ChainError: there are checkpoints, and none is sound.
-        StoreError: the store cannot be read.
+    wrapped, for one call. A path from the user takes precedence. That call raises as `TrainingSession.choose`.
     """
     connector = getattr(trainer, "_checkpoint_connector", None)
     if not callable(getattr(connector, _HOOK, None)):
@@ -88,9 +80,7 @@ def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, TrainingSessio
 def _choose(runs: Mapping[str, TrainingSession], written: str | None) -> str | None:
     """The address of the newest sound checkpoint; with several callbacks, of the run with the highest step.
 
-    Args:
-        runs: by URL.
-        written: the checkpoint that Lightning wrote before a requeue or at an error; it is chosen where it is newer.
+    A checkpoint that Lightning wrote before a requeue or at an error is chosen where it is newer.
     """
     chosen: dict[str, Manifest] = {}
     for url, run in runs.items():
@@ -125,13 +115,14 @@ def _require_own_runs(runs: Iterable[TrainingSession], module: LightningModule) 
 def require_module(
     checkpoint: dict[str, Any], module: LightningModule, url: str, *, warns: bool = False
 ) -> str | None:
-    """Refuse a checkpoint of another model, unless the module translates what it loads; of others the weights become what `fitted` gives.
+    """Refuse a checkpoint of another model, unless the module translates what it loads; of others the weights become
+    what `fitted` gives.
 
-    Returns:
-        A warning, where tied parameters are given to separate ones; else None.
+    Returns a warning, where tied parameters are given to separate ones; else None.
 
     Raises:
-        StateMismatchError: names or shapes differ, or separate tensors are tied here; the message says which. Or it is not a Lightning checkpoint.
+        StateMismatchError: names or shapes differ, or separate tensors are tied here. Or it is not a Lightning
+            checkpoint.
     """
     if "state_dict" not in checkpoint or _VERSION not in checkpoint:
         raise StateMismatchError(
@@ -146,13 +137,10 @@ def require_module(
 
 
 def replay(log: "TrainingLog", adapter: LightningAdapter) -> int:
-    """Replay the logged steps after the checkpoint that Lightning is loading; in ``on_fit_start``, on every rank.
+    """Replay the logged steps after the checkpoint that Lightning is loading, and return the step that was reached.
 
-    Lightning loads model and callbacks before the optimizers exist, loops and optimizers after ``on_fit_start``: a replay takes place
-    there, and changes what the second part is restored from.
-
-    Returns:
-        The step that the training continues from.
+    Lightning loads model and callbacks before the optimizers exist, loops and optimizers after ``on_fit_start``: a
+    replay takes place there, on every rank, and changes what the second part is restored from.
     """
     trainer, module = adapter.trainer, adapter.model
     connector: Any = trainer._checkpoint_connector
@@ -180,14 +168,11 @@ def replay(log: "TrainingLog", adapter: LightningAdapter) -> int:
 
 
 def requeueing(trainer: Trainer, *, answered: Callable[[], bool]) -> TerminationRequest:
-    """Take the signal at which Lightning would write a whole checkpoint of its own and requeue the job.
+    """Take the signal at which Lightning would write a whole checkpoint of its own and requeue the job, which its
+    ``end`` does then.
 
-    Args:
-        trainer: before it installs its handlers, which leaves a signal alone that has one.
-        answered: as of `TerminationRequest`.
-
-    Returns:
-        The request, whose ``end`` requeues; of no signal where Lightning would do nothing.
+    Called before the trainer installs its handlers, which leaves a signal alone that has one. Of no signal where
+    Lightning would do nothing.
     """
     environment = trainer._accelerator_connector.cluster_environment
     requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue

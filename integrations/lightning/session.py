@@ -46,10 +46,6 @@ _STOPPED = "stopped"  # whether early stopping has ended training here
 class Session:
     """Drives a `TrainingSession` from a trainer's hooks; every method is called on every rank.
 
-    Args:
-        settings: the callback's options.
-        shards: whether the strategy shards the model, so that every rank saves and restores its part.
-
     Raises:
         ConfigError: an option is not for sharded models.
     """
@@ -109,12 +105,7 @@ class Session:
             self._requeue = requeueing(trainer, answered=lambda: self._training)
 
     def _read(self, address: Address) -> dict[str, Any]:
-        """Read a checkpoint for Lightning; of shards the model and the optimizers are filled, and the other entries returned.
-
-        Raises:
-            NoCheckpointError: the run has no such checkpoint.
-            StateMismatchError: it is another model's.
-        """
+        """Read a checkpoint for Lightning; of shards the model and the optimizers are filled, and the other entries returned."""
         trainer, shards = self.adapter.trainer, self.run.shards
         self.run.refer_to(trainer.lightning_module)
         ours = address.url == self.settings.run.url

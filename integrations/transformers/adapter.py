@@ -34,12 +34,7 @@ from shrinkpoint.state.training import TensorSpec
 
 
 class TransformersAdapter(TrainingAdapter):
-    """One trainer; see the base class.
-
-    Args:
-        settings: the callback's options.
-        data: the position in the training data.
-    """
+    """One trainer, and the position in its training data; see the base class."""
 
     def __init__(self, settings: Settings, data: DataPlace) -> None:
         self._settings = settings

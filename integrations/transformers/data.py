@@ -27,8 +27,7 @@ _AHEAD = 2
 class DataPlace:
     """Follows the training data of one trainer on this rank, and restores a stored position.
 
-    Args:
-        seen: called with every batch that is trained on, and its number in the epoch.
+    `seen` is called with every batch that is trained on, and its number in the epoch.
     """
 
     def __init__(self, seen: Callable[[Any, int], None]) -> None:
@@ -54,11 +53,7 @@ class DataPlace:
             warn(other)
 
     def state(self, *, inside_epoch: bool) -> dict[str, Any]:
-        """Return this rank's position, in plain data and tensors.
-
-        Args:
-            inside_epoch: whether batches of the present epoch are still to be trained on.
-        """
+        """Return this rank's position, in plain data and tensors."""
         self._generators.find()
         epoch = self._epoch
         return {
@@ -134,12 +129,9 @@ class DataPlace:
 
 
 class _Epoch:
-    """The moments of one epoch at which the generators' states are recorded, or restored.
+    """The moments of one epoch at which the generators' states are recorded, or restored from a stored position.
 
-    Args:
-        generators: of the loader; None before the first epoch.
-        stored: a position inside this epoch, to be restored.
-        consumed: batches that have been trained on before.
+    `consumed` counts the batches that have been trained on before.
     """
 
     def __init__(
@@ -296,13 +288,8 @@ def _base(loader: Any) -> DataLoader[Any] | None:
 def can_skip(loader: DataLoader[Any], *, count: int, exact: bool) -> bool:
     """Return whether skipping is equivalent to reading and dropping, if the generators are set afterwards.
 
-    If this process reads, reading only changes generators whose states are known. Workers have their own generators:
-    only if they draw no random numbers can batches be skipped.
-
-    Args:
-        loader: as yet without an iterator.
-        count: batches to skip.
-        exact: whether the states of the generators are known.
+    If this process reads, reading only changes generators whose states are known (`exact`). Workers have their own
+    generators: only if they draw no random numbers can batches be skipped. The loader has no iterator as yet.
     """
     if isinstance(loader.dataset, IterableDataset):
         return False
@@ -312,12 +299,8 @@ def can_skip(loader: DataLoader[Any], *, count: int, exact: bool) -> bool:
 
 
 class Generators:
-    """The global generators, and those of a loader, its samplers, its data set, its collator, a trainer, its model and its callbacks.
-
-    Args:
-        loader: as the trainer has it; None for the global ones alone.
-        owners: the trainer, its model and its callbacks.
-    """
+    """The global generators, and those of a loader, its samplers, its data set and its collator, and of a trainer,
+    its model and callbacks."""
 
     def __init__(self, loader: Any, owners: Sequence[object] = ()) -> None:
         self._loader, self._owners = loader, owners

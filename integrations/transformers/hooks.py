@@ -89,11 +89,7 @@ def _skipping(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def overridden(trainer: Any, overrides: Mapping[str, Override]) -> Iterator[None]:
-    """Replace methods of one trainer, by name, and not of its class, for a while.
-
-    Raises:
-        ConfigError: the trainer lacks one of them.
-    """
+    """Replace methods of one trainer, by name, and not of its class, for a while; a missing one is a ConfigError."""
     wanted = {name: make for name, make in overrides.items() if callable(getattr(trainer, name, None))}
     if missing := overrides.keys() - wanted.keys() - _NEWER:
         raise ConfigError(

@@ -72,18 +72,12 @@ def is_sharded(trainer: Any) -> bool:
 
 
 def choose(run: TrainingSession, trainer: Any, given: Any) -> Mapping[str, Any] | None:
-    """Return the state that a training continues from, compared with its model; the same on all ranks.
+    """Return the state that a training continues from, compared with its model; the same on all ranks. None where no
+    run is continued.
 
-    Of a sharded model it is the trainer's part alone: tensors are filled by `TrainingSession.restore` once the model is sharded.
-
-    Args:
-        run: where to look.
-        trainer: not yet training.
-        given: the user's ``resume_from_checkpoint``, which takes precedence; a shrinkpoint address, or any value that
-            the trainer accepts.
-
-    Returns:
-        The stored state; None where no shrinkpoint run is continued.
+    Of a sharded model it is the trainer's part alone: tensors are filled by `TrainingSession.restore` once the model
+    is sharded. The user's ``resume_from_checkpoint`` takes precedence, a shrinkpoint address or any value that the
+    trainer accepts.
 
     Raises:
         NoCheckpointError: there is none, and ``resume="must"``.
@@ -145,9 +139,7 @@ def _outline(run: TrainingSession, manifest: Manifest, trainer: Any) -> dict[str
 
 
 def is_complete(stored: Mapping[str, Any], args: Any) -> bool:
-    """Whether the training is complete: the trainer itself would make one step more where ``max_steps`` ended an epoch
-    early.
-    """
+    """Whether the training is complete: the trainer itself would make one step more where ``max_steps`` ended an epoch early."""
     state, now = stored["trainer"], arguments(args)
     done = state["global_step"]
     if stored["arguments"] == now:
@@ -159,13 +151,8 @@ def is_complete(stored: Mapping[str, Any], args: Any) -> bool:
 
 
 def write_thin(stored: Mapping[str, Any], folder: Path, *, complete: bool) -> str:
-    """Write a checkpoint folder with only the trainer's state, from which the trainer determines its position.
-
-    Args:
-        stored: the checkpoint.
-        folder: an empty folder of this process.
-        complete: nothing is left to train; the trainer then gets a step after the end.
-    """
+    """Write a folder with only the trainer's state, from which it determines its position: after the end, where
+    nothing is left to train."""
     step = {"global_step": AFTER_THE_END} if complete else {}
     (folder / TRAINER_STATE_NAME).write_text(json.dumps({**stored["trainer"], **step}, default=float))
     return str(folder)

@@ -71,14 +71,8 @@ class Session:
 
     @contextmanager
     def training(self, trainer: Any, given: Any) -> Iterator[Any]:
-        """Wraps a whole call of ``Trainer.train``, also one that ends with an error.
-
-        Args:
-            trainer: about to train.
-            given: the user's ``resume_from_checkpoint``.
-
-        Yields:
-            The ``resume_from_checkpoint`` to give to the trainer instead.
+        """Wraps a whole call of ``Trainer.train``, also one that ends with an error; gives its
+        ``resume_from_checkpoint``.
 
         Raises:
             ConfigError: this training cannot be saved.
@@ -169,11 +163,7 @@ class Session:
             self.adapter.data.between_epochs()
 
     def train_begins(self, state: Any) -> None:
-        """Everything is built and loaded.
-
-        Raises:
-            ConfigError: the trainer trains in a way of its own.
-        """
+        """Everything is built and loaded; refuses a trainer that trains in a way of its own by a ConfigError."""
         if self._trainer is None:
             if state.is_hyper_param_search:
                 return
@@ -271,12 +261,10 @@ class Session:
         return log_save_evaluate
 
     def _moment(self, tr_loss: torch.Tensor) -> None:
-        """After a step, or an epoch, has been logged and evaluated: the moment from which a run is continued.
+        """After a step, or an epoch, has been logged and evaluated: the moment from which a run is continued; as
+        `TrainingSession.moment`.
 
         After an epoch's last step the epoch's end is still to come, so its checkpoint is delayed until then.
-
-        Raises:
-            SystemExit, KeyboardInterrupt: the process was asked to end, and has been saved.
         """
         state, control = self._trainer.state, self._trainer.control
         self.adapter.tr_loss = tr_loss
@@ -336,11 +324,7 @@ class Session:
         _log.info("the best model is loaded from %s", address)
 
     def train_ends(self, state: Any) -> None:
-        """Save the last steps unless they are saved, and wait until everything is committed.
-
-        Raises:
-            SaveFailedError: the last checkpoint could not be stored.
-        """
+        """Save the last steps unless they are saved, and wait until everything is committed, or raise a SaveFailedError."""
         if self._trainer is None:
             return
         self.adapter.tr_loss = None

@@ -32,7 +32,8 @@ class Settings:
         )
 
     def for_trainer(self, args: Any) -> "Settings":
-        """The same, completed by what the trainer's arguments say of checkpoints; the callback's own options take precedence.
+        """The same, completed by what the trainer's arguments say of checkpoints; the callback's own options take
+        precedence.
 
         Raises:
             ConfigError: ``load_best_model_at_end`` could not work with these options.

@@ -41,12 +41,7 @@ def optimizers_of(trainer: Any) -> list[torch.optim.Optimizer]:
 
 
 def stored_state(trainer: Any, ranks: Sequence[Any]) -> dict[str, Any]:
-    """Return the state from which a run is continued; its tensors are the live ones.
-
-    Args:
-        trainer: between two steps.
-        ranks: every process's own part.
-    """
+    """Return the state from which a run is continued, with every process's own part; its tensors are the live ones."""
     scheduler, scaler = trainer.lr_scheduler, _scaler(trainer)
     return {
         "format": FORMAT,
@@ -127,17 +122,8 @@ def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
 
 
 def load_training(stored: Mapping[str, Any], trainer: Any, url: str, *, shards: bool) -> None:
-    """Put a checkpoint's optimizer, scheduler and gradient scaler back.
-
-    Args:
-        stored: the checkpoint.
-        trainer: which has made them.
-        url: of the run, for messages.
-        shards: whether the model is sharded; its optimizers' state is found by name.
-
-    Raises:
-        StateMismatchError: the optimizer is another one.
-    """
+    """Put a checkpoint's optimizer, scheduler and gradient scaler back, or raise a StateMismatchError where the
+    optimizer is another one."""
     live, there, scheduler = optimizers_of(trainer), stored["optimizers"], trainer.lr_scheduler
     said = require_same_training(
         stored[SESSION]["identities"],
@@ -194,12 +180,7 @@ class Progress:
         self._pending = 0.0
 
     def state(self, trainer: Any, tr_loss: torch.Tensor | None) -> dict[str, Any]:
-        """Return this rank's sums.
-
-        Args:
-            trainer: after a step has been logged.
-            tr_loss: the sum since it has logged last; None where training has ended.
-        """
+        """Return this rank's sums, after a step has been logged; `tr_loss` is None where training has ended."""
         return {
             "loss": 0.0 if tr_loss is None else float(tr_loss.item()),
             "total_loss": float(getattr(trainer, _TOTAL, 0.0)),
@@ -254,12 +235,7 @@ def load_reference(stored: Mapping[str, Any], trainer: Any) -> None:
 
 
 def generated_state(trainer: Any, warned: set[str]) -> dict[str, Any]:
-    """The batches that a trainer goes on using on this rank, and its count of passes; empty for a trainer without any.
-
-    Args:
-        trainer: between two steps.
-        warned: of what there has been a warning.
-    """
+    """The batches that a trainer goes on using on this rank, and its count of passes; empty for a trainer without any."""
     kept = {name: value for name, value in vars(trainer).items() if name.startswith(_BUFFERS)}
     count = getattr(trainer, _COUNT, None)
     if not kept or type(count) is not int:
