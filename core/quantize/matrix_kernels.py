@@ -74,7 +74,12 @@ def square_lengths(first: Float32s, second: Float32s, rows: Float64s) -> None:
 
 @jit_in_any_order
 def quotients(
-    values: Float32s, of_rows: Float32s, of_columns: Float32s, rows: Float64s, columns: Float64s
+    values: Float32s,
+    of_rows: Float32s,
+    of_columns: Float32s,
+    rows: Float64s,
+    numbers: Float64s,
+    columns: Float64s,
 ) -> None:
     """Add up ``value / (row x column)`` by row and by column, and how many there are, where all are positive.
 
@@ -82,8 +87,9 @@ def quotients(
         values: a matrix.
         of_rows: (rows,), the factor of each.
         of_columns: (columns,), the same.
-        rows: (2, rows) of zeros, receives the sums and the counts.
-        columns: (2, columns), the same.
+        rows: (rows,), receives the sums.
+        numbers: (rows,), receives how many these are.
+        columns: (2, columns) of zeros, receives both.
     """
     for i in range(values.shape[0]):
         v, p, total, count = values[i], of_rows[i], np.float64(0), np.float64(0)
@@ -95,7 +101,7 @@ def quotients(
             count += np.float64(counts)
             columns[0, j] += quotient
             columns[1, j] += np.float64(counts)
-        rows[0, i], rows[1, i] = total, count
+        rows[i], numbers[i] = total, count
 
 
 @jit_in_any_order

@@ -87,9 +87,9 @@ def _place_of_zero(start: np.uint64, i: int) -> np.int16:
 
 
 @jit
-def places(seed: int, out: Int16s) -> None:
-    """Predictions for weights expected to be zero, in 1/256 of a step from point 0."""
-    start = np.uint64(seed) << _32
+def places(seed: int, first: int, out: Int16s) -> None:
+    """Predictions for weights expected to be zero, those from the ``first`` on, in 1/256 of a step from point 0."""
+    start = (np.uint64(seed) << _32) + np.uint64(first)
     for i in range(out.size):
         out[i] = _place_of_zero(start, i)
 
@@ -122,9 +122,11 @@ def sum_squares(
 
 
 @jit
-def values(points: Int16s, exponents: UInt8s, quarters: Quarters, seed: int, out: Float32s) -> None:
-    """Compute the weights that points represent: a subtraction and a product."""
-    start = np.uint64(seed) << _32
+def values(
+    points: Int16s, exponents: UInt8s, quarters: Quarters, seed: int, first: int, out: Float32s
+) -> None:
+    """Compute the weights that points represent, those from the ``first`` on: a subtraction and a product."""
+    start = (np.uint64(seed) << _32) + np.uint64(first)
     for i in range(out.size):
         out[i] = (np.float32(points[i]) * _HALF - _dither(start, i)) * step_of(quarters, exponents[i])
 
@@ -143,10 +145,17 @@ def _expected(known: Known, i: int, step: np.float32, dither: np.float32) -> tup
 
 @jit
 def expect(
-    known: Known, exponents: UInt8s, quarters: Quarters, seed: int, even: Int16s, places: Int16s
+    known: Known,
+    exponents: UInt8s,
+    quarters: Quarters,
+    seed: int,
+    first: int,
+    even: Int16s,
+    places: Int16s,
 ) -> None:
-    """Predict the weights' positions: the nearest even point, in half steps, and the offset from it in 1/256 step."""
-    start = np.uint64(seed) << _32
+    """Predict the positions of the weights from the ``first`` on: the nearest even point, in half steps, and the offset from
+    it in 1/256 step."""
+    start = (np.uint64(seed) << _32) + np.uint64(first)
     for i in range(even.size):
         near, places[i] = _expected(known, i, step_of(quarters, exponents[i]), _dither(start, i))
         even[i] = np.int16(np.int32(near * _TWO))

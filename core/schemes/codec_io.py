@@ -10,6 +10,7 @@ import torch
 
 from shrinkpoint.arrays import Float32s, widened
 from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.runtime.threads import map_in_parts
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
 from shrinkpoint.state.training import Role, TensorSpec
 from shrinkpoint.state.tree import JSON
@@ -25,7 +26,6 @@ SEEDS = 2**32
 """Seeds of dither are below."""
 
 _EXPONENT = np.uint32(0x7F80_0000)
-_CHUNK = 1 << 18
 
 
 def as_float32(
@@ -53,7 +53,13 @@ def as_float32(
 
 def finite(values: Float32s) -> bool:
     """Return whether all values are finite, without a temporary array."""
-    return values.size == 0 or (math.isfinite(values.min()) and math.isfinite(values.max()))
+
+    flat = values.reshape(-1)
+
+    def look(part: slice) -> bool:
+        return math.isfinite(flat[part].min()) and math.isfinite(flat[part].max())
+
+    return all(map_in_parts(look, flat.size))
 
 
 def emit(values: Float32s, spec: TensorSpec, *, own: bool = False) -> torch.Tensor:
@@ -107,9 +113,11 @@ def normal(values: Float32s) -> Float32s:
     bits = np.ascontiguousarray(values).view(np.uint32)
     flushed = np.empty_like(bits)
     source, target = bits.reshape(-1), flushed.reshape(-1)
-    for start in range(0, bits.size, _CHUNK):  # so that masks take no memory
-        part = slice(start, start + _CHUNK)
+
+    def flush(part: slice) -> None:
         target[part] = np.where(source[part] & _EXPONENT, source[part], np.uint32(0))
+
+    map_in_parts(flush, bits.size)
     return flushed.view(np.float32)
 
 
@@ -121,10 +129,16 @@ def second_root(
     if second is None or second.numel() != spec.numel or second.dtype not in dtypes:
         return None
     values = widened(second)
-    if values.size and not (values.min() >= 0 and values.max() < np.inf):  # also false for NaN
-        return None
-    root = normal(values)
-    return np.sqrt(root, out=root)  # IEEE 754 rounds the root correctly: the same everywhere
+    root = np.empty_like(values)
+
+    def take(part: slice) -> bool:
+        some = values[part]
+        if not (some.min() >= 0 and some.max() < np.inf):  # also false for NaN
+            return False
+        np.sqrt(normal(some), out=root[part])  # IEEE 754 rounds the root correctly: the same everywhere
+        return True
+
+    return root if all(map_in_parts(take, values.size)) else None
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -87,7 +87,7 @@ class _Record:
         stack = ExitStack()
         for module in [module for name, module in sys.modules.items() if name.startswith("shrinkpoint.")]:
             for name, make in (("map_in_order", self.in_order), ("map_in_threads", self.in_threads)):
-                if hasattr(module, name) and module.__name__ != "shrinkpoint.runtime.threads":
+                if hasattr(module, name):
                     stack.enter_context(replaced(module, name, make))
         return stack
 

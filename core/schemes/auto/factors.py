@@ -16,6 +16,7 @@ from shrinkpoint.arrays import Float32s, Float64s, Int16s, UInt16s
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.entropy.wire import ByteReader, write_uvarint
 from shrinkpoint.errors import FormatError
+from shrinkpoint.runtime.threads import map_in_parts
 from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.codec_io import matrix_shape, section
 from shrinkpoint.state.training import TensorSpec
@@ -95,19 +96,32 @@ class Factors:
         """
         # odd: it takes all columns of a matrix that has a power of two of them
         stride = values.size // _SAMPLE | 1
-        sample, product = values.reshape(-1)[::stride], self.product()[::stride]
-        used = (sample > 0) & (product > 0)
-        octaves = np.log2(sample[used].astype(np.float64)) - np.log2(product[used].astype(np.float64))
+        sample = values.reshape(-1)[::stride].astype(np.float64)
+        row, column = np.divmod(np.arange(0, values.size, stride), values.shape[1])
+        by_row, by_column = _power(self.rows)[row], _power(self.columns)[column]
+        used = (sample > 0) & (by_row > 0) & (by_column > 0)
+        with np.errstate(over="ignore", under="ignore"):
+            product = np.maximum(by_row[used] * by_column[used], _TINY)
+        octaves = np.log2(sample[used]) - np.log2(product.astype(np.float64))
         return float(np.sqrt(np.square(octaves).mean())) if octaves.size else 0.0
 
     def _quotients(self, values: Float32s) -> tuple[Float64s, Float64s]:
         """Return the means by row and by column of values over the product."""
         from shrinkpoint.quantize import matrix_kernels  # numba
 
-        sums = np.zeros((2, values.shape[0])), np.zeros((2, values.shape[1]))
-        matrix_kernels.quotients(values, _power(self.rows), _power(self.columns), *sums)
-        rows, columns = (total / np.maximum(count, 1) for total, count in sums)
-        return rows, columns
+        of_rows, of_columns = _power(self.rows), _power(self.columns)
+        rows = np.zeros((2, values.shape[0]))
+
+        def add(part: slice) -> Float64s:
+            columns = np.zeros((2, values.shape[1]))
+            matrix_kernels.quotients(
+                values[part], of_rows[part], of_columns, rows[0, part], rows[1, part], columns
+            )
+            return columns
+
+        sums = rows, sum(map_in_parts(add, *values.shape), np.zeros((2, values.shape[1])))
+        by_row, by_column = (total / np.maximum(count, 1) for total, count in sums)
+        return by_row, by_column
 
     def lengthened(self, octaves: Float64s) -> "Factors":
         """With each row's factor larger by so many octaves, to the nearest quarter."""
@@ -120,15 +134,19 @@ class Factors:
 
     def product(self) -> Float32s:
         """fp32 (rows * columns,): at least the least normal number, or zero where a factor is."""
-        rows, columns = _power(self.rows), _power(self.columns)
-        with np.errstate(over="ignore", under="ignore"):
-            product: Float32s = np.multiply.outer(rows, columns)
+        rows, columns = _power(self.rows)[:, None], _power(self.columns)
+        product = np.empty((rows.size, columns.size), np.float32)
         zeros = not (rows.all() and columns.all())
-        if zeros or rows.min(initial=1) * columns.min(initial=1) < _TINY:  # rounding keeps order
-            np.maximum(product, _TINY, out=product)
-        if zeros:
-            product[rows == 0] = 0
-            product[:, columns == 0] = 0
+        tiny = zeros or rows.min(initial=1) * columns.min(initial=1) < _TINY  # rounding keeps order
+
+        def fill(part: slice) -> None:
+            some, row = product[part], rows[part]
+            with np.errstate(over="ignore", under="ignore"):
+                np.multiply(row, columns, out=some)
+            if tiny:
+                np.maximum(some, _TINY, out=some, where=(row > 0) & (columns > 0) if zeros else True)
+
+        map_in_parts(fill, *product.shape)
         return product.reshape(-1)
 
     def encode(self) -> bytes:
@@ -162,8 +180,14 @@ def row_and_column_means(values: Float32s) -> tuple[Float64s, Float64s]:
     """float64 (rows,) and (columns,), the means of an fp32 matrix."""
     from shrinkpoint.quantize import matrix_kernels  # numba
 
-    rows, columns = np.empty(values.shape[0]), np.zeros(values.shape[1])
-    matrix_kernels.add_up(values, rows, columns)
+    rows = np.empty(values.shape[0])
+
+    def add(part: slice) -> Float64s:
+        columns = np.zeros(values.shape[1])
+        matrix_kernels.add_up(values[part], rows[part], columns)
+        return columns
+
+    columns = sum(map_in_parts(add, *values.shape), np.zeros(values.shape[1]))
     return rows / values.shape[1], columns / values.shape[0]
 
 

@@ -27,6 +27,7 @@ from shrinkpoint.arrays import Float32s, Float64s, UInt8s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.runtime.threads import map_in_parts
 from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.codec_io import (
@@ -117,13 +118,18 @@ class _CentroidCodec(ABC):
         step = np.float32(
             self.step if self.step is not None else _widest(values, units, self.loss, linear=self.linear)
         )
-        plane, sums, counts = np.empty(values.size, np.uint8), np.zeros(128), np.zeros(128)
-        radius = int(
-            moment_kernels.levels(values, units, step, _CLIP_STEPS, self.linear, plane, sums, counts)
-        )
+        plane = np.empty(values.size, np.uint8)
+
+        def level(part: slice) -> tuple[int, float, Float64s]:
+            found, given = np.zeros((2, 128)), (values[part], units[part])
+            largest = moment_kernels.levels(*given, step, _CLIP_STEPS, self.linear, plane[part], *found)
+            return largest, moment_kernels.square_sum(*given, self.linear), found
+
+        largest, squares, found = zip(*map_in_parts(level, values.size), strict=True)
+        radius, true = max(largest), float(sum(squares))
+        sums, counts = sum(found, np.zeros((2, 128)))
         plane -= np.uint8(_CLIP_STEPS - radius)
         centroids = _centroids(sums, counts, radius)
-        true = float(moment_kernels.square_sum(values, units, self.linear))
         longer = _longer(true, counts, step, _sizes(centroids, radius))
         return _Quantized(plane, radius, step * np.float32(longer), centroids, units, sections)
 
@@ -151,9 +157,15 @@ class _CentroidCodec(ABC):
         levels = decode_matrix(
             section(encoded, spec, _PLANE), spec.numel, None, width=row_width(*matrix_shape(spec.shape))
         )
-        if levels.size and max(int(levels.max()), -int(levels.min())) > radius:
+        plane = np.empty(levels.size, np.uint8)
+
+        def put(part: slice) -> bool:
+            some = levels[part] + np.int16(radius)
+            plane[part] = some
+            return bool(some.min() >= 0 and some.max() <= 2 * radius)
+
+        if not all(map_in_parts(put, levels.size)):
             raise FormatError(f"{spec.name}: a level lies beyond {radius}")
-        plane = (levels + np.int16(radius)).astype(np.uint8)
         return emit(_Quantized(plane, radius, step, centroids, units, {}).values(), spec, own=True)
 
 
@@ -182,7 +194,11 @@ class CentroidFirstMomentCodec(_CentroidCodec):
         roots = second_root(spec, context)
         if roots is None:
             raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
-        if moment_kernels.count_beyond(values, roots, np.float32(_STRANGE)) > _STRANGERS * values.size:
+
+        def count(part: slice) -> int:
+            return int(moment_kernels.count_beyond(values[part], roots[part], np.float32(_STRANGE)))
+
+        if sum(map_in_parts(count, values.size)) > _STRANGERS * values.size:
             raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
         return roots, {}
 
@@ -200,10 +216,13 @@ class CentroidFirstMomentCodec(_CentroidCodec):
         second = self.second_moment
         if second is None or tuple(second.shape) != spec.shape:
             return values
-        wanted = np.empty_like(values)
-        moment_kernels.in_other_units(
-            values, as_float32(second, spec, CODED_DTYPES), units, self.epsilon, _STRANGE, wanted
-        )
+        wanted, true = np.empty_like(values), as_float32(second, spec, CODED_DTYPES)
+
+        def scale(part: slice) -> None:
+            given = values[part], true[part], units[part]
+            moment_kernels.in_other_units(*given, self.epsilon, _STRANGE, wanted[part])
+
+        map_in_parts(scale, values.size)
         return wanted
 
 
@@ -247,9 +266,13 @@ class _Quantized:
         """What a reader will have, before it is rounded to the tensor's dtype: a product of two fp32 numbers for each element."""
         from shrinkpoint.schemes.auto import moment_kernels  # numba
 
-        sizes = _sizes(self.centroids, self.radius)
+        sizes = self.step * _sizes(self.centroids, self.radius)
         values = np.empty(self.plane.size, np.float32)
-        moment_kernels.unlevel(self.plane, self.units, self.step * sizes, self.radius, values)
+
+        def restore(part: slice) -> None:
+            moment_kernels.unlevel(self.plane[part], self.units[part], sizes, self.radius, values[part])
+
+        map_in_parts(restore, values.size)
         return values
 
 

@@ -45,6 +45,12 @@ class Prediction(NamedTuple):
 
 
 @jit_inlined
+def _start(seed: int, first: int) -> np.uint64:
+    """Return the start of `random_bits` by which element 0 has those of the ``first`` of all."""
+    return (np.uint64(seed) << _32) + np.uint64(first)
+
+
+@jit_inlined
 def _offset(start: np.uint64, i: int, step: int) -> np.int32:
     bits = np.int64(random_bits(start, i) >> _48)
     return np.int32(((2 * bits + 1) * step) >> 17)
@@ -65,7 +71,7 @@ def _expected(prediction: Prediction, i: int, row: int, column: int) -> np.int32
 
 
 @jit
-def nearest(x: Float32s, step: int, seed: int, larger: float, out: Int16s) -> None:
+def nearest(x: Float32s, step: int, seed: int, larger: float, first: int, out: Int16s) -> None:
     """Compute the exponents nearest to those of values that lie on levels, within `LOW` and `HIGH`.
 
     Args:
@@ -73,9 +79,10 @@ def nearest(x: Float32s, step: int, seed: int, larger: float, out: Int16s) -> No
         step: distance of two levels.
         seed: of the dither.
         larger: is added to all, in sixteenths of an octave.
+        first: of the elements.
         out: receives exponents.
     """
-    start, other = np.uint64(seed) << _32, (np.uint64(seed) ^ _OTHER) << _32
+    start, other = _start(seed, first), _start(np.uint64(seed) ^ _OTHER, first)
     inverse = 1.0 / step
     for i in range(out.size):
         if x[i] == 0:
@@ -119,13 +126,31 @@ def away(exponents: Int16s, first: int, prediction: Prediction, step: int, seed:
 
 
 @jit
-def reach(distances: Int16s, zeros: Bools, prediction: Prediction, step: int, seed: int, out: Int16s) -> None:
-    """Exponents of what lies so far from where it is predicted, the inverse of `away`; ``zeros`` may be empty."""
-    start, inverse, width = np.uint64(seed) << _32, 1.0 / step, max(prediction.columns.size, 1)
-    row, column = 0, 0
+def reach(
+    distances: Int16s,
+    zeros: Bools,
+    prediction: Prediction,
+    step: int,
+    seed: int,
+    first: int,
+    out: Int16s,
+) -> None:
+    """Exponents of what lies so far from where it is predicted, the inverse of `away`.
+
+    Args:
+        distances: of the elements from the first on.
+        zeros: of the same, or empty.
+        prediction: of all.
+        step: distance of two levels.
+        seed: of the dither.
+        first: of the elements.
+        out: receives exponents.
+    """
+    start, inverse, width = _start(seed, first), 1.0 / step, max(prediction.columns.size, 1)
+    row, column = first // width, first % width
     for i in range(out.size):
         offset = _offset(start, i, step)
-        predicted = _whole(_expected(prediction, i, row, column) - offset + step // 2, inverse)
+        predicted = _whole(_expected(prediction, first + i, row, column) - offset + step // 2, inverse)
         exponent = (predicted + np.int32(distances[i])) * step + offset
         out[i] = np.int16(min(max(exponent, LOW), HIGH))
         if zeros.size and zeros[i]:
@@ -155,9 +180,9 @@ def pack(exponents: Int16s, step: int, seed: int, out: Int8s) -> tuple[bool, int
 
 
 @jit
-def unpack(levels: Int8s, middle: int, step: int, seed: int, out: Int16s) -> None:
-    """Compute the exponents of packed levels."""
-    start = np.uint64(seed) << _32
+def unpack(levels: Int8s, middle: int, step: int, seed: int, first: int, out: Int16s) -> None:
+    """Compute the exponents of packed levels, those from the ``first`` on."""
+    start = _start(seed, first)
     for i in range(out.size):
         exponent = (np.int32(levels[i]) + middle) * step + _offset(start, i, step)
         out[i] = np.int16(NONE if levels[i] == _ZERO_LEVEL else exponent)

@@ -26,6 +26,7 @@ from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import FormatError
+from shrinkpoint.runtime.threads import map_in_parts
 from shrinkpoint.schemes.auto.factors import EMPTY, Factors
 from shrinkpoint.schemes.base import Context, EncodedTensor, PackedPlanes, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import (
@@ -84,15 +85,12 @@ class LogLevelsCodec:
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `TensorCodec.stage`; refuses what is not finite."""
-        from shrinkpoint.schemes.auto import log_kernels  # numba
-
         values = as_float32(tensor, spec, CODED_DTYPES)
         before, seed = _exponents_before(context.reference, spec), self.seed
         if seed is None:
             known = context.reference.params.get("seed") if context.reference is not None else None
             seed = known if isinstance(known, int) else 0
-        exponents, larger = np.empty(values.size, np.int16), _shortfall(self.step) if self.divides else 0.0
-        log_kernels.nearest(values, self.step, seed, larger, exponents)
+        exponents = _nearest(values, self.step, seed, _shortfall(self.step) if self.divides else 0.0)
         levels = _Levels(exponents, self.step, seed)
         negative = values < 0 if float(values.min()) < 0 else None
         alone = Factors.of_second_moment(np.abs(values).reshape(matrix_shape(spec.shape)))
@@ -164,7 +162,12 @@ class LogLevelsCodec:
         )
         zeros = _read_bits(encoded, spec, "zeros") if "zeros" in others else _NO_BITS
         exponents = np.empty(spec.numel, np.int16)
-        log_kernels.reach(away, zeros, prediction, step, seed, exponents)
+
+        def reach(part: slice) -> None:
+            given = away[part], zeros[part], prediction, step, seed, part.start
+            log_kernels.reach(*given, exponents[part])
+
+        map_in_parts(reach, away.size)
         return _Levels(exponents, step, seed).planes()
 
     def reconstruct(
@@ -225,8 +228,13 @@ class _Levels:
 def _unpacked(parts: Planes, middle: int, step: int, seed: int) -> Int16s:
     from shrinkpoint.schemes.auto import log_kernels  # numba
 
-    exponents = np.empty(parts["levels"].size, np.int16)
-    log_kernels.unpack(np.asarray(parts["levels"], np.int8), middle, step, seed, exponents)
+    levels = np.asarray(parts["levels"], np.int8)
+    exponents = np.empty(levels.size, np.int16)
+
+    def unpack(part: slice) -> None:
+        log_kernels.unpack(levels[part], middle, step, seed, part.start, exponents[part])
+
+    map_in_parts(unpack, levels.size)
     return exponents
 
 
@@ -257,11 +265,28 @@ def _shift_between(exponents: Int16s, before: Int16s) -> int:
     return round((now - then) / max(np.count_nonzero(both), 1))
 
 
+def _nearest(values: Float32s, step: int, seed: int, larger: float) -> Int16s:
+    from shrinkpoint.schemes.auto import log_kernels  # numba
+
+    exponents = np.empty(values.size, np.int16)
+
+    def put(part: slice) -> None:
+        log_kernels.nearest(values[part], step, seed, larger, part.start, exponents[part])
+
+    map_in_parts(put, values.size)
+    return exponents
+
+
 def _values_of(exponents: Int16s, negative: Bools | None) -> Float32s:
     from shrinkpoint.schemes.auto import log_kernels  # numba
 
     values = np.empty(exponents.size, np.float32)
-    log_kernels.values(exponents, _NO_BITS if negative is None else negative, _SIXTEENTHS, values)
+    signs = _NO_BITS if negative is None else negative
+
+    def compute(part: slice) -> None:
+        log_kernels.values(exponents[part], signs[part], _SIXTEENTHS, values[part])
+
+    map_in_parts(compute, values.size)
     return values
 
 

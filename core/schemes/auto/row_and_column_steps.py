@@ -19,6 +19,7 @@ import torch
 from shrinkpoint.arrays import Float64s, Int8s, UInt8s, widened
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import FormatError
+from shrinkpoint.runtime.threads import map_in_parts
 from shrinkpoint.schemes.auto.factors import row_and_column_means
 from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.codec_io import check_sections, matrix_shape, number, section
@@ -105,8 +106,13 @@ def _changed(exponents: Int8s, off: Float64s) -> Float64s:
 def join_exponents(rows: Int8s, columns: Int8s) -> UInt8s:
     """Every element's exponent, in quarter octaves above 1/65536 of the step, from those of rows and columns, each from -`MAX_EXPONENT` to `MAX_EXPONENT`."""
     shifted = (rows.astype(np.int16) + 2 * MAX_EXPONENT).astype(np.uint8)
-    # in eight bits: what wraps there is back in range with the sum
-    total: UInt8s = np.add(shifted[:, None], columns.view(np.uint8)[None, :])
+    total = np.empty((rows.size, columns.size), np.uint8)
+
+    def fill(part: slice) -> None:
+        # in eight bits: what wraps there is back in range with the sum
+        np.add(shifted[part, None], columns.view(np.uint8)[None, :], out=total[part])
+
+    map_in_parts(fill, *total.shape)
     return total.reshape(-1)
 
 

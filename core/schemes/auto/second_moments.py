@@ -17,6 +17,7 @@ import torch
 
 from shrinkpoint.arrays import Float32s, Float64s
 from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.runtime.threads import map_in_parts
 from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.codec_io import (
@@ -110,8 +111,13 @@ def _longer(first: Float32s, second: Float32s, factors: Factors) -> Float64s:
     from shrinkpoint.quantize import matrix_kernels  # numba
 
     wanted, found = np.empty(first.shape[0]), np.empty(first.shape[0])
-    matrix_kernels.square_lengths(first, second, wanted)
-    matrix_kernels.square_lengths(first, factors.product().reshape(first.shape), found)
+
+    def measure(part: slice) -> None:
+        product = Factors(rows=factors.rows[part], columns=factors.columns).product()
+        matrix_kernels.square_lengths(first[part], second[part], wanted[part])
+        matrix_kernels.square_lengths(first[part], product.reshape(first[part].shape), found[part])
+
+    map_in_parts(measure, *first.shape)
     sound = (wanted > 0) & (found > 0) & np.isfinite(wanted) & np.isfinite(found)
     octaves = np.zeros(sound.size)
     octaves[sound] = _SHARE * (np.log2(found[sound]) - np.log2(wanted[sound]))

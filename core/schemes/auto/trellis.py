@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8s
 from shrinkpoint.entropy.lanes.trellis import NOISE, row_width
-from shrinkpoint.runtime.threads import map_in_threads
+from shrinkpoint.runtime.threads import map_in_parts, map_in_threads
 from shrinkpoint.schemes.auto.factors import QUARTERS
 from shrinkpoint.schemes.auto.random_walk import EXPONENTS, LAST_WALK, NO_WALK
 from shrinkpoint.schemes.auto.row_and_column_steps import join_exponents, split_exponents
@@ -45,7 +45,12 @@ class Grid:
         from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
         out = np.empty(points.size, np.float32)
-        trellis_dither_kernels.values(points, self.exponents, self.quarters, self.seed, out)
+
+        def compute(part: slice) -> None:
+            given = points[part], self.exponents[part], self.quarters, self.seed, part.start
+            trellis_dither_kernels.values(*given, out[part])
+
+        map_in_parts(compute, out.size)
         return out
 
     def points(self, values: Float32s) -> Int16s | None:
@@ -117,12 +122,18 @@ _NOTHING = TrellisReference(
 )
 
 
+def _part_of(known: "Known", part: slice) -> "Known":
+    return known._replace(
+        values=known.values[part], offsets=known.offsets[part], exponents=known.exponents[part]
+    )
+
+
 def zero_places(seed: int, count: int) -> Int16s:
     """Compute where zeros are expected, int16 (n,) in 1/256 of a step."""
     from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
     out = np.empty(count, np.int16)
-    trellis_dither_kernels.places(seed, out)
+    map_in_parts(lambda part: trellis_dither_kernels.places(seed, part.start, out[part]), count)
     return out
 
 
@@ -140,7 +151,12 @@ def expected_points(grid: Grid, reference: TrellisReference | None) -> tuple[Int
         return np.zeros(size, np.int16), zero_places(grid.seed, size)
     even, places = np.empty(size, np.int16), np.empty(size, np.int16)
     known = reference.known()
-    trellis_dither_kernels.expect(known, grid.exponents, grid.quarters, grid.seed, even, places)
+
+    def expect(part: slice) -> None:
+        given = _part_of(known, part), grid.exponents[part], grid.quarters, grid.seed, part.start
+        trellis_dither_kernels.expect(*given, even[part], places[part])
+
+    map_in_parts(expect, size)
     return even, places
 
 
@@ -213,10 +229,16 @@ def deviations(
     some rows, or of all."""
     from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
-    squares, counts = np.zeros(EXPONENTS), np.zeros(EXPONENTS)
     values, exponents = rows_of(values, rows, columns), rows_of(grid.exponents, rows, columns)
     known = reference.known(rows, columns)
-    trellis_dither_kernels.sum_squares(values, known, exponents, grid.quarters, squares, counts)
+
+    def add(part: slice) -> Float64s:
+        sums = np.zeros((2, EXPONENTS))
+        given = values[part], _part_of(known, part), exponents[part], grid.quarters
+        trellis_dither_kernels.sum_squares(*given, *sums)
+        return sums
+
+    squares, counts = sum(map_in_parts(add, values.size), np.zeros((2, EXPONENTS)))
     return squares, counts
 
 
