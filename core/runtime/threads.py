@@ -48,7 +48,7 @@ def _quota() -> float | None:
 
 
 _local = threading.local()
-_PART = 1 << 18  # elements: a part of a millisecond, or less
+_PART = 1 << 20  # elements: a part of some milliseconds
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
