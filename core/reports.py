@@ -155,12 +155,8 @@ class SaveReport:
         for name in ("adopt_s", "waited_s"):  # of trainings that adopt only
             if report[name] is None:
                 del report[name]
-        for name in (
-            "seq",
-            "write_s",
-            "redundancy",
-            "parity",
-        ):  # known only once the manifest that contains this is stored
+        # known only once the manifest that contains this is stored
+        for name in ("seq", "write_s", "redundancy", "parity"):
             del report[name]
         report["metrics"] = {name: finite_or_none(value) for name, value in self.metrics.items()}
         for name in ("resumed", "resumed_high"):

@@ -138,9 +138,7 @@ class LoopObjects(TrainingAdapter):
         require_shapes(model)
         self._starts: dict[str, Any] = {}
         self._noted = [name for name, value in self.stateful.items() if hasattr(value, "_get_iterator")]
-        for (
-            name
-        ) in self._noted:  # torchdata's loaders, whose samplers draw their order when an iterator is made
+        for name in self._noted:  # torchdata's, whose samplers draw their order when an iterator is made
             loader: Any = self.stateful[name]
             loader._get_iterator = partial(_started, loader, self._starts, name)
         self._made: tuple[int, int] | None = None

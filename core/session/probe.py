@@ -138,10 +138,7 @@ class StepProbe:
             if reason is not None:
                 raise ConfigError(reason)
             weights, states = adapter.parts(stored)
-            with (
-                nullcontext() if self._shards else _alone(),
-                adapter.measuring(adapter.averages(stored)),
-            ):
+            with nullcontext() if self._shards else _alone(), adapter.measuring(adapter.averages(stored)):
                 return steps.steps(named_as(own, weights), states, marks)
 
         return resumed

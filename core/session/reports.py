@@ -13,6 +13,8 @@ from shrinkpoint.engine.retention import Record, keep_best
 from shrinkpoint.reports import SaveReport
 
 _log = logging.getLogger(__name__)
+_LOGGED = """blocked_s adopt_s waited_s search_s write_s degradation degradation_high cost cost_high cost_delay
+overhead update_error update_length redundancy"""
 
 
 @dataclass(kw_only=True)
@@ -84,20 +86,7 @@ def numbers(report: SaveReport) -> dict[str, float]:
         "step": float(report.step),
         "ratio": report.ratio,
         "bytes": float(report.bytes),
-        "blocked_s": report.blocked_s,
-        "adopt_s": report.adopt_s,
-        "waited_s": report.waited_s,
-        "search_s": report.search_s,
-        "write_s": report.write_s,
-        "degradation": report.degradation,
-        "degradation_high": report.degradation_high,
-        "cost": report.cost,
-        "cost_high": report.cost_high,
-        "cost_delay": report.cost_delay,
-        "overhead": report.overhead,
-        "update_error": report.update_error,
-        "update_length": report.update_length,
-        "redundancy": report.redundancy,
+        **{name: getattr(report, name) for name in _LOGGED.split()},
         **{f"degradation_after_{steps}_steps": rise for steps, rise in report.resumed.items()},
     }
     return {f"checkpoint/{name}": value for name, value in values.items() if value is not None}

@@ -631,9 +631,8 @@ class TrainingSession:
         def accepted() -> Accepted | None:
             asked = request()
             metrics = {} if asked.metrics is None else asked.metrics
-            if self.group().is_first and isinstance(
-                metrics, Mapping
-            ):  # the saver refuses others, on every rank
+            # the saver refuses others, on every rank
+            if self.group().is_first and isinstance(metrics, Mapping):
                 self._require_monitor(asked.step, metrics)
             # What a framework's first rank saves alone, all ranks may have to evaluate: they wait in `drain`.
             waits = self.together or self.adapter.is_loop or self.saver.busy

@@ -227,8 +227,4 @@ def _with_own(state: dict[str, Any]) -> dict[str, Any]:
     ranks, here = state.pop(_RANKS), world()
     own = ranks[here.rank] if here.rank < len(ranks) else {}
     merged = {of: {**state[of], **values} for of, values in own.items()}
-    return {
-        **state,
-        **merged,
-        RANKS_KEY: {"stored": len(ranks), "here": here.size, "rank": here.rank},
-    }
+    return {**state, **merged, RANKS_KEY: {"stored": len(ranks), "here": here.size, "rank": here.rank}}

@@ -18,9 +18,7 @@ from shrinkpoint.state.stateful import named_parameters
 from shrinkpoint.state.training import Role, Tag, TrainingState
 from shrinkpoint.state.tree import Path
 
-_NEAR = (
-    0.5  # relative distance: what is nearer has nearly the weight's direction, and at least half its length
-)
+_NEAR = 0.5  # relative distance: what is nearer has nearly the weight's direction, and half its length
 _MARK = "/"  # no path in a state, and no name in a model, begins with it
 
 

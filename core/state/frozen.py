@@ -66,9 +66,8 @@ class FrozenTensors:
         """Return a captured state, with references in the place of frozen tensors that are as they were at the start."""
         _begun.add(self._model)
         candidates = self._candidates()
-        places = {
-            _place(tensor): name for name, tensor in reversed(candidates.items())
-        }  # the first of tied ones
+        # the first of tied ones
+        places = {_place(tensor): name for name, tensor in reversed(candidates.items())}
         noted, now = _noted[self._model], self._digests(candidates)
         nodes: dict[str, JSON] = {}
         for name, tensor in state.tensors.items():

@@ -146,9 +146,7 @@ class ScratchFile:
             except OSError as error:
                 self._fails = True
                 self.scratch.trouble(error)
-                with suppress(
-                    OSError
-                ):  # others may need the room; a disk that fails does not give it back either
+                with suppress(OSError):  # others may need the room; a disk that fails does not give it back
                     os.ftruncate(self._file.fileno(), self._end)
                 return None
             place = Place(self, self._end, data.size, checksum.digest())

@@ -99,9 +99,8 @@ class ComposerAdapter(TrainingAdapter):
         places = world().gather(place)
         if state.fsdp_enabled:  # its parameters may be whole, after an evaluation, until its state is taken
             return stored_state(state, places)
-        return world().on_every(
-            lambda: stored_state(state, places)
-        )  # a callback's own state may fail on one rank alone
+        # a callback's own state may fail on one rank alone
+        return world().on_every(lambda: stored_state(state, places))
 
     def weight_names(self) -> Collection[str]:
         return dict(named_parameters(self.model, remove_duplicate=False)).keys()

@@ -233,13 +233,7 @@ def _own(state: State) -> dict[str, Any]:
 
 
 # Samplers whose order is fixed by the generators' states at their start.
-_KNOWN = {
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-}
+_KNOWN = {DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 
 # ---- Skips the batches before a position without reading them, where that gives the same result.
@@ -284,9 +278,7 @@ def can_skip(loader: Any, *, count: int, length: int | None) -> bool:
         return False
     if type(loader.batch_sampler) is not BatchSampler:
         return False
-    sampler = (
-        loader.batch_sampler.sampler
-    )  # with the user's own batch sampler, loader.sampler is a different one
+    sampler = loader.batch_sampler.sampler  # with the user's own batch sampler, not loader.sampler
     if type(sampler) not in _KNOWN:
         return False
     if isinstance(sampler, RandomSampler) and (

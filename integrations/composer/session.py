@@ -104,9 +104,7 @@ class Session:
     def fit_start(self, state: State) -> None:
         """Training starts or continues; refuses an optimizer that trains what is not in the model, by a ConfigError."""
         require_fresh_gradients(state.optimizers)
-        if (
-            int(state.timestamp.batch) < self.run.saved_step
-        ):  # ``fit(reset_time=True)``: the count of batches restarts
+        if self.adapter.step < self.run.saved_step:  # ``fit(reset_time=True)``: the count of batches restarts
             self.run.saved_step = 0
         self.run.termination.watch()
         self.adapter.data.fit_starts(state)

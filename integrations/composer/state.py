@@ -267,9 +267,8 @@ def load_state(
     """
     run_name = state.run_name
     missing = _missing_algorithms(stored["state"], state)
-    apart = (
-        set() if optimizers and state.fsdp_enabled else {"optimizers"}
-    )  # torch refuses to load groups alone
+    # torch refuses to load groups alone
+    apart = set() if optimizers and state.fsdp_enabled else {"optimizers"}
     if not (missing or state.fsdp_enabled):
         load_model(stored["state"]["model"], trained_module(state), url)
         apart.add("model")

@@ -183,9 +183,7 @@ class LightningAdapter(TrainingAdapter):
     def step_losses(self, parts: Sequence[Any], index: int) -> Iterator[torch.Tensor]:
         trainer, module = self.trainer, self.model
         for part in parts:
-            batch = move_data_to_device(
-                to_host(part), module.device
-            )  # a copy: some modules change their batch
+            batch = move_data_to_device(to_host(part), module.device)  # a copy: some modules change theirs
             with captured_logs(trainer, module), trainer.precision_plugin.train_step_context():
                 returned = module.training_step(*_arguments(module.training_step, batch, index))
             loss = returned["loss"] if isinstance(returned, dict) else returned

@@ -109,10 +109,8 @@ class Position:
         # where a validation follows the batch, Lightning goes on before these steps, and makes them
         stepped = not (between or self._before_validation or mid_accumulation)
         rng = self._before_validation if validation_pending and self._before_validation else _rng(trainer)
-        mine = {
-            "rng": rng,
-            "data": self._data(trainer, _fit_state(checkpoint).get("combined_loader", [])),
-        }
+        loaders = _fit_state(checkpoint).get("combined_loader", [])
+        mine = {"rng": rng, "data": self._data(trainer, loaders)}
         metrics = {name: value.detach().cpu().clone() for name, value in trainer.callback_metrics.items()}
         return {
             "version": 1,
@@ -155,9 +153,8 @@ class Position:
             return
         loaded, mine = self._loaded, self._mine(trainer)
         self._loaded = None
-        trainer.callback_metrics.update(
-            loaded["callback_metrics"]
-        )  # early stopping and plateau schedulers read these
+        # early stopping and plateau schedulers read these
+        trainer.callback_metrics.update(loaded["callback_metrics"])
         other = other_data(mine["data"]["sizes"], self._sizes(trainer))
         if other is not None and trainer.is_global_zero:
             warn(other)

@@ -178,9 +178,8 @@ def requeueing(trainer: Trainer, *, answered: Callable[[], bool]) -> Termination
     requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
     number = (environment.requeue_signal if requeues else None) or signal.SIGUSR1
     present = signal.getsignal(number)
-    ours = isinstance(
-        getattr(present, "__self__", None), TerminationRequest
-    )  # of an earlier fit: Lightning puts it back
+    # of an earlier fit: Lightning puts it back
+    ours = isinstance(getattr(present, "__self__", None), TerminationRequest)
     taken = [number] if requeues and (ours or present in (None, signal.SIG_DFL)) else []
 
     def requeue() -> None:

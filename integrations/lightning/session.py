@@ -259,9 +259,7 @@ class Session:
 
     def _require_model(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         stored = checkpoint.get("state_dict", {})
-        if isinstance(
-            trainer.precision_plugin, DoublePrecision
-        ):  # Lightning converts the module when it has loaded it
+        if isinstance(trainer.precision_plugin, DoublePrecision):  # which converts it when it is loaded
             trainer.lightning_module.double()
         if trainer.state.fn == TrainerFn.FITTING:
             first, url = trainer.is_global_zero, self.settings.run.url
@@ -371,9 +369,7 @@ class Session:
         """Save what was due at the epoch's last batch."""
         if self._active:
             self.adapter.note_metrics()
-            if (
-                self._last_batch
-            ):  # otherwise training has ended within the epoch, and cannot be continued from here
+            if self._last_batch:  # else training has ended within the epoch, and cannot be continued here
                 self._request_last(trainer)
                 self._request_owed(trainer)
             self._save_or_end(trainer)

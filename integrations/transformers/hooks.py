@@ -66,9 +66,8 @@ def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigError(
                 f"{len(owners)} CompressedCheckpoint callbacks are in this Trainer: give it one of them"
             )
-        session: _Session = owners[
-            0
-        ]._shrinkpoint_session.renewed()  # a callback may serve one train after another
+        # a callback may serve one train after another
+        session: _Session = owners[0]._shrinkpoint_session.renewed()
         owners[0]._shrinkpoint_session = session
         with session.training(self, given) as found:
             return original(self, found, *args, **kwargs)

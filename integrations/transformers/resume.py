@@ -19,16 +19,7 @@ from shrinkpoint.store.manifest import Manifest
 AFTER_THE_END = 2**52
 """A step that lies behind the end of every training, and in floating point on an epoch's edge."""
 
-_COPIES = (
-    "NO",
-    "MULTI_GPU",
-    "MULTI_CPU",
-    "MULTI_NPU",
-    "MULTI_MLU",
-    "MULTI_MUSA",
-    "MULTI_XPU",
-    "MULTI_HPU",
-)
+_COPIES = ("NO", *(f"MULTI_{kind}" for kind in ("GPU", "CPU", "NPU", "MLU", "MUSA", "XPU", "HPU")))
 
 
 def require_supported_args(args: Any) -> None:

@@ -309,9 +309,8 @@ class Session:
         self.adapter.tr_loss = None
         self.run.finish()
         address = Address.parse(self.run.best.best_path)
-        trainer.state.best_model_checkpoint = (
-            None  # the trainer would look for a folder; `train_ends` sets it again
-        )
+        # the trainer would look for a folder; `train_ends` sets it again
+        trainer.state.best_model_checkpoint = None
         if address is None:
             warn(
                 "there is no best checkpoint to load: no evaluation has been saved. The model is not changed"
