@@ -28,6 +28,7 @@ from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.sharded import CopiedObjects, ShardedObjects, has_shards, refuse_deepspeed
 from shrinkpoint.state.rng import is_generator
+from shrinkpoint.state.stateful import has_state
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.urls import RunUrl
@@ -530,8 +531,7 @@ def _check_options(every: object, evaluate: object, train_loss: object, clip_gra
 def _require_states(stateful: Mapping[str, Any]) -> None:
     """Refuse keyword arguments that are neither options nor objects with a state."""
     for name, value in stateful.items():
-        has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-        if not (has_state or is_generator(value)):
+        if not (has_state(value) or is_generator(value)):
             place = whereabouts(name)
             raise ConfigError(
                 f"{name}={brief(value)}: Checkpointer has no such option{f'; {place}' if place else meant(name, _OPTIONS)}. Other"

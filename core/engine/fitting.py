@@ -19,6 +19,7 @@ from shrinkpoint.group.group import world
 from shrinkpoint.state.dtypes import PACKED, as_bits, class_name, is_flat
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import (
+    has_state,
     named_buffers,
     named_parameters,
     optimizers_in,
@@ -294,7 +295,7 @@ class _Copies:
         if type(value) in _CONTAINERS:
             return self._shared(value) if len(value) > _LONGEST else self._container(value)
         kind = type(value)
-        copied = not self._shares or (hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"))
+        copied = not self._shares or has_state(kind)
         slots = any(vars(each).get("__slots__") for each in kind.__mro__)
         if copied and hasattr(value, "__dict__") and not slots and not hasattr(kind, "__del__"):
             made = self._note(value, object.__new__(kind))

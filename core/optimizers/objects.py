@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.optimizers.updates import OptimizerKind, copied_group
 from shrinkpoint.state.rng import capture_rng, restore_rng
-from shrinkpoint.state.stateful import parameters_of, unwrapped
+from shrinkpoint.state.stateful import has_state, parameters_of, unwrapped
 
 _MARK = "state_dict of"
 
@@ -36,8 +36,7 @@ def _stored(value: Any) -> Any:
 
 
 def _is_object(value: Any) -> bool:
-    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-    return has_state and not isinstance(value, torch.Tensor)
+    return has_state(value) and not isinstance(value, torch.Tensor)
 
 
 def put_back_objects(optimizer: Any, state: Any) -> None:

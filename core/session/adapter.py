@@ -13,11 +13,9 @@ from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.continuing import load_model, load_optimizers, require_same_training
-from shrinkpoint.session.reports import log_line
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe
-from shrinkpoint.warn import warn
 
 if TYPE_CHECKING:
     from shrinkpoint.steps.training import Captured
@@ -72,6 +70,10 @@ class TrainingAdapter(ABC):
         """Return the name in a checkpoint of each of the model's own names, where the two differ."""
         return {}
 
+    def schedulers(self) -> Mapping[str, Any]:
+        """Return all that set learning rates, by name."""
+        return {}
+
     # ---- its state
 
     @abstractmethod
@@ -108,11 +110,7 @@ class TrainingAdapter(ABC):
         """Put a `state` that `check` has accepted into the training, or raise a StateMismatchError where the
         optimizers are others."""
         load_model(state["model"], self.model, "the run")
-        stored = state[SESSION]["identities"]
-        for message in require_same_training(
-            stored, state["optimizers"], self.model, self.optimizers, "the run"
-        ):
-            warn(message)
+        require_same_training(self, state[SESSION]["identities"], state["optimizers"], "the run")
         load_optimizers(self.optimizers, state["optimizers"], same_dtypes=True)
 
     def completed(self, rest: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,10 +225,8 @@ class TrainingAdapter(ABC):
         """With ``adopt``: the settings of which a resumed run must have the same to go the same way."""
         return {}
 
-    def log(self, reports: Sequence[SaveReport]) -> None:
+    def log(self, reports: Sequence[SaveReport]) -> None:  # noqa: B027 - some have none
         """Give finished saves to the framework's loggers; on the first rank."""
-        for report in reports:
-            log_line(report)
 
     def show_saving(self, step: int | None) -> None:  # noqa: B027 - most frameworks have no progress bar
         """Show in the progress bar, if there is one, that the save of a step is being written; None: no longer."""

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shrinkpoint.optimizers.objects import moved
 from shrinkpoint.state.rng import generator_state, is_generator, set_generator
-from shrinkpoint.state.stateful import optimizers_in
+from shrinkpoint.state.stateful import has_state, optimizers_in
 from shrinkpoint.warn import LIBRARIES
 
 _MOST_ELEMENTS, _MOST_ITEMS, _DEPTH = 1 << 20, 10_000, 5  # larger and deeper ones are not saved
@@ -57,7 +57,7 @@ def put_back(optimizers: Sequence[Any], stored: Sequence[Mapping[str, Any]], dev
     changed_attributes(optimizers)
     for optimizer, values in zip(_inner(optimizers), stored, strict=False):
         for name, value in values.items():
-            _put_back(optimizer, name, value, device)
+            put_back_one(optimizer, name, value, device)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
@@ -82,8 +82,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
     return dict(zip(keys, items, strict=True)) if kind is dict else tuple(items) if kind is tuple else items
 
 
-def _put_back(optimizer: Any, name: str, value: Any, device: torch.device) -> None:
-    here = vars(optimizer).get(name)
+def put_back_one(owner: Any, name: str, value: Any, device: torch.device) -> None:
+    """Give an object an attribute; lists, dicts and generators stay the objects that they are."""
+    here: Any = getattr(owner, name, None)
     if is_generator(here):
         set_generator(here, value)
     elif _has_state(here):
@@ -95,7 +96,7 @@ def _put_back(optimizer: Any, name: str, value: Any, device: torch.device) -> No
         here.clear()
         here.update(moved(value, device))
     else:
-        setattr(optimizer, name, moved(value, here.device if torch.is_tensor(here) else device))
+        setattr(owner, name, moved(value, here.device if torch.is_tensor(here) else device))
 
 
 def left_out(optimizers: Sequence[Any], state: object) -> list[str]:
@@ -150,8 +151,7 @@ def _is_large(value: object) -> bool:
 
 
 def _has_state(value: object) -> bool:
-    methods = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-    return methods and not isinstance(value, _OTHERS)
+    return has_state(value) and not isinstance(value, _OTHERS)
 
 
 def _numbers_of(value: object) -> dict[str, Any]:

@@ -3,15 +3,14 @@
 import copy
 from collections import deque
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
-from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.group.group import world
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.state.tree import encode_tree
+from shrinkpoint.state.tree import refusal
 from shrinkpoint.warn import warn
 
 PROBE_BATCHES = 2
@@ -93,12 +92,6 @@ class KeptBatches:
             )
 
 
-@dataclass
-class _Kept:
-    parts: list[Any] = field(default_factory=list)
-    nbytes: int = 0
-
-
 class RecentBatches:
     """Some batches that were trained on, on the host; after each `take`, new ones are collected.
 
@@ -108,8 +101,8 @@ class RecentBatches:
     def __init__(self, count: int, *, most_bytes: int = _MOST_BYTES) -> None:
         self._count = self._wanted = count
         self._most_bytes = most_bytes
-        self._kept: deque[_Kept] = deque()
-        self._current: _Kept | None = None
+        self._kept: deque[list[Any]] = deque()  # the parts of each
+        self._current: list[Any] | None = None
 
     def see(self, part: Any, *, first: bool = True) -> None:
         """Keep a batch, or a further part of the same one, if it is wanted; the model gets it after this."""
@@ -118,12 +111,11 @@ class RecentBatches:
         if self._current is None:
             return
         try:
-            self._current.parts.append(to_host(part))
+            self._current.append(to_host(part))
         except Exception:  # noqa: BLE001 - training continues after any error; `KeptBatches` reports it
             self.stop()
             return
-        self._current.nbytes += _nbytes(part)
-        while sum(kept.nbytes for kept in self._kept) > self._most_bytes:
+        while sum(map(_nbytes, self._kept)) > self._most_bytes:
             if self._kept.popleft() is self._current:
                 self._current = None
 
@@ -136,7 +128,7 @@ class RecentBatches:
     def take(self) -> list[list[Any]]:
         """The parts of each batch that is kept, the oldest first; not to be changed, `to_host` makes copies."""
         self._wanted, self._current = self._count, None
-        return [list(kept.parts) for kept in self._kept]
+        return [*map(list, self._kept)]
 
     def _begin(self) -> None:
         self._current = None
@@ -144,7 +136,7 @@ class RecentBatches:
             self._wanted -= 1
             if len(self._kept) == self._count:
                 self._kept.popleft()
-            self._current = _Kept()
+            self._current = []
             self._kept.append(self._current)
 
 
@@ -229,9 +221,7 @@ class PathBatches(KeptBatches):
         """Add those of all processes to what is stored of an exact checkpoint between two planned saves, where that
         needs no pickle."""
         batches = world().gather(self.batches)
-        try:
-            encode_tree(batches, lambda path, tensor: "")
-        except CannotRepresentError as error:
+        if (error := refusal(batches)) is not None:
             warn(
                 f"the batches since the last planned save cannot be stored ({error}): a run that is resumed from this checkpoint, which"
                 " was not planned, may differ from the undisturbed one from its next save on"

@@ -1,7 +1,8 @@
 """Puts a checkpoint's weights and optimizer states into a training, after what would make it another training was refused or said."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -14,9 +15,13 @@ from shrinkpoint.session.identity import (
     identities,
     other_schedulers,
     require_same_optimizers,
+    scheduler_classes,
 )
 from shrinkpoint.state.stateful import load_optimizer, load_stateful
 from shrinkpoint.warn import warn
+
+if TYPE_CHECKING:
+    from shrinkpoint.session.adapter import TrainingAdapter
 
 _LIGHTNING = "pytorch-lightning_version"  # in every checkpoint of Lightning
 
@@ -55,44 +60,42 @@ def load_model(stored: Mapping[str, Any], model: nn.Module, url: str) -> None:
 
 
 def require_same_training(
+    adapter: "TrainingAdapter",
     stored: Sequence[Mapping[str, Any]],
     states: Sequence[Any],
-    model: nn.Module,
-    optimizers: Sequence[Any],
     url: str,
+    classes: Mapping[str, str] = MappingProxyType({}),
     *,
-    schedulers: Iterable[Any] = (),
-    classes: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {}),
     ordered: bool = True,
-) -> list[str]:
+    warns: bool = True,
+) -> None:
     """Refuse optimizers that are not the stored ones, and add to their groups the parameters that were added later.
 
     Args:
+        adapter: of the training.
         stored: the optimizers' `identities`.
         states: theirs, as stored.
-        model: which they train.
-        optimizers: without wrappers.
         url: of the run, for messages.
-        schedulers: all that set learning rates.
-        classes: the schedulers' `scheduler_classes`, stored and here.
+        classes: the schedulers' `scheduler_classes`, as stored.
         ordered: as of `require_same_optimizers`.
-
-    Returns:
-        What differs and is allowed to, for warnings.
+        warns: whether to warn of what differs and is allowed to.
 
     Raises:
         StateMismatchError: they are others; the message says which.
     """
+    model, optimizers, schedulers = adapter.model, adapter.optimizers, adapter.schedulers()
     late = add_late_parameters(stored, states, optimizers, model)
     require_optimizers(states, optimizers, url)
     here = identities(model, optimizers)[: len(stored)]
     said = (
         late,
         require_same_optimizers(stored, here, url, ordered=ordered),
-        other_schedulers(*classes),
-        overridden_options(states, optimizers, schedulers=schedulers),
+        other_schedulers(classes, scheduler_classes(schedulers)),
+        overridden_options(states, optimizers, schedulers=schedulers.values()),
     )
-    return [message for message in said if message is not None]
+    for message in said if warns else ():
+        if message is not None:
+            warn(message)
 
 
 def load_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, same_dtypes: bool) -> None:

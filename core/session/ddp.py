@@ -27,7 +27,10 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.group.group import world
 from shrinkpoint.optimizers.objects import moved
 from shrinkpoint.quality.preserve import preserved_state
-from shrinkpoint.state.rng import generator_state, is_generator, set_generator
+from shrinkpoint.session.attributes import put_back_one
+from shrinkpoint.state.rng import generator_state, is_generator
+from shrinkpoint.state.stateful import has_state
+from shrinkpoint.state.tree import refusal
 from shrinkpoint.warn import warn
 
 Buckets = list[list[int]]
@@ -222,11 +225,12 @@ def hidden_state(model: object) -> str | None:
         found = _hidden_in(hook, state)
         if found is not None:
             return f"the DDP communication hook {name} keeps a state of its own ({found}) besides the one it was registered with"
-        if state is not None and not isinstance(state, dist.ProcessGroup) and not _has_methods(state):
-            for key, value in _values(state).items():
-                problem = None if _is_left(value) else _unknown_in(value, key)
-                if problem is not None:
-                    return f"the state of the DDP communication hook {name}, a {type(state).__qualname__}, contains {problem}"
+        if state is None or isinstance(state, dist.ProcessGroup) or has_state(state):
+            continue
+        if (problem := refusal(_captured(state)["values"])) is not None:
+            return (
+                f"of the state of the DDP communication hook {name}, a {type(state).__qualname__}, {problem}"
+            )
     return None
 
 
@@ -240,10 +244,6 @@ def _states(model: object) -> list[Any]:
     return [
         state for _, state in _hooks(model) if state is not None and not isinstance(state, dist.ProcessGroup)
     ]
-
-
-def _has_methods(state: object) -> bool:
-    return hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
 
 
 def _is_left(value: object) -> bool:
@@ -266,7 +266,7 @@ def _values(state: Any) -> dict[Any, Any]:
 
 def _captured(state: Any) -> dict[str, Any]:
     kind = type(state).__qualname__
-    if _has_methods(state):
+    if has_state(state):
         return {"type": kind, "state": state.state_dict()}
     kept = {
         name: generator_state(value) if is_generator(value) else value
@@ -280,38 +280,16 @@ def _load(state: Any, stored: Mapping[str, Any], device: torch.device) -> None:
     if "state" in stored:
         state.load_state_dict(stored["state"])
         return
-    values = moved(stored["values"], device)
+    values = stored["values"]
     if isinstance(state, MutableMapping):
         kept = {name: value for name, value in state.items() if _is_left(value)}
         state.clear()
-        state.update(kept | values)
+        state.update(kept | moved(values, device))
     elif isinstance(state, list):
-        state[:] = values[_ITEMS]
+        state[:] = moved(values[_ITEMS], device)
     else:
         for name, value in values.items():
-            live = getattr(state, name, None)
-            if is_generator(live):
-                set_generator(live, value)
-            elif isinstance(live, MutableMapping):  # a defaultdict stays one
-                live.clear()
-                live.update(value)
-            else:
-                setattr(state, name, value)
-
-
-def _unknown_in(value: Any, where: object) -> str | None:
-    """Return the first part of a value that cannot be stored, for a message."""
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic, *_PLAIN)):
-        return None
-    if is_generator(value):
-        return None
-    if isinstance(value, Mapping):
-        parts = [(f"{where}[{key!r}]", item) for key, item in value.items()]
-    elif type(value) in (list, tuple, set, frozenset):
-        parts = [(f"{where}[{index}]", item) for index, item in enumerate(value)]
-    else:
-        return f"{where}, a {type(value).__qualname__}, which cannot be stored"
-    return next((found for name, item in parts if (found := _unknown_in(item, name)) is not None), None)
+            put_back_one(state, name, value, device)
 
 
 def _hidden_in(hook: Any, state: object, depth: int = 8) -> str | None:

@@ -43,6 +43,7 @@ from shrinkpoint.state.rng import (
     set_generator,
 )
 from shrinkpoint.state.stateful import (
+    has_state,
     load_object,
     load_stateful,
     optimizers_in,
@@ -126,7 +127,7 @@ class LoopObjects(TrainingAdapter):
         self.given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         """The optimizers, in wrappers such as accelerate's."""
         for given in self.given:
-            if not all(hasattr(given, name) for name in ("state_dict", "load_state_dict", "param_groups")):
+            if not (has_state(given) and hasattr(given, "param_groups")):
                 raise ConfigError(
                     f"optimizer must be a torch.optim.Optimizer, or a list of them, not {brief(given)}; [] for none"
                 )
@@ -241,6 +242,9 @@ class LoopObjects(TrainingAdapter):
     def added(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**_ALONE, **state}
 
+    def schedulers(self) -> dict[str, Any]:
+        return {name: value for name, value in self.stateful.items() if scheduler_in(value)}
+
     def modules(self) -> dict[str, nn.Module]:
         return {name: value for name, value in self.stateful.items() if isinstance(value, nn.Module)}
 
@@ -279,17 +283,9 @@ class LoopObjects(TrainingAdapter):
         self.settle()
         self.changes.follow()
         stored, trained = state["identities"], state["trained"]
-        schedulers = [value for value in self.stateful.values() if scheduler_in(value)]
-        classes = state.get("schedulers", {}), scheduler_classes(self.stateful)
-        others = require_same_training(
-            stored,
-            state["optimizers"],
-            self.model,
-            self.optimizers,
-            self.url,
-            schedulers=schedulers,
-            classes=classes,
-            ordered=self.ordered,
+        more = {"ordered": self.ordered, "warns": warns}
+        require_same_training(
+            self, stored, state["optimizers"], self.url, state.get("schedulers", {}), **more
         )
         disabled = disabled_scalers(state["stateful"], self.stateful, self.url)
         for name, value in self.stateful.items():
@@ -297,7 +293,7 @@ class LoopObjects(TrainingAdapter):
         given = quantized_as(state["model"], given, self.model)
         rounded = rounded_weights(given, state_of(self.model))
         unfrozen = load_trained(trained, self, self.url)
-        said = (untied, *others, disabled, rounded, unfrozen)
+        said = (untied, disabled, rounded, unfrozen)
         for message in said if warns else ():
             if message is not None:
                 warn(message)

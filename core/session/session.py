@@ -32,7 +32,7 @@ from shrinkpoint.session.batches import PROBE_BATCHES, KeptBatches, PathBatches
 from shrinkpoint.session.ddp import HookStates, bucket_order, restore_buckets, restore_hook_states
 from shrinkpoint.session.gradients import GradientCollector
 from shrinkpoint.session.probe import LossProbe, StepProbe, reporting
-from shrinkpoint.session.reports import BestCheckpoints
+from shrinkpoint.session.reports import BestCheckpoints, log_line
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.trained import Trained, load_trained
 from shrinkpoint.session.triggers import Schedule, Trigger
@@ -484,8 +484,14 @@ class TrainingSession:
         for report in reports:
             self.probe.kept.adapt(report, self.settings.saver.search_overhead)
         if self.group().is_first:
-            self.adapter.log(reports)
+            self.log_reports(reports)
         self._show_saving(self.saved_step if self.saver.busy and not is_quiet() else None)
+
+    def log_reports(self, reports: Sequence[SaveReport]) -> None:
+        """Give finished saves to Python's log and to the framework's loggers; on the first rank."""
+        for report in reports:
+            log_line(report)
+        self.adapter.log(reports)
 
     def _show_saving(self, step: int | None) -> None:
         if step != self._shown:

@@ -127,6 +127,11 @@ def optimizers_in(optimizer: Any) -> list[Any]:
     return list(found.values())
 
 
+def has_state(value: object) -> bool:
+    """Return whether an object gives its state, and takes it."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 def state_of(value: Any) -> Any:
     """Return an object's ``state_dict``; a scheduler's without the functions of `without_functions`, a module's with
     `plain_names`."""

@@ -103,6 +103,15 @@ def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: P
     return _encode_leaf(value, put, path)
 
 
+def refusal(value: object) -> CannotRepresentError | None:
+    """Return why `encode_tree` does not take a value; None where it does."""
+    try:
+        encode_tree(value, lambda path, tensor: "")
+    except CannotRepresentError as error:
+        return error
+    return None
+
+
 def _encode_tensor(value: torch.Tensor, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
     if value.is_meta:
         raise CannotRepresentError(

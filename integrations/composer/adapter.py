@@ -33,7 +33,7 @@ from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
 from shrinkpoint.session.probe import loss_of
-from shrinkpoint.session.reports import finite, log_line, numbers
+from shrinkpoint.session.reports import finite, numbers
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags
@@ -226,7 +226,6 @@ class ComposerAdapter(TrainingAdapter):
     def log(self, reports: Sequence[SaveReport]) -> None:
         """See the base class; at the present batch, since Weights & Biases drops values of an earlier one."""
         for report in reports:
-            log_line(report)
             self.logger.log_metrics(numbers(report))
 
 

@@ -64,7 +64,7 @@ class GatheringSession(TrainingSession):
             return
         reports = self.attend(serve=False)
         if world().is_first:
-            self.adapter.log(reports)
+            self.log_reports(reports)
 
     def drain(self) -> None:
         """See the base class."""

@@ -26,7 +26,7 @@ from shrinkpoint.integrations.lightning.position import OWN_KEYS, POSITION_KEY
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
-from shrinkpoint.session.reports import configuration, finite, log_line, number_of, numbers
+from shrinkpoint.session.reports import configuration, finite, number_of, numbers
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.triggers import Schedule
 from shrinkpoint.sharded.targets import Targets
@@ -86,6 +86,11 @@ class LightningAdapter(TrainingAdapter):
     @property
     def wrapped(self) -> Any:
         return self.trainer.strategy.model
+
+    def schedulers(self) -> Mapping[str, Any]:
+        """See the base class; by their numbers, in whose order Lightning gives them their states."""
+        configs = enumerate(self.trainer.lr_scheduler_configs)
+        return {f"scheduler {number}": config.scheduler for number, config in configs}
 
     # ---- state
 
@@ -206,7 +211,7 @@ class LightningAdapter(TrainingAdapter):
 
     def around(self) -> Sequence[object]:
         trainer = self.trainer
-        return trainer, trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
+        return trainer, trainer.optimizers, [*self.schedulers().values()]
 
     def obstacle(self, *, shards: bool) -> str | None:
         trainer, module = self.trainer, self.model
@@ -252,7 +257,6 @@ class LightningAdapter(TrainingAdapter):
     def log(self, reports: Sequence[SaveReport]) -> None:
         """See the base class; at the saves' own steps, bypassing Lightning's collection of metrics."""
         for report in reports:
-            log_line(report)
             for logger in self.trainer.loggers:
                 _log_to(logger, report)
 

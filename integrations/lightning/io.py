@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.retention import metrics_of
-from shrinkpoint.errors import CannotRepresentError, ConfigError, NoCheckpointError
+from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.lightning.position import OWN_MARK, POSITION_KEY
 from shrinkpoint.io.loading import load_state
@@ -30,7 +30,7 @@ from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.targets import reshard
 from shrinkpoint.state.stateful import own_names, without_functions
-from shrinkpoint.state.tree import encode_tree
+from shrinkpoint.state.tree import refusal
 from shrinkpoint.store.connect import StorageOptions
 
 Read = Callable[[Address], dict[str, Any]]
@@ -267,9 +267,9 @@ def storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
     for key, kind in _HYPER_PARAMETERS.items():
         given = checkpoint.get(key)
         checkpoint.pop(kind, None)
-        if given is None or _is_plain(given):
+        if given is None or refusal(given) is None:
             continue
-        checkpoint[key] = {name: value for name, value in given.items() if _is_plain(value)}
+        checkpoint[key] = {name: value for name, value in given.items() if refusal(value) is None}
         whose = "data module's " if key.startswith("data") else ""
         lost = ", ".join(sorted(given.keys() - checkpoint[key].keys()))
         if lost not in _left_out:
@@ -279,14 +279,6 @@ def storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
                 " checkpoints leave them out (save_hyperparameters(ignore=...) silences this)"
             )
     return checkpoint
-
-
-def _is_plain(value: object) -> bool:
-    try:
-        encode_tree(value, lambda path, tensor: "")
-    except CannotRepresentError:
-        return False
-    return True
 
 
 # ---- ``ckpt_path="last"`` and ``"best"``, and addresses of checkpoints, wherever Lightning takes a path

@@ -28,7 +28,7 @@ from shrinkpoint.session.data import (
 )
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
-from shrinkpoint.state.stateful import forget_position, named_parameters
+from shrinkpoint.state.stateful import forget_position, has_state, named_parameters
 from shrinkpoint.warn import warn
 
 POSITION_KEY = "shrinkpoint"
@@ -416,10 +416,7 @@ def _rng(trainer: Trainer) -> dict[str, Any]:
 
 
 def _stateful(trainer: Trainer) -> list[Any]:
-    names = ("state_dict", "load_state_dict")
-    return [
-        loader for loader in _loaders(trainer) if all(callable(getattr(loader, name, None)) for name in names)
-    ]
+    return [loader for loader in _loaders(trainer) if has_state(loader)]
 
 
 def _draws_ahead(trainer: Trainer) -> bool:

@@ -173,18 +173,9 @@ class Session:
         Position.of(trainer).fit_starts(trainer)
 
     def _require_optimizers(self, trainer: Trainer, stored: list[dict[str, Any]], url: str) -> None:
-        said = require_same_training(
-            self._stored_session.get("identities", []),
-            stored,
-            trainer.lightning_module,
-            trainer.optimizers,
-            url,
-            schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
-            classes=(self._stored_schedulers, _scheduler_classes(trainer)),
-            ordered=not self.run.shards,  # whose state is found by name
-        )
-        for message in said if trainer.is_global_zero else ():
-            warn(message)
+        there, ordered = self._stored_session.get("identities", []), not self.run.shards  # which have names
+        more = {"ordered": ordered, "warns": trainer.is_global_zero}
+        require_same_training(self.adapter, there, stored, url, self._stored_schedulers, **more)
 
     def _start_log(self, trainer: Trainer, module: LightningModule) -> None:
         step = trainer.global_step
@@ -419,7 +410,7 @@ class Session:
                 validation_pending=self._validation_pending,
                 sharded=self.run.shards,
             )
-            checkpoint[POSITION_KEY][_SCHEDULERS] = _scheduler_classes(trainer)
+            checkpoint[POSITION_KEY][_SCHEDULERS] = scheduler_classes(self.adapter.schedulers())
             stopping = trainer.early_stopping_callbacks
             if trainer.should_stop and any(c.stopped_epoch == trainer.current_epoch for c in stopping):
                 checkpoint[POSITION_KEY][_STOPPED] = True
@@ -486,9 +477,3 @@ class Session:
         """Release the store."""
         self._unwatch()
         self.run.close()
-
-
-def _scheduler_classes(trainer: Trainer) -> dict[str, str]:
-    """By their numbers, in whose order Lightning gives them their states."""
-    found = {f"scheduler {n}": config.scheduler for n, config in enumerate(trainer.lr_scheduler_configs)}
-    return scheduler_classes(found)

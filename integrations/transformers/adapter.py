@@ -28,7 +28,7 @@ from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
 from shrinkpoint.session.probe import loss_of
-from shrinkpoint.session.reports import finite, log_line, numbers
+from shrinkpoint.session.reports import finite, numbers
 from shrinkpoint.sharded.targets import Targets, reshard
 from shrinkpoint.state.training import TensorSpec
 
@@ -63,6 +63,10 @@ class TransformersAdapter(TrainingAdapter):
     @property
     def wrapped(self) -> Any:
         return self.trainer.model_wrapped
+
+    def schedulers(self) -> Mapping[str, Any]:
+        scheduler = self.trainer.lr_scheduler
+        return {} if scheduler is None else {"lr_scheduler": scheduler}
 
     # ---- state
 
@@ -177,7 +181,6 @@ class TransformersAdapter(TrainingAdapter):
         """See the base class; not to the log history, which is part of the state and would depend on how long a save has taken."""
         trainer = self.trainer
         for report in reports:
-            log_line(report)
             for callback in trainer.callback_handler.callbacks:
                 if type(callback).__module__.startswith("transformers.integrations"):
                     state = trainer.args, trainer.state, trainer.control

@@ -147,7 +147,8 @@ class Session:
             self._take(stored)
             self._load_model(stored)
             self._stored = stored
-        load_training(stored, self._trainer, self.run.settings.url, shards=self.run.shards)
+        url, shards = self.run.settings.url, self.run.shards
+        load_training(stored, self.adapter, self._trainer, url, shards=shards)
         load_reference(stored, self._trainer)
 
     def _restored(self, step: int, *, adopt: bool = True) -> Any:

@@ -11,14 +11,13 @@ from torch.utils._pytree import tree_map_only
 from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
 
 from shrinkpoint.engine.fitting import fitted
-from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.group.group import world
 from shrinkpoint.optimizers.objects import with_object_states
-from shrinkpoint.session.adapter import SESSION
+from shrinkpoint.session.adapter import SESSION, TrainingAdapter
 from shrinkpoint.session.continuing import load_optimizers, require_format, require_same_training
 from shrinkpoint.session.identity import rounded_weights, scheduler_classes
 from shrinkpoint.state.stateful import state_of
-from shrinkpoint.state.training import TrainingState, plain
+from shrinkpoint.state.tree import refusal
 from shrinkpoint.warn import warn
 
 FORMAT = "transformers"
@@ -121,22 +120,14 @@ def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
     fitted(stored["model"], model, url)
 
 
-def load_training(stored: Mapping[str, Any], trainer: Any, url: str, *, shards: bool) -> None:
+def load_training(
+    stored: Mapping[str, Any], adapter: TrainingAdapter, trainer: Any, url: str, *, shards: bool
+) -> None:
     """Put a checkpoint's optimizer, scheduler and gradient scaler back, or raise a StateMismatchError where the
     optimizer is another one."""
     live, there, scheduler = optimizers_of(trainer), stored["optimizers"], trainer.lr_scheduler
-    said = require_same_training(
-        stored[SESSION]["identities"],
-        there,
-        trainer.model,
-        live,
-        url,
-        schedulers=[] if scheduler is None else [scheduler],
-        classes=(stored.get("schedulers", {}), scheduler_classes({"lr_scheduler": scheduler})),
-        ordered=not shards,
-    )
-    for message in said:
-        warn(message)
+    classes = stored.get("schedulers", {})
+    require_same_training(adapter, stored[SESSION]["identities"], there, url, classes, ordered=not shards)
     same_dtypes = rounded_weights(stored["model"], state_of(trainer.model)) is None
     load_optimizers(live, there, same_dtypes=same_dtypes)
     if scheduler is not None and stored["scheduler"] is not None:
@@ -248,9 +239,7 @@ def generated_state(trainer: Any, warned: set[str]) -> dict[str, Any]:
     if every and count % every == 0:  # batches are generated before the next pass
         return {_COUNT: count}
     kept = tree_map_only(torch.Tensor, lambda value: value.detach().cpu(), kept)
-    try:
-        TrainingState.capture(kept, plain)
-    except CannotRepresentError as error:
+    if (error := refusal(kept)) is not None:
         kept = {}
         steps = every // math.gcd(every, trainer.args.gradient_accumulation_steps) if every else "as many"
         if _BUFFERS not in warned:
