@@ -175,27 +175,20 @@ class SaverConfig(Advanced):
     """
 
     scheme: Any = "auto"
-    """How states are coded: ``"auto"``, this library's own; ``"lossless"``, bit by bit; a published scheme by its name, or its options,
-    such as ``ExcpOptions(alpha=1e-4)`` (`shrinkpoint.schemes.catalogue`). As a field, the scheme's name."""
+    """As of `Checkpointer`; once the configuration is made, the scheme's name."""
     max_degradation: float = 0.01
-    """How much `restore_budget` restores together may raise the held-out loss, relative. Half of it is shared among
-    them; a state whose restore would exceed its share is stored bit-exactly. The other half is a reserve for effects
-    that no measurement at a save includes."""
+    """As of `Checkpointer`, for `restore_budget` restores together. Half of it is shared among them; the other half is a
+    reserve for effects that no measurement at a save includes."""
     adopt: bool | int = False
-    """At every planned save, training continues from exactly what a reader of that checkpoint restores, so that a killed and
-    resumed run equals an undisturbed one bit for bit (docs/resuming.md). Needs ``scheme="auto"``. The number of planned saves of the whole
-    run, which together stay within `max_degradation`; True where it follows from a trainer's limits."""
+    """As of `Checkpointer`. Needs ``scheme="auto"``; True where the number follows from a trainer's limits."""
     monitor: str | None = None
-    """The metric for `save_top_k` and for the address ``<run>#best``; ``"step"`` is always known. It belongs to the weights
-    that it was measured on: a checkpoint is ranked only if it was given to this very save."""
+    """As of `Checkpointer`; ``"step"`` is always known. A checkpoint is ranked only if the metric was given to this very save."""
     mode: Literal["min", "max"] = "min"
     """Whether the best metric is the least or the greatest."""
     save_top_k: int = 1
-    """Number of best checkpoints, by the metric named `monitor`, to keep in addition; of equals, the older. 0 ranks none, -1
-    keeps every checkpoint."""
+    """As of `Checkpointer`: how many of the best to keep, 0 for none and -1 for all."""
     keep_last: int | None = None
-    """Number of newest checkpoints to keep. None: all of them, or 3 where `keep_every`, or `save_top_k` with a `monitor`, says
-    what else is kept. A training never removes checkpoints that it does not continue, such as those of an earlier
+    """As of `Checkpointer`. A training never removes checkpoints that it does not continue, such as those of an earlier
     training in the same run."""
     save_total_limit: int | None = None
     """Number of checkpoints to keep in all, the best by `monitor` and the newest, in the place of `keep_last` and `save_top_k`: as Hugging

@@ -1,23 +1,28 @@
 """What is known of a training's data: the generators that its order depends on, and how a resume's differs from the run's."""
 
 import itertools
+import logging
+import pickle
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import world
 from shrinkpoint.session.attributes import attributes_of
-from shrinkpoint.session.worker_reads import reads_alike
-from shrinkpoint.state.rng import Counters, is_generator
+from shrinkpoint.state.digest import tensor_digest
+from shrinkpoint.state.rng import Counters, capture_rng, is_generator, restore_rng
 from shrinkpoint.state.stateful import plain_names
+
+_log = logging.getLogger(__name__)
 
 _WORKERS = "num_workers"
 _OWN_REFERENCES = 3  # of a loader to its iterator, and those of the count itself
@@ -228,3 +233,72 @@ def _inside(value: Any) -> Iterable[tuple[object, Any]]:
         return enumerate(value[:_FIRST])
     own = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     return list(itertools.islice(own.items(), _FIRST))
+
+
+# ---- Whether a loader's workers use random numbers: only without them can batches be skipped unread.
+
+_SAMPLES = 4  # read twice to see whether reading is random
+
+
+class _Witness:
+    """Collates samples by the loader's own function to two digests: of the result, and of the worker's generators afterwards."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> tuple[str, str]:
+        batch = self._collate(samples)
+        rng = capture_rng()
+        others = rng["numpy"]  # a dict of few numbers where it is no Mersenne Twister
+        words = repr(others).encode() if isinstance(others, Mapping) else others[1].numpy().tobytes()
+        state = [rng["torch"].numpy().tobytes(), rng["python"][1].numpy().tobytes(), words]
+        drawn = xxhash.xxh3_128(b"".join(state)).hexdigest()
+        return "".join(_digests(batch)), drawn
+
+
+def _digests(samples: Any) -> Iterator[str]:
+    """Digests of all that some samples consist of."""
+    if isinstance(samples, torch.Tensor):
+        yield tensor_digest(samples.contiguous())
+    elif isinstance(samples, Mapping):
+        for key, value in samples.items():
+            yield from _digests(key)
+            yield from _digests(value)
+    elif isinstance(samples, (list, tuple)):
+        for value in samples:
+            yield from _digests(value)
+    else:  # never loaded again: pickling is how workers pass on samples of any type
+        yield xxhash.xxh3_128(pickle.dumps(samples)).hexdigest()
+
+
+def reads_alike(loader: DataLoader[Any]) -> bool:
+    """Return whether a worker reads the same samples twice with equal results and draws no random number.
+
+    A worker's generators start from the epoch's seed and run on with every sample, so they cannot be put to a
+    position. The reading is done in a worker of its own: some datasets must not be read in the main process before it
+    forks. The loader is map-style, has workers, and as yet no iterator.
+    """
+    batch_sampler: Any = loader.batch_sampler
+    few: Any = getattr(batch_sampler.sampler, "indices", None)  # a list, an array or a tensor
+    if few is None:
+        few = range(len(loader.dataset))  # type: ignore[arg-type]
+    batch = [few[index] for index in range(min(_SAMPLES, len(few)))]
+    rng = capture_rng()
+    try:
+        trial = DataLoader(
+            loader.dataset,
+            batch_sampler=[batch, batch],
+            num_workers=1,
+            collate_fn=_Witness(loader.collate_fn),
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            timeout=loader.timeout,
+            generator=torch.Generator(),
+        )
+        first, second = list(trial)
+    except Exception as error:  # noqa: BLE001 - reading every batch is always right
+        _log.info("reading a few samples in a worker failed, so the batches before are read: %s", error)
+        return False
+    finally:
+        restore_rng(rng)
+    return bool(first == second)

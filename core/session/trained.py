@@ -25,7 +25,7 @@ from shrinkpoint.session.attributes import (
 )
 from shrinkpoint.session.identity import identities
 from shrinkpoint.state.roles import unnamed
-from shrinkpoint.state.stateful import named_buffers, named_parameters, plain_names
+from shrinkpoint.state.stateful import named_buffers, named_modules, named_parameters
 from shrinkpoint.warn import some
 
 _NAMED = 5
@@ -260,23 +260,22 @@ class _Seen(NamedTuple):
 def _attributes(model: nn.Module) -> dict[str, object]:
     """Return what modules of the user's own classes have apart from their state, where these classes store nothing themselves, and numbers of torch's."""
     found: dict[str, object] = {}
-    with plain_names(model) as inner:
-        for name, part in inner.named_modules():
-            kind = type(part)
-            if not all(_library(getattr(kind, each, nn.Module)) for each in _KEEPS):
-                continue
-            own = {**vars(part), **{key: part._buffers.get(key) for key in part._non_persistent_buffers_set}}
-            if _library(kind):  # such as the rate of a dropout
-                torchs = kind.__module__.startswith("torch.nn.modules.")
-                own = {key: value for key, value in own.items() if torchs and type(value) in (int, float)}
-            # Frameworks' classes keep what is theirs in private attributes.
-            private = any(_library(base) and not issubclass(nn.Module, base) for base in kind.__mro__)
-            seen = {
-                key: _seen(value)
-                for key, value in own.items()
-                if key not in _MODULE and (key == "_hparams" or not (private and key[0] == "_"))
-            }
-            found |= {f"{name}.{key}".lstrip("."): value for key, value in seen.items() if value is not None}
+    for name, part in named_modules(model):
+        kind = type(part)
+        if not all(_library(getattr(kind, each, nn.Module)) for each in _KEEPS):
+            continue
+        own = {**vars(part), **{key: part._buffers.get(key) for key in part._non_persistent_buffers_set}}
+        if _library(kind):  # such as the rate of a dropout
+            torchs = kind.__module__.startswith("torch.nn.modules.")
+            own = {key: value for key, value in own.items() if torchs and type(value) in (int, float)}
+        # Frameworks' classes keep what is theirs in private attributes.
+        private = any(_library(base) and not issubclass(nn.Module, base) for base in kind.__mro__)
+        seen = {
+            key: _seen(value)
+            for key, value in own.items()
+            if key not in _MODULE and (key == "_hparams" or not (private and key[0] == "_"))
+        }
+        found |= {f"{name}.{key}".lstrip("."): value for key, value in seen.items() if value is not None}
     return found
 
 
@@ -383,11 +382,9 @@ def load_trained(stored: Mapping[str, Any], adapter: TrainingAdapter, url: str) 
     for name in changed:
         setattr(*flags[name], name not in frozen)
     evaluating = stored.get("evaluating", [])  # None if the model itself was
-    if evaluating is not None and model.training:
-        with plain_names(model) as inner:
-            for name, part in inner.named_modules():
-                if getattr(part, "training", None) == (name in evaluating):
-                    part.training = not part.training
+    for name, part in named_modules(model) if evaluating is not None and model.training else ():
+        if getattr(part, "training", None) == (name in evaluating):
+            part.training = not part.training
     return (
         f"resume: requires_grad of {some(changed)} is the checkpoint's, and not what this process set: to change it, set it after resuming"
         if changed
@@ -404,17 +401,15 @@ def _flags(modules: Mapping[str, nn.Module], outside: Mapping[str, Any]) -> dict
         start = f"{prefix}." if prefix else ""
         for name, parameter in named_parameters(module, remove_duplicate=False):
             flags[f"{start}{name}"] = (parameter, "requires_grad")
-        with plain_names(module) as inner:
-            for name, part in inner.named_modules():
-                if getattr(part, "running_mean", None) is not None and hasattr(part, "track_running_stats"):
-                    flags[f"{start}{name}.track_running_stats"] = (part, "track_running_stats")
+        for name, part in named_modules(module):
+            if getattr(part, "running_mean", None) is not None and hasattr(part, "track_running_stats"):
+                flags[f"{start}{name}.track_running_stats"] = (part, "track_running_stats")
     return flags
 
 
 def _evaluating(model: nn.Module) -> list[str]:
     """Return the parts that are in evaluation mode."""
-    with plain_names(model) as inner:
-        return [name for name, part in inner.named_modules() if not getattr(part, "training", True)]
+    return [name for name, part in named_modules(model) if not getattr(part, "training", True)]
 
 
 def _outside(
@@ -448,22 +443,21 @@ def _adapters(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     Metrics of torchmetrics have their states there, too, unless these are large, or each process has its own.
     """
     found: dict[str, tuple[dict[str, Any], str]] = {}
-    with plain_names(model) as inner:
-        for name, part in inner.named_modules():
-            ranks = getattr(part, "rankallocator", None)
-            for noted in (
-                vars(one) for one in (part, ranks, getattr(ranks, "peft_config", None)) if one is not None
-            ):
-                found |= {f"{name}.{key}": (noted, key) for key in sorted(_NOTED & noted.keys())}
-            own = vars(part)
-            states = (
-                own.keys() & {*getattr(part, "_defaults", ()), "_update_count"}
-                if hasattr(part, "metric_state")
-                else set()
-            )
-            tensors = [leaf for key in states for leaf in tree_leaves(own[key]) if torch.is_tensor(leaf)]
-            if world().size == 1 and sum(tensor.numel() for tensor in tensors) <= _BYTES:
-                found |= {f"{name}.{key}": (own, key) for key in sorted(states)}
+    for name, part in named_modules(model):
+        ranks = getattr(part, "rankallocator", None)
+        for noted in (
+            vars(one) for one in (part, ranks, getattr(ranks, "peft_config", None)) if one is not None
+        ):
+            found |= {f"{name}.{key}": (noted, key) for key in sorted(_NOTED & noted.keys())}
+        own = vars(part)
+        states = (
+            own.keys() & {*getattr(part, "_defaults", ()), "_update_count"}
+            if hasattr(part, "metric_state")
+            else set()
+        )
+        tensors = [leaf for key in states for leaf in tree_leaves(own[key]) if torch.is_tensor(leaf)]
+        if world().size == 1 and sum(tensor.numel() for tensor in tensors) <= _BYTES:
+            found |= {f"{name}.{key}": (own, key) for key in sorted(states)}
     return found
 
 

@@ -53,6 +53,12 @@ def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> lis
         return list(inner.named_parameters(remove_duplicate=remove_duplicate))
 
 
+def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return what the module's own method gives, with `plain_names`."""
+    with plain_names(module) as inner:
+        return list(inner.named_modules())
+
+
 def named_buffers(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, torch.Tensor]]:
     """Return what the module's own method gives, with `plain_names`."""
     with plain_names(module) as inner:

@@ -25,8 +25,7 @@ from torch.utils.data import (
 )
 
 from shrinkpoint.group.group import world
-from shrinkpoint.session.data import generators, generators_in, other_data, sizes_of
-from shrinkpoint.session.worker_reads import reads_alike
+from shrinkpoint.session.data import generators, generators_in, other_data, reads_alike, sizes_of
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 

@@ -15,8 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from shrinkpoint.group.group import world
-from shrinkpoint.session.data import generators, other_data, parts_of, sizes_of
-from shrinkpoint.session.worker_reads import reads_alike
+from shrinkpoint.session.data import generators, other_data, parts_of, reads_alike, sizes_of
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 
