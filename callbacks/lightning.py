@@ -12,7 +12,6 @@ from shrinkpoint.errors import MissingDependencyError
 try:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Checkpoint
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
         f'CompressedCheckpoint needs Lightning ({error}): pip install "shrinkpoint[lightning]"'
@@ -23,7 +22,7 @@ from shrinkpoint.integrations.lightning.adapter import Settings
 from shrinkpoint.integrations.lightning.io import answer_words, open_as_ckpt, shards_model, take_addresses
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.session.session import TrainingSession
-from shrinkpoint.session.settings import given, reduced, refusing_unknown
+from shrinkpoint.session.settings import given, handled, reduced, refusing_unknown
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import Stores, url_text
 
@@ -37,6 +36,23 @@ M = TypeVar("M", bound=LightningModule)
 Mode = Literal["min", "max"]
 
 
+@handled(
+    *(
+        "on_fit_start",
+        "on_train_start",
+        "on_train_epoch_start",
+        "on_train_batch_start",
+        "on_before_optimizer_step",
+    ),
+    *(
+        "on_train_batch_end",
+        "on_validation_batch_start",
+        "on_validation_end",
+        "on_train_epoch_end",
+        "on_train_end",
+    ),
+    *("on_fit_end", "on_exception", "teardown", "on_save_checkpoint", "on_load_checkpoint"),
+)
 class CompressedCheckpoint(Checkpoint):
     """Saves a Lightning run's whole state, compressed, in the background, and continues the run after a crash.
 
@@ -154,83 +170,6 @@ class CompressedCheckpoint(Checkpoint):
             self._session = Session(before.settings, shards=shards)
             self._session.run.best = before.run.best
         self._session.setup(trainer, stage)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepares: the model is built, and no random number is drawn yet."""
-        self._session.fit_starts(trainer, pl_module)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends a resume; begins to save."""
-        self._session.train_starts(trainer, pl_module)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Right before an epoch's iterator is built."""
-        self._session.epoch_starts(trainer)
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Keeps a batch for measurements."""
-        self._session.batch_starts(trainer, batch, batch_idx)
-
-    def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Keeps a held-out batch for measurements."""
-        self._session.validates(batch, batch_idx, dataloader_idx)
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Note that the gradients are complete."""
-        self._session.before_step(trainer)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Saves, unless this is a moment from which a run cannot be continued exactly."""
-        self._session.batch_ends(trainer, batch_idx)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves what was due at the batch before this validation."""
-        self._session.validation_ends(trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves what was due at the epoch's last batch, where no validation followed."""
-        self._session.epoch_ends(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the last steps, and waits until all is committed."""
-        self._session.train_ends(trainer)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Says so where there was nothing left to train."""
-        self._session.fit_ends(trainer)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves when the process was asked to end; finishes a running save in any case."""
-        self._session.fails(trainer, terminated=isinstance(exception, SIGTERMException))
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Lets go of the store."""
-        self._session.close()
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Adds the position to the run's checkpoints."""
-        self._session.add_position(trainer, checkpoint)
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Restores the position."""
-        self._session.take_position(trainer, checkpoint)
 
 
 def load_from_checkpoint(

@@ -6,13 +6,13 @@ from typing import Any, Literal
 from shrinkpoint.config import Advanced
 from shrinkpoint.engine.resume import ResumePolicy
 from shrinkpoint.errors import MissingDependencyError
-from shrinkpoint.session.settings import given, reduced, refusing_unknown
+from shrinkpoint.session.settings import given, handled, reduced, refusing_unknown
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import Stores
 
 try:
     import accelerate as _accelerate  # noqa: F401 - the Trainer asks for it only when it is used
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
         f'CompressedCheckpoint needs transformers and accelerate ({error}): pip install "shrinkpoint[transformers]"'
@@ -27,6 +27,10 @@ __all__ = ["CompressedCheckpoint"]
 Mode = Literal["min", "max"]
 
 
+@handled(
+    *("on_init_end", "on_train_begin", "on_pre_optimizer_step", "on_step_end", "on_epoch_end", "on_evaluate"),
+    "on_train_end",
+)
 class CompressedCheckpoint(TrainerCallback):
     """Saves a training's whole state, compressed, in the background, and continues it after a crash.
 
@@ -103,45 +107,3 @@ class CompressedCheckpoint(TrainerCallback):
     def last_model_path(self) -> str:
         """Address of the newest checkpoint; empty before the first."""
         return self._shrinkpoint_session.run.best.last_path
-
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Refuses at once what could not be saved."""
-        self._shrinkpoint_session.init_ends(args)
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Everything is built and loaded."""
-        self._shrinkpoint_session.train_begins(state)
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Note that the gradients are complete."""
-        self._shrinkpoint_session.before_step(state)
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """A step has been made; what is saved of it is saved after it has been logged and evaluated."""
-        self._shrinkpoint_session.step_ends(control)
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Note that an epoch's batches have been trained on."""
-        self._shrinkpoint_session.epoch_ends(control)
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Note that an evaluation is over."""
-        self._shrinkpoint_session.evaluation_ends()
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Saves the last steps, and waits for the save that is under way."""
-        self._shrinkpoint_session.train_ends(state)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from shrinkpoint.config import SaverConfig, whereabouts
 from shrinkpoint.engine.resume import ResumePolicy, check_policy
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shrinkpoint.steps.options import StepLog
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 _NEVER_OVERWRITTEN = (
     "a run is never overwritten: give a fresh url, or resume='never' to start a new training in this one"
@@ -80,6 +81,24 @@ def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
         init(*args, **kwargs)
 
     return checked
+
+
+def handled(*hooks: str) -> Callable[[type[T]], type[T]]:
+    """Give a callback's class these hooks of its framework, for each of which its session has a method of the same name."""
+
+    def of(name: str) -> Callable[..., Any]:
+        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(_session_of(self), name)(*args, **kwargs)
+
+        hook.__name__ = name
+        return hook
+
+    def with_hooks(kind: type[T]) -> type[T]:
+        for name in hooks:
+            setattr(kind, name, of(name))
+        return kind
+
+    return with_hooks
 
 
 @dataclass(frozen=True, kw_only=True)

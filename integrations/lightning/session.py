@@ -44,7 +44,7 @@ _STOPPED = "stopped"  # whether early stopping has ended training here
 
 
 class Session:
-    """Drives a `TrainingSession` from a trainer's hooks; every method is called on every rank.
+    """Drives a `TrainingSession` from a trainer's hooks, by whose names its methods are; every one is called on every rank.
 
     Raises:
         ConfigError: an option is not for sharded models.
@@ -132,7 +132,9 @@ class Session:
         with plain_names(trainer.lightning_module) as module:
             module.load_state_dict(weights, strict=trainer.lightning_module.strict_loading)
 
-    def take_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Take the position from a loaded checkpoint of any kind."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._stopped = checkpoint.get(POSITION_KEY, {}).get(_STOPPED, False)
@@ -151,7 +153,7 @@ class Session:
         self._stored_session = checkpoint.get(SESSION, {})
         self._stored_schedulers = checkpoint.get(POSITION_KEY, {}).get(_SCHEDULERS, {})
 
-    def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Note that the model is built; no batch has been fetched.
 
         Raises:
@@ -189,7 +191,7 @@ class Session:
             step = int(trainer._checkpoint_connector._loaded_checkpoint["global_step"])
         self.run.log.restart(step)
 
-    def train_starts(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """The iterators exist; no batch has been fetched, and Lightning has loaded the optimizers' states.
 
         Raises:
@@ -271,28 +273,32 @@ class Session:
 
     # ---- during training
 
-    def epoch_starts(self, trainer: Trainer) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Right before an epoch's iterator is built."""
         Position.of(trainer).epoch_starts(trainer)
 
-    def batch_starts(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         """Note that a batch is about to be trained on."""
         self.run.probe.kept.see_training(batch)
         if self._active:
             self.run.steps.recent.see(batch, first=batch_idx % trainer.accumulate_grad_batches == 0)
 
-    def validates(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Note that the module is about to get a batch of validation."""
         if dataloader_idx == 0:
             self.run.probe.kept.see_validation(batch, batch_idx)
 
-    def before_step(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         """Note that the gradients of an optimizer step are complete."""
         if self._active:
             remaining = self.run.trigger.steps_until_due(trainer.global_step)
             self.run.gradients_complete(None if remaining is None else remaining - 1)
 
-    def batch_ends(self, trainer: Trainer, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Save if a checkpoint is due and this moment allows it."""
         if not self._active:
             return
@@ -340,7 +346,7 @@ class Session:
     def _preempted(self) -> bool:
         return self._preemption.received or self.adapter.trainer.received_sigterm
 
-    def validation_ends(self, trainer: Trainer) -> None:
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Save what was due at the batch before this validation."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING or not self._active:
             return
@@ -356,7 +362,7 @@ class Session:
         # Gradients may be half accumulated: waiting for the step, no save would ever have the metric.
         self._save_or_end(trainer, anyway=self._is_ranked(trainer))
 
-    def epoch_ends(self, trainer: Trainer) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Save what was due at the epoch's last batch."""
         if self._active:
             self.adapter.note_metrics()
@@ -398,7 +404,9 @@ class Session:
             if interrupted:
                 self._interruption.end()
 
-    def add_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Add to a checkpoint that is being made, if it is shrinkpoint's, the position in the data, from
         every rank."""
         if RunCheckpointIO.install(trainer.strategy).is_capturing:
@@ -435,7 +443,7 @@ class Session:
 
     # ---- after training
 
-    def train_ends(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Save the last steps, and wait until everything is committed."""
         if not self._active:
             return
@@ -447,14 +455,15 @@ class Session:
             self._end(trainer)
         self._unwatch()
 
-    def fit_ends(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Say so where the run that was to be continued had ended before."""
         if self._continues and not self._began:
             self.run.best = world().broadcast(self.run.best)
             self.run.warn_complete(trainer.global_step, "Raise max_epochs or max_steps to continue")
 
-    def fails(self, trainer: Trainer, *, terminated: bool) -> None:
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         """Finish a running save; if the process is asked to end between two batches, save there first."""
+        terminated = isinstance(exception, SIGTERMException)
 
         def save() -> None:
             # With several processes the checkpoint was taken at the end of the batch, where all of them agree.
@@ -473,7 +482,7 @@ class Session:
         for request in (self._interruption, self._requeue, self._preemption):
             request.unwatch()
 
-    def close(self) -> None:
+    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Release the store."""
         self._unwatch()
         self.run.close()

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class Session:
-    """Drives a `TrainingSession` from a trainer's events; every method is called on every rank."""
+    """Drives a `TrainingSession` from a trainer's events, by whose names its methods are; every one is called on every rank."""
 
     def __init__(self, settings: Settings) -> None:
         self._given = self.settings = settings
@@ -64,7 +64,7 @@ class Session:
 
     # ---- before training
 
-    def init_ends(self, args: Any) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Refuse a training that could not be saved; the trainer has been built."""
         require_supported_args(args)
         self.settings.for_trainer(args)
@@ -118,11 +118,11 @@ class Session:
             "_load_optimizer_and_scheduler": self._instead(self._load_optimizer),
             "_load_rng_state": self._instead(lambda stored: self._place_is_found()),
             "_maybe_log_save_evaluate": self._around_moments,
-            "_save_checkpoint": self._instead_of_saving,
+            "_save_checkpoint": lambda original: self._request if self._takes_over else original,
             "prediction_step": self._before_evaluating,
             "_load_scaler": self._instead(lambda stored: None),  # loaded with the optimizer
             "_load_callback_state": self._instead(lambda stored: load_callbacks(stored, self._trainer)),
-            "_load_best_model": self._instead_of_loading_best,
+            "_load_best_model": lambda original: self._load_best if self._takes_over else original,
         }
 
     def _instead(self, load: Any) -> Override:
@@ -163,7 +163,7 @@ class Session:
         else:
             self.adapter.data.between_epochs()
 
-    def train_begins(self, state: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Everything is built and loaded; refuses a trainer that trains in a way of its own by a ConfigError."""
         if self._trainer is None:
             if state.is_hyper_param_search:
@@ -221,37 +221,31 @@ class Session:
 
         return prediction_step
 
-    def evaluation_ends(self) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note that an evaluation is over."""
         self._evaluated_batches = 0
         self._evaluated = True
 
-    def before_step(self, state: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note that the gradients of an optimizer step are complete."""
         if self._trainer is not None:
             remaining = self.run.trigger.steps_until_due(state.global_step)
             self.run.gradients_complete(None if remaining is None else remaining - 1)
 
-    def step_ends(self, control: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The trainer has decided whether it saves after this step: the save is made by shrinkpoint."""
         if self._trainer is not None:
             self._requested |= bool(control.should_save) and self.settings.schedule is None
             if self._takes_over:
                 control.should_save = False
 
-    def epoch_ends(self, control: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note that all batches of an epoch have been trained on, or the training stops within it."""
-        self.step_ends(control)
+        self.on_step_end(args, state, control)
         self._epoch_over = True
 
-    def _instead_of_saving(self, original: Any) -> Any:
-        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            if self._takes_over:
-                self._requested = True  # by a strategy that knows after the evaluation
-            else:
-                original(*args, **kwargs)
-
-        return save_checkpoint
+    def _request(self, *args: Any, **kwargs: Any) -> None:
+        self._requested = True  # by a strategy that knows after the evaluation
 
     def _around_moments(self, original: Any) -> Any:
         def log_save_evaluate(tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -296,21 +290,12 @@ class Session:
 
     # ---- after training
 
-    def _instead_of_loading_best(self, original: Any) -> Any:
-        def load_best_model() -> None:
-            if self._takes_over:
-                self._load_best()
-            else:
-                original()
-
-        return load_best_model
-
     def _load_best(self) -> None:
         trainer = self._trainer
         self.adapter.tr_loss = None
         self.run.finish()
         address = Address.parse(self.run.best.best_path)
-        # the trainer would look for a folder; `train_ends` sets it again
+        # the trainer would look for a folder; `on_train_end` sets it again
         trainer.state.best_model_checkpoint = None
         if address is None:
             warn(
@@ -323,7 +308,7 @@ class Session:
         self._best_loaded = True
         _log.info("the best model is loaded from %s", address)
 
-    def train_ends(self, state: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the last steps unless they are saved, and wait until everything is committed, or raise a SaveFailedError."""
         if self._trainer is None:
             return
