@@ -21,6 +21,7 @@ from shrinkpoint.session.attributes import attributes_of
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.rng import Counters, capture_rng, is_generator, restore_rng
 from shrinkpoint.state.stateful import plain_names
+from shrinkpoint.warn import warn
 
 _log = logging.getLogger(__name__)
 
@@ -55,14 +56,16 @@ def _length(value: Any) -> int | None:
         return None
 
 
-def other_data(there: Mapping[str, int], here: Mapping[str, int]) -> str | None:
-    """One line where the `sizes_of` this training's data, ``here``, are not the checkpoint's; else None."""
+def warn_of_other_data(there: Mapping[str, int], here: Mapping[str, int]) -> None:
+    """Warn, on the first rank, where the `sizes_of` this training's data, ``here``, are not the checkpoint's."""
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     differ = [
         f"{name} is {here.get(name, 'unknown')} here and was {there.get(name, 'unknown')}" for name in names
     ]
-    said = f"resume: the training data is not the run's: {', '.join(differ)}. The batches that follow are others, too"
-    return said if there and differ else None
+    if there and differ and world().is_first:
+        warn(
+            f"resume: the training data is not the run's: {', '.join(differ)}. The batches that follow are others, too"
+        )
 
 
 def other_processes(stored: int, *, own: bool = True) -> str | None:
@@ -98,7 +101,8 @@ def unknown_order(loader: Any, state: Any) -> str | None:
     if not _torchdata(loader):
         return None
     within = isinstance(state, Mapping) and not state.get("_iterator_finished", True)
-    if within and loader.num_workers and _knows_nothing(loader.dataset) and not reads_alike(loader):
+    known = isinstance(loader.dataset, IterableDataset) or hasattr(loader.dataset, "state_dict")
+    if within and loader.num_workers and not known and not reads_alike(loader):
         return (
             "resume: the loader's workers draw random numbers, which torchdata's loader does not restore: samples may be augmented otherwise up to the end"
             " of this epoch. Give the data set state_dict() and load_state_dict(), or num_workers=0"
@@ -110,11 +114,6 @@ def unknown_order(loader: Any, state: Any) -> str | None:
                 " differ up to the end of this epoch. Give the sampler state_dict() and load_state_dict()"
             )
     return None
-
-
-def _knows_nothing(dataset: object) -> bool:
-    """Return whether a data set is read by index, and has no state of its own for torchdata's workers."""
-    return not isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
 
 
 def _torchdata(loader: Any) -> set[str]:

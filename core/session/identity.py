@@ -126,11 +126,13 @@ def scheduler_classes(named: Mapping[str, Any]) -> dict[str, str]:
     nothing else.
     """
     inner = {name: scheduler_in(given) for name, given in named.items()}
-    return {
-        name: " ".join([_class_name(each), *_functions(each)])
-        for name, each in inner.items()
-        if each is not None
-    }
+    found = {}
+    for name, each in inner.items():
+        functions = [getattr(given, "func", given) for given in getattr(each, "lr_lambdas", ())]
+        names = dict.fromkeys(getattr(given, "__name__", "<") for given in functions)
+        if each is not None:
+            found[name] = " ".join([_class_name(each), *(one for one in names if "<" not in one)])
+    return found
 
 
 def other_schedulers(stored: Mapping[str, str], here: Mapping[str, str]) -> str | None:
@@ -195,11 +197,3 @@ def _class_name(given: object) -> str:
     kind = type(given)
     own = kind.__module__.startswith("torch.optim.") and not isinstance(given, LRScheduler)
     return f"{'torch.optim' if own else kind.__module__}.{kind.__qualname__}"
-
-
-def _functions(scheduler: LRScheduler) -> list[str]:
-    functions = [getattr(given, "func", given) for given in getattr(scheduler, "lr_lambdas", ())]
-    names = {
-        name: None for name in (getattr(given, "__name__", "<") for given in functions) if "<" not in name
-    }
-    return list(names)

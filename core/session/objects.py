@@ -26,10 +26,10 @@ from shrinkpoint.session.continuing import load_optimizers, require_same_trainin
 from shrinkpoint.session.data import (
     generators,
     in_use,
-    other_data,
     require_same_workers,
     sizes_of,
     unknown_order,
+    warn_of_other_data,
 )
 from shrinkpoint.session.identity import disabled_scalers, rounded_weights, scheduler_classes
 from shrinkpoint.session.trained import load_trained, require_shapes
@@ -312,9 +312,7 @@ class LoopObjects(TrainingAdapter):
             if warns and (unknown := unknown_order(value, state["stateful"].get(name))):
                 warn(unknown)
         # now that buffers of samples have their length back
-        data = other_data(state.get("data", {}), self._data())
-        if data is not None and warns:
-            warn(data)
+        warn_of_other_data(state.get("data", {}) if warns else {}, self._data())
         restore_rng(state["rng"], self.generators())
 
     def in_use(self) -> str | None:

@@ -158,7 +158,10 @@ class Snapshotter:
             if tensor.is_cuda and not self._fits(name, tensor)
         }
         self._buffers |= empty_tensors(missing, pinned=True)
-        copies = {name: self._buffer(name, tensor) for name, tensor in state.tensors.items()}
+        copies = {
+            name: self._buffers[name] if self._fits(name, tensor) else _buffer_for(tensor)
+            for name, tensor in state.tensors.items()
+        }
         for name, tensor in state.tensors.items():
             buffer, tensor = as_bits(copies[name]), as_bits(tensor)
             if tensor.is_cuda:
@@ -179,11 +182,6 @@ class Snapshotter:
     def _fits(self, name: str, tensor: torch.Tensor) -> bool:
         buffer = self._buffers.get(name)
         return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
-
-    def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if self._fits(name, tensor):
-            return self._buffers[name]
-        return _buffer_for(tensor)
 
 
 def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:

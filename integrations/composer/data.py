@@ -24,8 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shrinkpoint.group.group import world
-from shrinkpoint.session.data import generators, generators_in, other_data, reads_alike, sizes_of
+from shrinkpoint.session.data import generators, generators_in, reads_alike, sizes_of, warn_of_other_data
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 
@@ -56,9 +55,8 @@ class DataPlace:
     def fit_starts(self, state: State) -> None:
         """Composer is about to draw one batch of each past epoch, and then to build the epoch's iterator."""
         self._fetches = 0
-        other, self._sizes = other_data(self._sizes, _sizes(state)), {}
-        if other is not None and world().is_first:
-            warn(other)
+        sizes, self._sizes = self._sizes, {}
+        warn_of_other_data(sizes, _sizes(state))
         if not _inside_epoch(state):
             return
         if self._pending is None or self._epoch is None:
@@ -82,7 +80,9 @@ class DataPlace:
         self._fetches = 0
         self._note_epoch(state)
         # Persistent workers that an earlier epoch had started: starting them again draws a number that was not drawn then.
-        draws = pending is not None and int(state.timestamp.epoch) > 0 and _starts_persistent_workers(state)
+        loader = state.dataloader
+        starts = getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is None
+        draws = pending is not None and int(state.timestamp.epoch) > 0 and starts
         self._watch_iterator(state, self._note_epoch, instead=pending if draws else None)
 
     def fetches(self, state: State) -> None:
@@ -202,11 +202,6 @@ class _Watch:
     def stop(self) -> None:
         """Give the loader its class back."""
         self._loader.__class__ = self._kind
-
-
-def _starts_persistent_workers(state: State) -> bool:
-    loader = state.dataloader
-    return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is None
 
 
 def _inside_epoch(state: State) -> bool:

@@ -27,7 +27,6 @@ from shrinkpoint.integrations.composer.state import (
 from shrinkpoint.session.data import other_processes
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.sharded.restoring import RANKS_KEY
-from shrinkpoint.warn import warn
 
 
 def require_supported(state: State) -> None:
@@ -74,22 +73,24 @@ def continue_run(run: TrainingSession, adapter: ComposerAdapter, *, lineage: str
         return
     url = run.settings.url
     start_log(run, state)
-    live = model_state(state)
+    model = model_state(state)
 
     def require_same_run(stored: Any) -> None:
-        require_own_run(stored, live, state, url)
+        require_own_run(stored, model, state, url)
         require_same_optimizers(stored, state, url)
 
     if run.shards:
         world().on_first(lambda: require_same_run(run.outline(OUTLINE, manifest)))
     stored = run.restore(manifest)
     if not run.shards:
-        world().on_first(lambda: require_own_run(stored, live, state, url))
+        world().on_first(lambda: require_own_run(stored, model, state, url))
         run.warn_once(add_late(stored, state))
         world().on_first(lambda: require_same_optimizers(stored, state, url))
     stores_optimizers = not is_weights_only(manifest.meta)
     if stores_optimizers or not state.fsdp_enabled:
-        _warn_overridden(stored["state"]["optimizers"], state)
+        live, there = plain_optimizers(state), stored["state"]["optimizers"]
+        inner = [there[name] for name in live], [*live.values()]
+        run.warn_once(overridden_options(*inner, schedulers=state.schedulers))
     load_state(stored, state, logger, url, optimizers=stores_optimizers)
     stored = replayed(run, stored, adapter)
     _take_place(run, stored, adapter.data)
@@ -100,14 +101,6 @@ def continue_run(run: TrainingSession, adapter: ComposerAdapter, *, lineage: str
     done = state.get_elapsed_duration() if state.max_duration is not None else None
     if done is not None and done >= 1.0:
         run.warn_complete(adapter.step, f"Raise max_duration={state.max_duration} to continue")
-
-
-def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:
-    live = plain_optimizers(state)
-    there = [stored[name] for name in live]
-    overridden = overridden_options(there, [*live.values()], schedulers=state.schedulers)
-    if overridden is not None and world().is_first:
-        warn(overridden)
 
 
 def _require_own_run(run: TrainingSession, state: State) -> None:

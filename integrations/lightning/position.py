@@ -19,12 +19,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shrinkpoint.group.group import world
 from shrinkpoint.session.data import (
     generators,
-    other_data,
     other_processes,
     require_same_workers,
     samplers,
     sizes_of,
     unknown_order,
+    warn_of_other_data,
 )
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
@@ -155,9 +155,7 @@ class Position:
         self._loaded = None
         # early stopping and plateau schedulers read these
         trainer.callback_metrics.update(loaded["callback_metrics"])
-        other = other_data(mine["data"]["sizes"], self._sizes(trainer))
-        if other is not None and trainer.is_global_zero:
-            warn(other)
+        warn_of_other_data(mine["data"]["sizes"], self._sizes(trainer))
         if missing := missing_internals(trainer):
             rank_zero_warn(
                 f"this version of Lightning has no fit_loop.{', '.join(missing)}: the order of samples may differ"

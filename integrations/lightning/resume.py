@@ -114,15 +114,11 @@ def _require_own_runs(runs: Iterable[TrainingSession], module: LightningModule) 
 
 def require_module(
     checkpoint: dict[str, Any], module: LightningModule, url: str, *, warns: bool = False
-) -> str | None:
-    """Refuse a checkpoint of another model, unless the module translates what it loads; of others the weights become
-    what `fitted` gives.
-
-    Returns a warning, where tied parameters are given to separate ones; else None.
+) -> None:
+    """Refuse a checkpoint of another model, unless the module translates what it loads; of others the weights become what `fitted` gives.
 
     Raises:
-        StateMismatchError: names or shapes differ, or separate tensors are tied here. Or it is not a Lightning
-            checkpoint.
+        StateMismatchError: names or shapes differ, or separate tensors are tied here. Or it is not a Lightning checkpoint.
     """
     if "state_dict" not in checkpoint or _VERSION not in checkpoint:
         raise StateMismatchError(
@@ -130,10 +126,12 @@ def require_module(
             " with what it was made with"
         )
     if is_overridden("on_load_checkpoint", module) or not module.strict_loading:
-        return None
+        return
     stored = checkpoint["state_dict"]
     checkpoint["state_dict"] = fitted(stored, module, url, warns=warns)
-    return require_same_ties(stored, module, url)
+    untied = require_same_ties(stored, module, url)
+    if untied is not None and warns:
+        warn(untied)
 
 
 def replay(log: "TrainingLog", adapter: LightningAdapter) -> int:

@@ -37,7 +37,6 @@ from shrinkpoint.session.trained import load_trained
 from shrinkpoint.session.triggers import Trigger
 from shrinkpoint.sharded.placement import ShardedPlacement
 from shrinkpoint.state.stateful import load_optimizer, plain_names, put_back_dtypes
-from shrinkpoint.warn import warn
 
 _SCHEDULERS = "schedulers"  # the classes of schedulers, in its position
 _STOPPED = "stopped"  # whether early stopping has ended training here
@@ -88,7 +87,12 @@ class Session:
         """
         self.adapter.trainer = trainer
         require_supported(trainer.strategy)
-        self._require_torch_distributed(trainer)
+        if trainer.world_size != world().size:
+            raise ConfigError(
+                f"strategy={type(trainer.strategy).__name__} trains with {trainer.world_size} processes, of which"
+                f" torch.distributed knows {world().size}: use a single device or 'ddp', or let Lightning set torch.distributed"
+                " up"
+            )
         self.run.require_own_url(trainer.checkpoint_callbacks)
         self._active = stage == "fit" and not trainer.fast_dev_run and not is_tuning(trainer)
         if self._active and self.run.path is not None:
@@ -225,11 +229,8 @@ class Session:
 
     def _stay_stopped(self, trainer: Trainer) -> None:
         """End a run again that early stopping had ended, if it was continued by itself."""
-        if (
-            self._stopped
-            and trainer.early_stopping_callbacks
-            and world().broadcast(self.run.continued is not None)
-        ):
+        stopped = self._stopped and trainer.early_stopping_callbacks
+        if stopped and world().broadcast(self.run.continued is not None):
             trainer.should_stop = True
             way_on = f"EarlyStopping has ended it: fit(ckpt_path={str(trainer.ckpt_path)!r}) goes on"
             self.run.warn_complete(trainer.global_step, way_on)
@@ -255,21 +256,11 @@ class Session:
         if isinstance(trainer.precision_plugin, DoublePrecision):  # which converts it when it is loaded
             trainer.lightning_module.double()
         if trainer.state.fn == TrainerFn.FITTING:
-            first, url = trainer.is_global_zero, self.settings.run.url
-            untied = require_module(checkpoint, trainer.lightning_module, url, warns=first)
-            if untied is not None and first:
-                warn(untied)
+            url, first = self.settings.run.url, trainer.is_global_zero
+            require_module(checkpoint, trainer.lightning_module, url, warns=first)
         if "state_dict" in checkpoint:
             given = quantized_as(stored, checkpoint["state_dict"], trainer.lightning_module)
             checkpoint["state_dict"] = given
-
-    def _require_torch_distributed(self, trainer: Trainer) -> None:
-        if trainer.world_size != world().size:
-            raise ConfigError(
-                f"strategy={type(trainer.strategy).__name__} trains with {trainer.world_size} processes, of which"
-                f" torch.distributed knows {world().size}: use a single device or 'ddp', or let Lightning set torch.distributed"
-                " up"
-            )
 
     # ---- during training
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from shrinkpoint.group.group import world
-from shrinkpoint.session.data import generators, other_data, parts_of, reads_alike, sizes_of
+from shrinkpoint.session.data import generators, parts_of, reads_alike, sizes_of, warn_of_other_data
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 
@@ -47,9 +46,7 @@ class DataPlace:
         if self._pending is None or self._loader is None:
             return
         set_seeds(self._loader, self._pending["seeds"])
-        other = other_data(self._pending["sizes"], sizes_of(self._loader))
-        if other is not None and world().is_first:
-            warn(other)
+        warn_of_other_data(self._pending["sizes"], sizes_of(self._loader))
 
     def state(self, *, inside_epoch: bool) -> dict[str, Any]:
         """Return this rank's position, in plain data and tensors."""
