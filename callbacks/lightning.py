@@ -79,8 +79,8 @@ class CompressedCheckpoint(Checkpoint):
         every_n_epochs: save at the end of every so many epochs, and as ``ModelCheckpoint`` after validations within them; in
             Lightning 1 when no other schedule is given. With any schedule the last steps are saved when training ends.
         train_time_interval: save when so much time has passed, a ``timedelta``.
-        monitor: the logged metric for `save_top_k` and ``<url>#best``. Checkpoints of steps with a validation are ranked alone;
-            callbacks save after one where the last save lacks the metric. A loss (``mode="min"``) also measures what is saved.
+        monitor: the logged metric for `save_top_k` and ``<url>#best``. Only checkpoints that are made right after
+            a validation are ranked; if the last save was not, another one follows the next validation. A loss (``mode="min"``) also measures what is saved.
         adopt: as of `Checkpointer`, or True where the number follows from ``max_steps``, with a schedule in steps, or ``max_epochs``.
 
     Raises:

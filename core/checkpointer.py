@@ -76,7 +76,7 @@ class Checkpointer:
             always of the same batches in the same order. It makes `max_degradation` a
             measured bound; without it the mildest settings are taken. Called in eval mode, without gradients, several times for each
             save; what it changes outside of the model stays. It may measure an
-            average of the weights (EMA, SWA) that is given by name: `load_weights` has the model's, an export to .ckpt both. Of a sharded model, or a DDP wrapper, it is called
+            average of the weights (EMA, SWA) that is passed by a keyword. `load_weights` then gives the model's own weights, and an export to .ckpt has both. Of a sharded model, or a DDP wrapper, it is called
             on all ranks at the same time, each with batches of its own (docs/sharded.md).
         train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, ..., `probe_steps` - 1 (19; take
             them in turn if they are fewer), as training computes it, unscaled. With `evaluate`, `max_degradation` is then measured some steps after a
