@@ -501,7 +501,10 @@ class TrainingSession:
     def save(
         self, *, last: bool = False, exact: bool = False, again: bool = False, planned: bool = False
     ) -> Accepted | bool:
-        """Take a checkpoint of the present step.
+        """Take a checkpoint of the present step, unless one is running and ``busy="skip"``; it then counts as skipped.
+
+        A missing monitor and a failing evaluation are warned about, once; resumed steps are not tried again after a
+        failure.
 
         Args:
             last: it is the last save: wait for a running one instead of skipping this one, and until this one is
@@ -519,7 +522,10 @@ class TrainingSession:
         """
         self.trigger.saved()
         adapter, step = self.adapter, self.adapter.step
-        if (step == self.saved_step and not again) or not self.wants(last=last):
+        if step == self.saved_step and not again:
+            return True
+        # Ranks that save together agree about that later, before a tensor is moved.
+        if not (self.together or self.group().broadcast(self.group().is_first and self._has_room(last))):
             return step == self.saved_step
         self.drain()
         state = self.captured()
@@ -527,24 +533,38 @@ class TrainingSession:
             self.log.boundary(step, lambda: adapter.logged(lambda: state))
         if self.path is not None and not planned:
             self.path.add_to(state[SESSION])
+        adoption = None
+        if planned:
+            own = (
+                {"probe_batches": PROBE_BATCHES, "ranks": self.group().size} if self.path is not None else {}
+            )
+            adoption = Adoption(live=adapter.live, settings={**adapter.path_settings(), **own})
 
-        def request() -> SaveRequest:
-            measured = self.measures
-            return SaveRequest(
+        def accept() -> Accepted | None:
+            describe, metrics, measured = adapter.describe(state), adapter.metrics(), self.measures
+            # the saver refuses others, on every rank
+            if self.group().is_first and (metrics is None or isinstance(metrics, Mapping)):
+                self._require_monitor(step, metrics or {})
+            evaluate = reporting(self.probe.evaluation(), self.warn_once) if measured else None
+            resumed = self.steps.resumed() if measured and (adapter.is_loop or not planned) else None
+            # What a framework's first rank saves alone, all ranks may have to evaluate: they wait in `drain`.
+            waits = self.together or adapter.is_loop or self.saver.busy
+            request = SaveRequest(
                 state=state,
                 step=step,
-                describe=adapter.describe(state),
-                metrics=adapter.metrics(),
-                evaluate=self.probe.evaluation() if measured else None,
-                resumed=self.steps.resumed() if measured and (adapter.is_loop or not planned) else None,
+                describe=describe,
+                metrics=metrics,
+                evaluate=evaluate,
+                resumed=self._until_failure.guard(resumed),
                 gradients=None if planned else self._gradients.take(adapter.optimizers),
                 optimizers=adapter.optimizers,
                 exact=exact,
-                wait=last,
+                wait=last and waits,
+                adoption=adoption,
             )
+            return self.saver.accept(request)
 
-        adoption = Adoption(live=adapter.live, settings=adapter.path_settings()) if planned else None
-        accepted = self.submit(request, adoption)
+        accepted = self.decide(accept)
         if accepted is not None:
             self.saved_step = step
         if planned and self.path is not None:
@@ -615,43 +635,6 @@ class TrainingSession:
 
     def drain(self) -> None:
         """Do nothing; overridden where other ranks take part in evaluations, and wait there for a running save."""
-
-    def wants(self, *, last: bool) -> bool:
-        """Return whether a due save is made now; the same on all ranks, called before they gather a state.
-
-        False where one is running and ``busy="skip"``; it then counts as skipped. Ranks that save together agree
-        about that in `save`, before a tensor is moved.
-        """
-        return self.together or self.group().broadcast(self.group().is_first and self._has_room(last))
-
-    def submit(self, request: Callable[[], SaveRequest], adoption: Adoption | None = None) -> Accepted | None:
-        """Give a save to the saver, on each rank that saves; errors as of `save`.
-
-        A missing monitor and a failing `evaluate` are warned about, once; `resumed` is not tried again after a
-        failure. When a planned save returns, every rank has the values that are stored.
-        """
-        if adoption is not None and self.path is not None:
-            own = {"probe_batches": PROBE_BATCHES, "ranks": self.group().size}
-            adoption = replace(adoption, settings={**adoption.settings, **own})
-
-        def accepted() -> Accepted | None:
-            asked = request()
-            metrics = {} if asked.metrics is None else asked.metrics
-            # the saver refuses others, on every rank
-            if self.group().is_first and isinstance(metrics, Mapping):
-                self._require_monitor(asked.step, metrics)
-            # What a framework's first rank saves alone, all ranks may have to evaluate: they wait in `drain`.
-            waits = self.together or self.adapter.is_loop or self.saver.busy
-            guarded = replace(
-                asked,
-                evaluate=None if asked.evaluate is None else reporting(asked.evaluate, self.warn_once),
-                resumed=self._until_failure.guard(asked.resumed),
-                wait=asked.wait and waits,
-                adoption=adoption,
-            )
-            return self.saver.accept(guarded)
-
-        return self.decide(accepted)
 
     def warn_once(self, message: str | None, *, topic: str | None = None) -> None:
         """Warn on the first rank, unless it is None, or the same message, or another one of the same `topic`, was given before."""

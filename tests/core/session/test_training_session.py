@@ -4,7 +4,8 @@ import copy
 import pickle
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -12,11 +13,9 @@ import torch
 from support.constant import Constant
 from support.options import grouped
 
-from shrinkpoint.engine.request import SaveRequest
 from shrinkpoint.errors import ShrinkpointWarning, StoreError
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import RunSettings
-from shrinkpoint.state.training import Role, Tag
 from shrinkpoint.store.writer import RunWriter
 
 Make = Callable[..., TrainingSession]
@@ -31,14 +30,26 @@ def _session(request: pytest.FixtureRequest) -> Make:
         settings = RunSettings.build(
             url=url, **grouped(**{"scheme": "lossless", "busy": "wait"} | (options or {})), **given
         )
-        return TrainingSession(settings, Constant())
+        return TrainingSession(settings, Given())
 
     return make
 
 
-def save(run: TrainingSession, step: int, *, last: bool = False, **more: Any) -> bool:
-    state = {"model": {"w": torch.full((4,), float(step))}}
-    return run.submit(lambda: SaveRequest(state=state, step=step, wait=last, **more))
+class Given(Constant):
+    """A training that stands at the step that it is given, with these metrics."""
+
+    given: Mapping[str, float] = MappingProxyType({})
+
+    def state(self) -> dict[str, Any]:
+        return {"model": {"w": torch.full((4,), float(self.step))}, "optimizers": []}
+
+    def metrics(self) -> dict[str, float]:
+        return dict(self.given)
+
+
+def save(run: TrainingSession, step: int, *, metrics: Mapping[str, float] = MappingProxyType({})) -> Any:
+    run.adapter.step, run.adapter.given = step, metrics
+    return run.save()
 
 
 class Hold:
@@ -76,7 +87,6 @@ def test_saves_and_knows_the_best(session: Make) -> None:
     run.open()
     assert run.choose() is None
     for step, loss in ((1, 0.5), (2, 0.7)):
-        assert run.wants(last=False)
         assert save(run, step, metrics={"loss": loss})
     run.finish()
     url = run.settings.url
@@ -103,11 +113,10 @@ def test_continues_and_remembers(session: Make) -> None:
 
 def test_a_measured_step_that_is_skipped_is_told_once(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = session(options={"busy": "skip"}, monitor="loss")
-    monkeypatch.setattr(run.adapter, "metrics", lambda: {"loss": 0.5})
     hold = Hold(monkeypatch)
     save(run, 1, metrics={"loss": 0.6})
     with pytest.warns(ShrinkpointWarning) as caught:
-        assert [run.wants(last=False) for _ in range(2)] == [False, False]
+        assert [save(run, 2, metrics={"loss": 0.5}) for _ in range(2)] == [False, False]
     assert sum("has loss=0.5 and is not saved" in str(each.message) for each in caught) == 1
     hold.let_go()
     run.finish()
@@ -130,16 +139,18 @@ def test_a_monitor_that_is_not_logged_at_every_save_is_not_missing(session: Make
 
 
 def test_a_failing_evaluation_is_told_once_and_costs_no_checkpoint(session: Make) -> None:
-    def evaluate(weights: Any) -> float:
+    run = session(options={"scheme": "inshrinkerator"})
+    run.adapter.model = torch.nn.Linear(256, 256)
+    run.adapter.state = lambda: {"model": run.adapter.model.state_dict(), "optimizers": []}
+
+    def fails(*_: Any, **options: Any) -> float:
         raise RuntimeError("no batch")
 
-    run = session(options={"scheme": "inshrinkerator"})
-    wide = {"w": torch.randn(256, 256, generator=torch.Generator().manual_seed(1))}
+    run.adapter.loss = fails
+    run.probe.kept.see_training(0)
 
     def save_measured(step: int) -> None:
-        tag = Tag(role=Role.WEIGHT, parameter="w")
-        described = SaveRequest(state=wide, step=step, describe=lambda path, tensor: tag, evaluate=evaluate)
-        run.submit(lambda: described)
+        save(run, step)
         run.finish()
 
     with pytest.warns(ShrinkpointWarning, match="cannot be measured.*no batch"):
