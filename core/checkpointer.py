@@ -187,10 +187,8 @@ class Checkpointer:
                 "step_log= needs one process, or a DistributedDataParallel that every process gives to a Checkpointer as"
                 " the model, and no shards (FSDP2): leave it out elsewhere, or use the callbacks of Lightning and Composer"
             )
-        shares: dict[str, Any] = {"group": Alone}
-        if isinstance(objects, ShardedObjects):
-            shares = {"targets": objects.targets, "own": objects.own, "copied": objects.copied}
-        self._objects, self._run = objects, TrainingSession(settings, objects, **shares)
+        group = world if copied or sharded else Alone
+        self._objects, self._run = objects, TrainingSession(settings, objects, shards=sharded, group=group)
         objects.session = run = self._run
         run.trained.begin()
         run.probe.kept.see_training(0)  # the loop's functions know batches by their numbers

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,10 @@ from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.continuing import load_model, load_optimizers, require_same_training
+from shrinkpoint.sharded.targets import Targets
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import state_of
-from shrinkpoint.state.training import Describe
+from shrinkpoint.state.training import Describe, Role, TensorSpec
 
 if TYPE_CHECKING:
     from shrinkpoint.steps.training import Captured
@@ -137,7 +139,9 @@ class TrainingAdapter(ABC):
 
     def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a `state` without these parts, which a step log restores by itself."""
-        return {key: value for key, value in state.items() if key not in ("model", "optimizers")}
+        return {
+            key: value for key, value in state.items() if key not in (self.model_key, self.optimizers_key)
+        }
 
     def logged(self, state: Callable[[], Mapping[str, Any]]) -> "Captured":
         """Return what a step log stores of a `state` besides its own; called on every rank."""
@@ -159,6 +163,36 @@ class TrainingAdapter(ABC):
         """Return the names in the model's part of a `state`."""
         names: Collection[str] = state_of(self.model).keys()
         return names
+
+    # ---- shards and copies, as of `ShardedPlacement`
+
+    model_key, optimizers_key, writer = "model", "optimizers", "the training's framework"
+    """The entries of a `state` that `targets` looks for, and who writes it, for messages."""
+    fills_copies = False
+    """Whether a restore fills the `targets` of a model that is not sharded, too."""
+    apart: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """Of a sharded model's last `state`, what this rank has for itself."""
+    _targets: Targets | None = None
+
+    def own(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return what each rank stores for itself, values by group and name."""
+        return self.apart
+
+    def targets(
+        self, specs: Mapping[str, TensorSpec], others: Mapping[str, Any] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors that a restore fills; what is wrong with them must be found here."""
+        keys = {"model_key": self.model_key, "optimizers_key": self.optimizers_key}
+        self._targets = Targets(self.model, [*self.optimizers], writer=self.writer, **keys)
+        return self._targets.find(specs, others)
+
+    def reordered(self, states: Sequence[Any]) -> list[Any]:
+        """Return optimizers' states of a checkpoint that has filled the `targets` by the numbers that parameters have here."""
+        return [*states] if self._targets is None else self._targets.reordered(states)
+
+    def copied(self, spec: TensorSpec) -> bool:
+        """Parameters and their optimizers' state; of buffers the first rank's count, whose data parallelism gives them to all."""
+        return spec.tag.parameter is not None and spec.tag.role not in (Role.BUFFER, Role.AVERAGE)
 
     # ---- measuring; the model is in the mode that is asked for, and all is put back afterwards
 

@@ -36,13 +36,13 @@ from shrinkpoint.session.reports import BestCheckpoints, log_line
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.trained import Trained, load_trained
 from shrinkpoint.session.triggers import Schedule, Trigger
-from shrinkpoint.sharded.placement import ShardedPlacement, Targets, refuse_options
+from shrinkpoint.sharded.placement import ShardedPlacement, refuse_options
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.dtypes import empty_tensor
 from shrinkpoint.state.frozen import meta_filled
 from shrinkpoint.state.specs import whole_specs
-from shrinkpoint.state.training import Role, TensorSpec, TrainingState
+from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
 
@@ -58,9 +58,8 @@ _FAILED_S = 60.0
 class TrainingSession:
     """Saves a training through a `Saver`, and continues it.
 
-    `targets`, `own` and `copied` are those of `ShardedPlacement`. `restore` fills the targets, so that what is wrong
-    must be found before. Without any the model is not sharded, or new tensors are filled. `group` gives the processes
-    that save together.
+    Where the model is sharded, `restore` fills the adapter's targets; else new tensors, unless it fills copies as well.
+    `group` gives the processes that save together.
 
     Raises:
         ConfigError: an option is not for sharded models.
@@ -71,13 +70,11 @@ class TrainingSession:
         settings: RunSettings,
         adapter: TrainingAdapter,
         *,
-        targets: Targets | None = None,
-        own: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
-        copied: Callable[[TensorSpec], bool] | None = None,
+        shards: bool = False,
         group: Callable[[], Group] = world,
     ) -> None:
         self.settings, self.adapter, self.group = settings, adapter, group
-        self.shards = targets is not None and copied is None
+        self.shards, self._fills = shards, shards or adapter.fills_copies
         """Whether the model is sharded."""
         if self.shards and settings.step_log is not None:
             raise ConfigError(
@@ -85,7 +82,6 @@ class TrainingSession:
             )
         if self.shards:
             refuse_options(settings.saver)
-        self._targets, self._own, self._copied = targets, own, copied
         self.best = BestCheckpoints(
             url=settings.url,
             monitor=settings.saver.monitor,
@@ -164,11 +160,12 @@ class TrainingSession:
         if self._saver is None:
             stores, config = self.settings.stores, self.settings.saver
             options = self.settings.storage_options
+            adapter = self.adapter
             placement = partial(
                 ShardedPlacement,
-                targets=self._targets or _new_tensors,
-                own=self._own,
-                copied=None if self.shards else self._copied or _is_copied,
+                targets=adapter.targets if self._fills else _new_tensors,
+                own=adapter.own,
+                copied=None if self.shards else adapter.copied,
             )
             self._saver = Saver(
                 stores,
@@ -310,7 +307,7 @@ class TrainingSession:
         restored = self.group().on_every(lambda: self.saver.restore(manifest, adopt=adopt))
         assert restored is not None
         state = restored.state.to_object()
-        if self._targets is None and isinstance(state, dict):
+        if not self._fills and isinstance(state, dict):
             state.pop(RANKS_KEY, None)
         return state
 
@@ -810,8 +807,3 @@ class TrainingSession:
 
 def _new_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
     return {name: empty_tensor(spec.shape, spec.dtype) for name, spec in specs.items()}
-
-
-def _is_copied(spec: TensorSpec) -> bool:
-    """Parameters and their optimizers' state; of buffers the first rank's count, whose data parallelism gives them to all."""
-    return spec.tag.parameter is not None and spec.tag.role not in (Role.BUFFER, Role.AVERAGE)

@@ -14,7 +14,7 @@ from shrinkpoint.session.ddp import bucket_order, restore_buckets, stateful_hook
 from shrinkpoint.session.objects import LoopObjects
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.restoring import RANKS_KEY
-from shrinkpoint.sharded.targets import Targets, reshard
+from shrinkpoint.sharded.targets import reshard
 from shrinkpoint.sharded.trees import own_of
 from shrinkpoint.state.rng import diverge_rng
 from shrinkpoint.state.stateful import parameters_of, state_of
@@ -75,17 +75,7 @@ class ShardedObjects(LoopObjects):
     """As `LoopObjects`, on one of the ranks that train a sharded model together."""
 
     ordered = False  # `Targets` finds it by name
-    copied: Callable[[TensorSpec], bool] | None = None
-
-    def __init__(self, model: Any, *options: Any) -> None:
-        super().__init__(model, *options)
-        self._found = Targets(
-            self.model,
-            self.optimizers,
-            model_key="model",
-            optimizers_key="optimizers",
-            writer="a Checkpointer",
-        )
+    writer = "a Checkpointer"
 
     def state(self) -> dict[str, Any]:
         """See `LoopObjects.state`; its DTensors are this rank's."""
@@ -111,16 +101,15 @@ class ShardedObjects(LoopObjects):
             "trained": self.session.trained.values(),
         }
 
-    def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-        """Return the tensors that a restore fills, as of `Targets.find`."""
+    def targets(self, specs: Mapping[str, TensorSpec], others: Any = None) -> dict[str, torch.Tensor]:
         others = {name: state_of(value) for name, value in self.stateful.items()}
-        return self._found.find(specs, {"stateful": others})
+        return super().targets(specs, {"stateful": others})
 
     def load(self, state: Any, *, warns: bool = True) -> None:
         """See `LoopObjects.load`; the model's shards are filled already."""
         ranks = state.pop(RANKS_KEY, None) if isinstance(state, dict) else None
         if isinstance(state, dict) and isinstance(state.get("optimizers"), list):
-            state["optimizers"] = self._found.reordered(state["optimizers"])
+            state["optimizers"] = self.reordered(state["optimizers"])
         if ranks is not None and ranks["rank"] >= ranks["stored"]:  # the first one's are no other rank's
             state["rng"] = {name: one for name, one in state["rng"].items() if name not in ("own", "starts")}
         super().load(state, warns=warns)
@@ -142,6 +131,8 @@ class CopiedObjects(ShardedObjects):
 
     Of a ``DistributedDataParallel`` the order of sums is stored, too.
     """
+
+    fills_copies = True
 
     def __init__(self, model: Any, *options: Any) -> None:
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None

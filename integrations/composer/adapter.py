@@ -62,8 +62,6 @@ class ComposerAdapter(TrainingAdapter):
         """The position in the training data."""
         self.evaluated: dict[str, int] = {}
         """At which batch each evaluator was run last, by its label."""
-        self.own: Mapping[str, Mapping[str, Any]] = {}
-        """Of a sharded model's last `state`, what this rank has for itself."""
         self.run: State
         """Composer's state, and its logger, from the trainer's construction on."""
         self.logger: Logger
@@ -94,7 +92,7 @@ class ComposerAdapter(TrainingAdapter):
         state, place = self.run, self.data.state(self.run)
         if shards_model(state):
             reshard(self.model)
-            self.own = {"place": place}
+            self.apart = {"place": place}
             return world().on_every(lambda: stored_state(state, place))
         places = world().gather(place)
         if state.fsdp_enabled:  # its parameters may be whole, after an evaluation, until its state is taken
@@ -130,8 +128,7 @@ class ComposerAdapter(TrainingAdapter):
             return {"state": stored}
         return {"state": {**self.followed()["state"], "optimizers": stored["optimizers"]}}
 
-    def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-        """Return the tensors that a restore of a sharded model fills, as of `ShardedPlacement`."""
+    def targets(self, specs: Mapping[str, TensorSpec], others: Any = None) -> dict[str, torch.Tensor]:
         module = self.model
         reshard(module)
         names = parameter_names(module)

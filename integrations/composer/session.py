@@ -35,7 +35,7 @@ class Session:
         self.settings = settings
         self.adapter = adapter = ComposerAdapter(settings)
         self.run: TrainingSession = (
-            TrainingSession(settings.run, adapter, targets=adapter.targets, own=lambda: adapter.own)
+            TrainingSession(settings.run, adapter, shards=True)
             if shards
             else GatheringSession(settings.run, adapter)
         )

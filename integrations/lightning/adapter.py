@@ -29,14 +29,12 @@ from shrinkpoint.session.batches import to_host
 from shrinkpoint.session.reports import configuration, finite, number_of, numbers
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.triggers import Schedule
-from shrinkpoint.sharded.targets import Targets
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import named_parameters, own_names, plain_names, state_of
 from shrinkpoint.state.training import Describe, TensorSpec
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 _OWN_STEPS = ("optimizer_step", "backward", "manual_backward")
-_NOT_IN_THE_REST = ("state_dict", "optimizer_states")
 _AVERAGING = getattr(callbacks, "WeightAveraging", ())
 _TAKE_TEXT = {"CSVLogger", "WandbLogger"}  # loggers whose log_metrics stores strings too
 _GRADIENTS = "gradients"
@@ -59,14 +57,14 @@ class Settings:
 class LightningAdapter(TrainingAdapter):
     """One trainer and its module; see the base class. With `shards` each rank has its own state and position."""
 
+    model_key, optimizers_key, writer = "state_dict", "optimizer_states", "Lightning's callback"
+
     def __init__(self, settings: Settings, *, shards: bool = False) -> None:
         saver = settings.run.saver
         self._settings, self._shards = settings, shards
         self._metric = saver.monitor if saver.mode == "min" else None
         self._measured: dict[str, tuple[torch.Tensor, int, int]] = {}
         self._shows_saving = False
-        self.own: Mapping[str, Mapping[str, Any]] = {}
-        """Of a sharded model's last `state`, what this rank has for itself."""
         self.trainer: Trainer
         """The trainer, from its setup on."""
 
@@ -102,7 +100,7 @@ class LightningAdapter(TrainingAdapter):
             trainer.save_checkpoint(CAPTURED, weights_only=False)
         found = world().on_every(lambda: self._stored(captured))
         if self._shards:
-            self.own = {POSITION_KEY: {key: found[POSITION_KEY][key] for key in OWN_KEYS}}
+            self.apart = {POSITION_KEY: {key: found[POSITION_KEY][key] for key in OWN_KEYS}}
         return found
 
     def _stored(self, captured: list[dict[str, Any]]) -> dict[str, Any]:
@@ -136,9 +134,6 @@ class LightningAdapter(TrainingAdapter):
         translates = is_overridden("on_load_checkpoint", self.model) or not self.model.strict_loading
         return state_of(self.model) if translates else weights, states
 
-    def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in state.items() if key not in _NOT_IN_THE_REST}
-
     def followed(self) -> dict[str, Any]:
         trainer, module = self.trainer, self.model
         with plainly_named(trainer, module):
@@ -151,22 +146,14 @@ class LightningAdapter(TrainingAdapter):
     def live(self) -> dict[str, Any]:
         return {**self.followed(), "optimizer_states": [each.state_dict() for each in self.optimizers]}
 
-    def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-        """Return the tensors that a restore of a sharded model fills, as of `ShardedPlacement`."""
-        self.found = Targets(
-            self.model,
-            self.trainer.optimizers,
-            model_key="state_dict",
-            optimizers_key="optimizer_states",
-            writer="Lightning's callback",
-        )
+    def targets(self, specs: Mapping[str, TensorSpec], others: Any = None) -> dict[str, torch.Tensor]:
         start = f"{POSITION_KEY}/{_GRADIENTS}/"
         gradients = {
             name: torch.zeros_like(parameter.detach())
             for name, parameter in named_parameters(self.model)
             if f"{start}{name}" in specs
         }
-        return self.found.find(specs, {POSITION_KEY: {_GRADIENTS: gradients}})
+        return super().targets(specs, {POSITION_KEY: {_GRADIENTS: gradients}})
 
     # ---- measuring
 

@@ -52,8 +52,7 @@ class Session:
     def __init__(self, settings: Settings, *, shards: bool = False) -> None:
         self.settings = settings
         self.adapter = adapter = LightningAdapter(settings, shards=shards)
-        targets = adapter.targets if shards else None
-        self.run = TrainingSession(settings.run, adapter, targets=targets, own=lambda: adapter.own)
+        self.run = TrainingSession(settings.run, adapter, shards=shards)
         self.run.trigger = Trigger(settings.schedule)
         more = signals_of(settings.run.saver.signals)
         self._interruption = TerminationRequest(  # Lightning handles SIGTERM itself
@@ -127,7 +126,7 @@ class Session:
     def _load_shards(self, trainer: Trainer, checkpoint: dict[str, Any], url: str) -> None:
         weights, optimizers = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         if trainer.state.fn == TrainerFn.FITTING:
-            optimizers = self.adapter.found.reordered(optimizers)
+            optimizers = self.adapter.reordered(optimizers)
             self._note_identities(checkpoint)
             self._require_optimizers(trainer, optimizers, url)
             for optimizer, stored in zip(trainer.optimizers, optimizers, strict=True):

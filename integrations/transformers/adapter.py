@@ -29,12 +29,13 @@ from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.batches import to_host
 from shrinkpoint.session.probe import loss_of
 from shrinkpoint.session.reports import finite, numbers
-from shrinkpoint.sharded.targets import Targets, reshard
-from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.sharded.targets import reshard
 
 
 class TransformersAdapter(TrainingAdapter):
     """One trainer, and the position in its training data; see the base class."""
+
+    writer = "the callback for Hugging Face's Trainer"
 
     def __init__(self, settings: Settings, data: DataPlace) -> None:
         self._settings = settings
@@ -91,17 +92,6 @@ class TransformersAdapter(TrainingAdapter):
 
     def check(self, state: Mapping[str, Any]) -> None:
         require_own_run(state, self.model, self._settings.run.url)
-
-    def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-        """Return the tensors that a restore of a sharded model fills, as of `ShardedPlacement`."""
-        self.found = Targets(
-            self.model,
-            [*self.optimizers],
-            model_key="model",
-            optimizers_key="optimizers",
-            writer="the callback for Hugging Face's Trainer",
-        )
-        return self.found.find(specs)
 
     # ---- measuring
 

@@ -49,8 +49,7 @@ class Session:
 
     def _set_up(self, *, shards: bool = False) -> None:
         self.adapter = TransformersAdapter(self.settings, DataPlace(self._sees))
-        targets = self.adapter.targets if shards else None
-        self.run = TrainingSession(self.settings.run, self.adapter, targets=targets)
+        self.run = TrainingSession(self.settings.run, self.adapter, shards=shards)
         self._trainer: Any = None
         self._stored: Mapping[str, Any] | None = None
         self._seen_step = self._evaluated_batches = 0
@@ -154,7 +153,7 @@ class Session:
     def _restored(self, step: int, *, adopt: bool = True) -> Any:
         state = self.run.restore(step, adopt=adopt)
         if self.run.shards:
-            state["optimizers"] = self.adapter.found.reordered(state["optimizers"])
+            state["optimizers"] = self.adapter.reordered(state["optimizers"])
         return state
 
     def _place_is_found(self) -> None:

@@ -13,7 +13,7 @@ from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.session.settings import RunSettings
 from shrinkpoint.session.sharded import has_shards
 from shrinkpoint.session.triggers import Schedule
-from shrinkpoint.sharded.targets import Targets, reshard
+from shrinkpoint.sharded.targets import reshard
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import load_stateful, state_of
 
@@ -103,8 +103,6 @@ class ToyAdapter(TrainingAdapter):
 
     def __init__(self, trainer: ToyTrainer) -> None:
         self.trainer, self.shards = trainer, has_shards(trainer.model)
-        names = {"model_key": "model", "optimizers_key": "optimizers", "writer": "the toy trainer"}
-        self.found = Targets(self.model, self.optimizers, **names)
 
     @property
     def step(self) -> int:
@@ -142,11 +140,8 @@ class ToyAdapter(TrainingAdapter):
         """What each process has for itself."""
         return {"own": {"loader": self.trainer.loader.state_dict(), "rng": capture_rng(self.generators())}}
 
-    def targets(self, specs: Any) -> dict[str, torch.Tensor]:
-        return self.found.find(specs)
-
     def load(self, state: Any) -> None:
-        super().load({**state, "optimizers": self.found.reordered(state["optimizers"])})
+        super().load({**state, "optimizers": self.reordered(state["optimizers"])})
         self.trainer.step = state["step"]
         for name, value in self.objects().items():
             load_stateful(value, state["stateful"][name])
@@ -185,8 +180,7 @@ class ToyCheckpoint:
 
     def fit_starts(self, trainer: ToyTrainer) -> None:
         adapter = ToyAdapter(trainer)
-        targets = adapter.targets if adapter.shards else None
-        self.run = TrainingSession(self.settings, adapter, targets=targets, own=adapter.own)
+        self.run = TrainingSession(self.settings, adapter, shards=adapter.shards)
         self.run.plan(self.schedule.saves(steps=trainer.steps, epochs=0))
         self.run.open()
         self.run.refer_to(trainer.model)
