@@ -14,7 +14,7 @@ they are part of exact checkpoints, and of an exact step log. torch's own hooks 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -296,21 +296,20 @@ def _hidden_in(hook: Any, state: object, depth: int = 8) -> str | None:
     """Return what a hook's closure or object keeps that may change."""
     inner = getattr(hook, "func", None)  # a partial function
     if inner is not None and not isinstance(hook, FunctionType):
-        given = [*getattr(hook, "args", ()), *getattr(hook, "keywords", {}).values()]
-        return _first_hidden([inner, *given], ["function", *(["argument"] * len(given))], state, depth)
-    if not isinstance(hook, _LEFT):
+        given = (*getattr(hook, "args", ()), *getattr(hook, "keywords", {}).values())
+        kept = [("function", inner), *(("argument", one) for one in given)]
+    elif not isinstance(hook, _LEFT):
         return None if hook is state else f"its object, a {type(hook).__qualname__}"
-    owner = getattr(hook, "__self__", None)
-    if owner is not None and owner is not state and not _is_left(owner):
-        return f"its object, a {type(owner).__qualname__}"
-    code = getattr(hook, "__code__", None)
-    cells = getattr(hook, "__closure__", None) or ()
-    names = code.co_freevars if code is not None and cells else ()
-    return _first_hidden([_cell(cell) for cell in cells], names, state, depth)
-
-
-def _first_hidden(values: Sequence[Any], names: Sequence[str], state: object, depth: int) -> str | None:
-    for name, value in zip(names, values, strict=True):
+    else:
+        owner = getattr(hook, "__self__", None)
+        if owner is not None and owner is not state and not _is_left(owner):
+            return f"its object, a {type(owner).__qualname__}"
+        names = getattr(getattr(hook, "__code__", None), "co_freevars", ())
+        cells = zip(names, getattr(hook, "__closure__", None) or (), strict=False)
+        kept = [
+            (name, cell.cell_contents) for name, cell in cells if cell != CellType()
+        ]  # one that is filled
+    for name, value in kept:
         if value is state or isinstance(value, (dist.ProcessGroup, ModuleType, type, *_PLAIN)):
             continue
         if isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value):
@@ -323,10 +322,3 @@ def _first_hidden(values: Sequence[Any], names: Sequence[str], state: object, de
                 return found
         return f"{name!r}, a {type(value).__qualname__}"
     return None
-
-
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None

@@ -287,16 +287,15 @@ class TrainingSession:
 
     def warn_complete(self, step: int, way_on: str) -> None:
         """Warn, on the first rank, that a training that is continued has ended before, and of the `way_on`."""
-        if self.group().is_first:
-            warn(
-                f"the run in {self.settings.url} is complete: it ended at step {step}. {way_on}; there is nothing to do now"
-            )
+        self.warn_once(
+            f"the run in {self.settings.url} is complete: it ended at step {step}. {way_on}; there is nothing to do now"
+        )
 
     def warn_newer(self, given: str, step: int = -1) -> None:
         """Warn if the run has a checkpoint after `step`, and is not continued, since the user has given another one."""
         newest = self.group().on_first(lambda: next(iter(self.saver.store.manifests()), None))
-        if newest is not None and newest.step > step and self.group().is_first:
-            warn(
+        if newest is not None and newest.step > step:
+            self.warn_once(
                 f"{given} takes precedence: {self.settings.url}, which has step {newest.step}, is not continued. Leave it out to"
                 " continue from there"
             )
