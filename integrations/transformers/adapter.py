@@ -11,25 +11,33 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from shrinkpoint.engine.fitting import fitted
 from shrinkpoint.group.group import world
 from shrinkpoint.integrations.transformers.data import DataPlace
 from shrinkpoint.integrations.transformers.settings import Settings
 from shrinkpoint.integrations.transformers.state import (
-    OUTLINE,
     Progress,
-    followed_state,
+    arguments,
     generated_state,
     inside_epoch,
-    optimizers_of,
-    require_own_run,
-    stored_state,
+    load_reference,
+    reference_of,
+    steps_per_epoch,
+    stopped_early,
+    trainer_state,
 )
+from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.session.adapter import TrainingAdapter
+from shrinkpoint.session.adapter import SESSION, TrainingAdapter
 from shrinkpoint.session.batches import to_host
+from shrinkpoint.session.continuing import load_optimizers, require_format, require_same_training
+from shrinkpoint.session.identity import rounded_weights, scheduler_classes
 from shrinkpoint.session.probe import loss_of
 from shrinkpoint.session.reports import finite, numbers
 from shrinkpoint.sharded.targets import reshard
+from shrinkpoint.state.stateful import state_of
+
+FORMAT, _VERSION = "transformers", 1
 
 
 class TransformersAdapter(TrainingAdapter):
@@ -59,7 +67,12 @@ class TransformersAdapter(TrainingAdapter):
 
     @property
     def optimizers(self) -> Sequence[Any]:
-        return optimizers_of(self.trainer)
+        """See the base class; without accelerate's wrapper."""
+        optimizer = self.trainer.optimizer
+        if optimizer is None:
+            return []
+        wrapped = any(base.__module__.startswith("accelerate.") for base in type(optimizer).__mro__)
+        return [getattr(optimizer, "optimizer", optimizer) if wrapped else optimizer]
 
     @property
     def wrapped(self) -> Any:
@@ -80,18 +93,55 @@ class TransformersAdapter(TrainingAdapter):
         generated = world().on_every(lambda: generated_state(trainer, self._warned))
         mine = {"place": place, "generated": generated, **self.progress.state(trainer, self.tr_loss)}
         ranks = world().gather(mine)
-        return world().on_every(lambda: stored_state(trainer, ranks))
+        return world().on_every(lambda: self._stored(ranks))
+
+    def _stored(self, ranks: Sequence[Any]) -> dict[str, Any]:
+        trainer, scaler = self.trainer, self.scaler
+        scheduler = trainer.lr_scheduler
+        return {
+            "format": FORMAT,
+            "version": _VERSION,
+            **self.followed(),
+            "optimizers": [with_object_states(state_of(optimizer)) for optimizer in self.optimizers],
+            "scheduler": None if scheduler is None else state_of(scheduler),
+            "schedulers": scheduler_classes(self.schedulers()),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "trainer": trainer_state(trainer),
+            "arguments": arguments(trainer.args),
+            "stopped": stopped_early(trainer),
+            "steps_per_epoch": steps_per_epoch(trainer),
+            "world": len(ranks),
+            "processes": list(ranks),
+        }
 
     def bare_state(self) -> dict[str, Any]:
-        return stored_state(self.trainer, [])
+        return self._stored([])
 
     def followed(self) -> dict[str, Any]:
-        return followed_state(self.trainer)
+        return {"model": state_of(self.model), **reference_of(self.trainer)}
 
-    outline = OUTLINE
+    outline = ("format", "version", "model", "pytorch-lightning_version")
 
     def check(self, state: Mapping[str, Any]) -> None:
-        require_own_run(state, self.model, self._settings.run.url)
+        url = self._settings.run.url
+        require_format(state, FORMAT, _VERSION, url, callback=self.writer)
+        fitted(state["model"], self.model, url)
+
+    def load_training(self, stored: Mapping[str, Any], *, shards: bool) -> None:
+        """Put a checkpoint's optimizer, scheduler, gradient scaler and reference back; the model is loaded before.
+
+        Of shards the optimizers' state is found by name. Another optimizer is a StateMismatchError.
+        """
+        trainer, scaler, there = self.trainer, self.scaler, stored["optimizers"]
+        url, classes = self._settings.run.url, stored.get("schedulers", {})
+        require_same_training(self, stored[SESSION]["identities"], there, url, classes, ordered=not shards)
+        same_dtypes = rounded_weights(stored["model"], state_of(self.model)) is None
+        load_optimizers(self.optimizers, there, same_dtypes=same_dtypes)
+        if trainer.lr_scheduler is not None and stored["scheduler"] is not None:
+            trainer.lr_scheduler.load_state_dict(stored["scheduler"])
+        if scaler is not None and stored["scaler"]:
+            scaler.load_state_dict(stored["scaler"])
+        load_reference(stored, trainer)
 
     # ---- measuring
 

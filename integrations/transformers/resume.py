@@ -11,7 +11,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.group.group import world
-from shrinkpoint.integrations.transformers.state import OUTLINE, arguments, require_own_run
+from shrinkpoint.integrations.transformers.state import arguments
 from shrinkpoint.session.data import other_processes
 from shrinkpoint.session.session import TrainingSession
 from shrinkpoint.store.manifest import Manifest
@@ -97,10 +97,10 @@ def choose(run: TrainingSession, trainer: Any, given: Any) -> Mapping[str, Any] 
         run.require_own_run()
         return None
     if run.shards:
-        stored = world().on_first(lambda: _outline(run, manifest, trainer))
+        stored = world().on_first(lambda: _outline(run, manifest))
     else:
         stored = run.restore(manifest)
-        world().on_first(lambda: require_own_run(stored, trainer.model, url))
+        world().on_first(lambda: run.adapter.check(stored))
     run.saved_step = manifest.step
     run.remember()
     step = stored["trainer"]["global_step"]
@@ -121,11 +121,11 @@ def _at(run: TrainingSession, address: Address) -> Manifest:
     return newest
 
 
-def _outline(run: TrainingSession, manifest: Manifest, trainer: Any) -> dict[str, Any]:
+def _outline(run: TrainingSession, manifest: Manifest) -> dict[str, Any]:
     keys = ("format", "trainer", "arguments", "stopped", "steps_per_epoch")
-    found = run.outline((*OUTLINE, *keys, "world"), manifest)
+    found = run.outline((*run.adapter.outline, *keys, "world"), manifest)
     assert found is not None
-    require_own_run(found, trainer.model, run.settings.url)
+    run.adapter.check(found)
     return {**{key: found[key] for key in keys}, "processes": [None] * found["world"]}
 
 

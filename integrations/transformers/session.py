@@ -29,8 +29,6 @@ from shrinkpoint.integrations.transformers.state import (
     inside_epoch,
     load_callbacks,
     load_generated,
-    load_reference,
-    load_training,
 )
 from shrinkpoint.session.continuing import load_model
 from shrinkpoint.session.session import TrainingSession
@@ -146,9 +144,7 @@ class Session:
             self._take(stored)
             self._load_model(stored)
             self._stored = stored
-        url, shards = self.run.settings.url, self.run.shards
-        load_training(stored, self.adapter, self._trainer, url, shards=shards)
-        load_reference(stored, self._trainer)
+        self.adapter.load_training(stored, shards=self.run.shards)
 
     def _restored(self, step: int, *, adopt: bool = True) -> Any:
         state = self.run.restore(step, adopt=adopt)

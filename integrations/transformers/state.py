@@ -2,61 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
 
-from shrinkpoint.engine.fitting import fitted
 from shrinkpoint.group.group import world
-from shrinkpoint.optimizers.objects import with_object_states
-from shrinkpoint.session.adapter import SESSION, TrainingAdapter
-from shrinkpoint.session.continuing import load_optimizers, require_format, require_same_training
-from shrinkpoint.session.identity import rounded_weights, scheduler_classes
-from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.tree import refusal
 from shrinkpoint.warn import warn
-
-FORMAT = "transformers"
-_VERSION = 1
-
-OUTLINE = ("format", "version", "model", "pytorch-lightning_version")
-"""The entries of a stored state that `require_own_run` needs."""
-
-
-def optimizers_of(trainer: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that the trainer steps, without accelerate's wrapper."""
-    optimizer = trainer.optimizer
-    if optimizer is None:
-        return []
-    wrapped = any(base.__module__.startswith("accelerate.") for base in type(optimizer).__mro__)
-    return [getattr(optimizer, "optimizer", optimizer) if wrapped else optimizer]
-
-
-# ---- saving
-
-
-def stored_state(trainer: Any, ranks: Sequence[Any]) -> dict[str, Any]:
-    """Return the state from which a run is continued, with every process's own part; its tensors are the live ones."""
-    scheduler, scaler = trainer.lr_scheduler, _scaler(trainer)
-    return {
-        "format": FORMAT,
-        "version": _VERSION,
-        **followed_state(trainer),
-        "optimizers": [with_object_states(state_of(optimizer)) for optimizer in optimizers_of(trainer)],
-        "scheduler": None if scheduler is None else state_of(scheduler),
-        "schedulers": scheduler_classes({"lr_scheduler": scheduler}),
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "trainer": _trainer_state(trainer),
-        "arguments": arguments(trainer.args),
-        "stopped": _stopped_early(trainer),
-        "steps_per_epoch": _steps_per_epoch(trainer),
-        "world": len(ranks),
-        "processes": list(ranks),
-    }
 
 
 def arguments(args: Any) -> dict[str, Any]:
@@ -64,12 +19,7 @@ def arguments(args: Any) -> dict[str, Any]:
     return {"max_steps": args.max_steps, "num_train_epochs": float(args.num_train_epochs)}
 
 
-def followed_state(trainer: Any) -> dict[str, Any]:
-    """Return the part of a `stored_state` with weights."""
-    return {"model": state_of(trainer.model), **reference_of(trainer)}
-
-
-def _trainer_state(trainer: Any) -> dict[str, Any]:
+def trainer_state(trainer: Any) -> dict[str, Any]:
     """Return the trainer's state as it writes it itself, with its callbacks' present states."""
     stateful: dict[str, Any] = {}
     for part in _exportable(trainer):
@@ -90,7 +40,7 @@ def _exportable(trainer: Any) -> list[Any]:
     return [part for part in parts if isinstance(part, ExportableState)]
 
 
-def _stopped_early(trainer: Any) -> bool:
+def stopped_early(trainer: Any) -> bool:
     """Whether `EarlyStoppingCallback` has ended the training, and not a time limit, from which a restart continues."""
     return any(
         isinstance(part, EarlyStoppingCallback)
@@ -99,42 +49,13 @@ def _stopped_early(trainer: Any) -> bool:
     ) and bool(trainer.control.should_training_stop)
 
 
-def _steps_per_epoch(trainer: Any) -> int | None:
+def steps_per_epoch(trainer: Any) -> int | None:
+    """Return the optimizer's steps in an epoch; None of a stream of unknown length."""
     try:
         batches = len(trainer.callback_handler.train_dataloader)
-    except TypeError:  # a stream of unknown length
+    except TypeError:
         return None
     return max(-(-batches // trainer.args.gradient_accumulation_steps), 1)
-
-
-def _scaler(trainer: Any) -> Any:
-    return getattr(trainer.accelerator, "scaler", None)
-
-
-# ---- restoring
-
-
-def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
-    """Refuse another framework's or another model's checkpoint."""
-    require_format(stored, FORMAT, _VERSION, url, callback="the callback for Hugging Face's Trainer")
-    fitted(stored["model"], model, url)
-
-
-def load_training(
-    stored: Mapping[str, Any], adapter: TrainingAdapter, trainer: Any, url: str, *, shards: bool
-) -> None:
-    """Put a checkpoint's optimizer, scheduler and gradient scaler back, or raise a StateMismatchError where the
-    optimizer is another one."""
-    live, there, scheduler = optimizers_of(trainer), stored["optimizers"], trainer.lr_scheduler
-    classes = stored.get("schedulers", {})
-    require_same_training(adapter, stored[SESSION]["identities"], there, url, classes, ordered=not shards)
-    same_dtypes = rounded_weights(stored["model"], state_of(trainer.model)) is None
-    load_optimizers(live, there, same_dtypes=same_dtypes)
-    if scheduler is not None and stored["scheduler"] is not None:
-        scheduler.load_state_dict(stored["scheduler"])
-    scaler = _scaler(trainer)
-    if scaler is not None and stored["scaler"]:
-        scaler.load_state_dict(stored["scaler"])
 
 
 def load_callbacks(stored: Mapping[str, Any], trainer: Any) -> None:
