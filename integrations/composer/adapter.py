@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from composer.algorithms import GradientClipping
+from composer.algorithms import EMA, GradientClipping
 from composer.algorithms.gradient_clipping import apply_gradient_clipping
 from composer.core import Event, Precision, State, get_precision_context
 from composer.loggers import Logger
@@ -18,16 +18,14 @@ from shrinkpoint.group.group import world
 from shrinkpoint.integrations.composer.data import DataPlace
 from shrinkpoint.integrations.composer.schedule import Settings
 from shrinkpoint.integrations.composer.state import (
-    describe_state,
-    followed_state,
     model_state,
     numbered_states,
     parameter_names,
     plain_optimizers,
-    rest_of,
     shards_model,
     stored_state,
     trained_module,
+    without_wrappers,
 )
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.session.adapter import TrainingAdapter
@@ -36,9 +34,10 @@ from shrinkpoint.session.probe import loss_of
 from shrinkpoint.session.reports import finite, numbers
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
 from shrinkpoint.state.averages import AverageFinder
-from shrinkpoint.state.roles import model_tags
+from shrinkpoint.state.roles import model_tags, part_tag, state_tag
 from shrinkpoint.state.stateful import named_parameters
-from shrinkpoint.state.training import Describe, TensorSpec, TrainingState
+from shrinkpoint.state.training import Describe, Tag, TensorSpec, TrainingState
+from shrinkpoint.state.tree import Path
 
 _PRECISIONS = (Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16)
 _EVENTS_OF_A_STEP = (
@@ -107,7 +106,27 @@ class ComposerAdapter(TrainingAdapter):
         return stored_state(self.run, [])
 
     def describe(self, state: Mapping[str, Any]) -> Describe:
-        return describe_state(self.run)
+        """See the base class; Composer names moments after their parameters."""
+        module = self.model
+        own = {name: _renamed(tag) for name, tag in model_tags(module).items()}
+        averages = AverageFinder(module, own)
+        tags = {without_wrappers(name): tag for name, tag in own.items()}
+        parameters = {without_wrappers(name): value for name, value in named_parameters(module)}
+        optimizers = plain_optimizers(self.run)
+
+        def describe(path: Path, tensor: torch.Tensor) -> Tag:
+            match path:
+                case ("state", "model", *more) if more:
+                    return part_tag(tags, tuple(more))
+                case ("state", "optimizers", kind, "state", name, key) if (
+                    kind in optimizers and name in parameters
+                ):
+                    return state_tag(key, tensor, parameters[name], tags[name], optimizers[kind])
+                case ("state", "algorithms" | "callbacks", *_):
+                    return averages.tag(path, tensor)
+            return Tag()
+
+        return describe
 
     def parts(self, state: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
         """See the base class; of shards the optimizers' states are by the names of parameters."""
@@ -116,11 +135,17 @@ class ComposerAdapter(TrainingAdapter):
         return state["state"]["model"], [*optimizers.values()] if shards else numbered_states(state, self.run)
 
     def rest(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return rest_of(state)
+        rest = {key: value for key, value in state["state"].items() if key not in ("model", "optimizers")}
+        return {**state, "state": rest}
 
     def followed(self) -> dict[str, Any]:
         """See the base class; with FSDP a collective."""
-        return followed_state(self.run)
+        state = self.run
+        algorithms = [
+            (type(each).__qualname__, each.state_dict() if isinstance(each, EMA) else {})
+            for each in state.algorithms
+        ]
+        return {"state": {"model": model_state(state), "algorithms": algorithms}}
 
     def live(self) -> dict[str, Any]:
         stored = stored_state(self.run, [])["state"]
@@ -224,6 +249,12 @@ class ComposerAdapter(TrainingAdapter):
         """See the base class; at the present batch, since Weights & Biases drops values of an earlier one."""
         for report in reports:
             self.logger.log_metrics(numbers(report))
+
+
+def _renamed(tag: Tag) -> Tag:
+    if tag.parameter is None:
+        return tag
+    return Tag(role=tag.role, layer_type=tag.layer_type, parameter=without_wrappers(tag.parameter))
 
 
 def _computed(state: State, name: str, metric: Any) -> Any:

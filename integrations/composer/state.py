@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from composer.algorithms import EMA
 from composer.algorithms.sam import SAMOptimizer
 from composer.core import State
 from composer.loggers import Logger
@@ -21,11 +20,8 @@ from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.session.continuing import load_model, load_optimizers, require_format
 from shrinkpoint.session.identity import add_late_parameters, rounded_weights
 from shrinkpoint.session.identity import require_same_optimizers as require_same_parameters
-from shrinkpoint.state.averages import AverageFinder
-from shrinkpoint.state.roles import model_tags, optimizer_parameter_names, part_tag, state_tag
+from shrinkpoint.state.roles import optimizer_parameter_names
 from shrinkpoint.state.stateful import named_buffers, named_parameters, state_of
-from shrinkpoint.state.training import Describe, Tag
-from shrinkpoint.state.tree import Path
 
 FORMAT = "composer"
 _VERSION = 1
@@ -47,10 +43,11 @@ def trained_module(state: State) -> nn.Module:
 def parameter_names(module: nn.Module) -> dict[str, str]:
     """The name in a checkpoint of each of the module's own names, with `plain_names`, for parameters and buffers."""
     own = [name for name, _ in (*named_parameters(module), *named_buffers(module))]
-    return {name: _without_wrappers(name) for name in own}
+    return {name: without_wrappers(name) for name in own}
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
+    """Return a parameter's name without those of wrappers that torch's own state dicts leave out."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -99,21 +96,6 @@ def stored_state(state: State, position: Any) -> dict[str, Any]:
     version = _SHARDED_VERSION if shards else _VERSION
     place = {"world": world().size, "place": position} if shards else {"ranks": position}
     return {"format": FORMAT, "version": version, "state": stored, **place}
-
-
-def rest_of(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored state without what the log restores by itself."""
-    rest = {key: value for key, value in stored["state"].items() if key not in ("model", "optimizers")}
-    return {**stored, "state": rest}
-
-
-def followed_state(state: State) -> dict[str, Any]:
-    """Return the part of a `stored_state` with weights, and averages of them that exist from the start; on every rank."""
-    algorithms = [
-        (type(each).__qualname__, each.state_dict() if isinstance(each, EMA) else {})
-        for each in state.algorithms
-    ]
-    return {"state": {"model": model_state(state), "algorithms": algorithms}}
 
 
 def _others(state: State) -> dict[str, Any]:
@@ -169,36 +151,6 @@ def _begin_next_epoch(stored: dict[str, Any], state: State) -> None:
         return
     if isinstance(getattr(state.train_dataloader, "dataset", None), streaming.StreamingDataset):
         stored["dataset_state"]["train"]["epoch"] += 1
-
-
-def describe_state(state: State) -> Describe:
-    """Return the role of each tensor of a `stored_state`: Composer names moments after their parameters."""
-    module = trained_module(state)
-    own = {name: _renamed(tag) for name, tag in model_tags(module).items()}
-    averages = AverageFinder(module, own)
-    tags = {_without_wrappers(name): tag for name, tag in own.items()}
-    parameters = {_without_wrappers(name): value for name, value in named_parameters(module)}
-    optimizers = plain_optimizers(state)
-
-    def describe(path: Path, tensor: torch.Tensor) -> Tag:
-        match path:
-            case ("state", "model", *more) if more:
-                return part_tag(tags, tuple(more))
-            case ("state", "optimizers", kind, "state", name, key) if (
-                kind in optimizers and name in parameters
-            ):
-                return state_tag(key, tensor, parameters[name], tags[name], optimizers[kind])
-            case ("state", "algorithms" | "callbacks", *_):
-                return averages.tag(path, tensor)
-        return Tag()
-
-    return describe
-
-
-def _renamed(tag: Tag) -> Tag:
-    if tag.parameter is None:
-        return tag
-    return Tag(role=tag.role, layer_type=tag.layer_type, parameter=_without_wrappers(tag.parameter))
 
 
 # ---- restoring
@@ -300,7 +252,7 @@ def _growing(stored: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
     wrong = [
         parameter
         for name, parameter in named_parameters(module)
-        if kept and parameter.requires_grad != (_without_wrappers(name) in kept)
+        if kept and parameter.requires_grad != (without_wrappers(name) in kept)
     ]
     try:
         for parameter in wrong:
