@@ -52,15 +52,14 @@ _IN_ORDER = "Change or wrap the model first, then make its optimizer, then what 
 class Trained:
     """The parameters of one training, for each of its saves.
 
-    `say` gets one line, where something was replaced or cannot be saved in whole.
+    `say` gets a line, as often as it is asked, where something was replaced or cannot be saved in whole.
     """
 
-    def __init__(self, adapter: TrainingAdapter, say: Callable[[str], None]) -> None:
+    def __init__(self, adapter: TrainingAdapter, say: Callable[[str | None], None]) -> None:
         self._adapter, self._say = adapter, say
         self._parameters: dict[str, _Seen] = {}
         self._counts: list[list[int]] = []
         self._identities: list[dict[str, Any]] = []
-        self._said: set[str] = set()
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self._attributes: dict[str, object] = {}
         self._looks = 0
@@ -93,7 +92,7 @@ class Trained:
         model, optimizers = self._adapter.model, self._adapter.optimizers
         late = self._late()
         self.check()
-        self._report(late)
+        self._say(late)
         self._compare_attributes()
         counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
         if counts != self._counts:
@@ -101,13 +100,13 @@ class Trained:
             self._identities, self._counts = identities(model, optimizers), counts
             if self.outside:
                 shapes = ", ".join(str(tuple(p.shape)) for p in [*self.outside.values()][:_NAMED])
-                self._report(
+                self._say(
                     f"the optimizer trains {len(self.outside)} parameters that are neither the model's nor in another object with a state, of shapes"
                     f" {shapes}{', ...' if len(self.outside) > _NAMED else ''}: they are saved by their places in the optimizer. Buffers of the module"
                     " that has them, as BatchNorm's statistics, are not: make it a part of the model, or give it to Checkpointer by name"
                 )
             if lost := left_out(optimizers, state):
-                self._report(
+                self._say(
                     f"{some(lost)} is not saved: a tensor of over a million elements, a generator in a list, or an object that changes. If the optimizer's steps depend"
                     " on it, keep it in optimizer.state, or give the object state_dict() and load_state_dict()"
                 )
@@ -135,7 +134,7 @@ class Trained:
         before = self._attributes.items()
         if changed := [name for name, value in before if repr(now.get(name, value)) != repr(value)]:
             self._attributes = {}
-            self._report(
+            self._say(
                 f"no state of the model has {some(changed)}, which training changes: after a resume each is what the script sets. Make what training depends"
                 " on a buffer, or give its module get_extra_state() and set_extra_state()"
             )
@@ -145,7 +144,7 @@ class Trained:
         optimizers = self._adapter.optimizers
         kinds = [type(optimizer).__qualname__ for optimizer in optimizers]
         if self._kinds and kinds != self._kinds:
-            self._report(
+            self._say(
                 f"the optimizers are {', '.join(kinds)} now, and were {', '.join(self._kinds)} when this training began: a script that resumes"
                 " must have made these before it resumes"
             )
@@ -157,7 +156,7 @@ class Trained:
             n: seen for n, seen in self._parameters.items() if seen.grows and id(seen.parameter) not in here
         }
         if changed := [name for name, seen in left.items() if _version(seen.parameter) != seen.version]:
-            self._report(
+            self._say(
                 f"no optimizer here trains {some(changed)}, and training changes this all the same: if another optimizer does, checkpoints lack its"
                 " state. Give all optimizers, as in Checkpointer(url, model, [one, other])"
             )
@@ -171,7 +170,7 @@ class Trained:
         if late := self._late():
             raise StateMismatchError(late)
 
-    def _late(self) -> str:
+    def _late(self) -> str | None:
         model = self._adapter.model
         names = {part: f"{name}." if name else "" for name, part in model.named_modules()}
         late = [
@@ -180,14 +179,12 @@ class Trained:
             for name, size in _sizes(part).items()
             if before.get(name) != size and not (_makes_room(part) or _makes_room(model))
         ]
+        if not late:
+            return None
         return (
-            ""
-            if not late
-            else (
-                f"training has made or resized the model's buffers {some(late)}: a checkpoint cannot be loaded into a model that is built anew. Make"
-                " them in their size with the model, or call it on one batch before it is given to be saved, at every start, or let their module's"
-                " _load_from_state_dict() make room for them"
-            )
+            f"training has made or resized the model's buffers {some(late)}: a checkpoint cannot be loaded into a model that is built anew. Make"
+            " them in their size with the model, or call it on one batch before it is given to be saved, at every start, or let their module's"
+            " _load_from_state_dict() make room for them"
         )
 
     def values(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -235,15 +232,10 @@ class Trained:
         if changes or before.keys() != now.keys():
             self.begin()
         if changes:
-            self._report(
+            self._say(
                 f"since this training began to be saved the model has got {', and '.join(changes)}: checkpoints hold what it has now, and a"
                 " script that resumes must change it before it resumes"
             )
-
-    def _report(self, line: str) -> None:
-        if line and line not in self._said:
-            self._said.add(line)
-            self._say(line)
 
 
 class _Seen(NamedTuple):
