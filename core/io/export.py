@@ -1,14 +1,10 @@
-"""Exports a restored state as an ordinary file: ``.ckpt``/``.pt`` for ``torch.load(weights_only=True)``, or
-safetensors.
+"""Exports a restored state as an ordinary file: ``.ckpt``/``.pt`` for ``torch.load(weights_only=True)``, or safetensors.
 
-It is independent of frameworks: a ``.ckpt`` contains the nested state as it was given to the saver, which the framework
-that wrote it can read. The few types that torch's safe loader refuses become plain types, and every such change is
-reported.
+A ``.ckpt`` contains the nested state as it was given to the saver, which the framework that wrote it can read. The few types that
+torch's safe loader refuses become plain types, and every such change is reported.
 
-The weights of a stored checkpoint are written some tensors at a time, so that a model larger than memory can be exported: the
-optimizer's state is neither read nor decoded. One file, or several with an index, which Hugging Face's ``from_pretrained`` reads.
-Files are written piece by piece, in any order: the safetensors package takes all tensors of a file at once, as bytes. The format is
-https://github.com/huggingface/safetensors#format: eight bytes of length, a JSON header, the tensors' bytes.
+Safetensors files are written some tensors at a time, so that a model larger than memory can be exported: the package takes all tensors
+of a file at once. The format is https://github.com/huggingface/safetensors#format: eight bytes of length, a JSON header, the bytes.
 """
 
 import json
@@ -16,32 +12,29 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import struct
 import sys
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from shrinkpoint.coding.selective import decode_batches, decode_selected
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, StoreError
 from shrinkpoint.io.loading import Chain, model_names, model_places, read_chain
-from shrinkpoint.io.ordinary import is_composers, is_folder, write_folder
+from shrinkpoint.io.ordinary import is_composers, is_folder
 from shrinkpoint.state.dtypes import PACKED, tensor_to_bytes
 from shrinkpoint.state.frozen import ADAPTERS
 from shrinkpoint.state.specs import whole_specs
@@ -112,17 +105,15 @@ def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = 
     target, state = check_target(path, force=force), state.whole()
     if target.suffix == ".safetensors":
         tensors, aliases = model_tensors(state)
-        notes = _ties(aliases)
-        write, count = partial(_write_safetensors, tensors, aliases), len(tensors)
-    else:
-        value = state.to_object()
-        own = is_composers(
-            value
-        )  # which no loader of plain values reads, and Composer would miss what was converted
-        value, notes = (value, (_COMPOSERS,)) if own else to_loadable(value)
-        write, count = partial(_write_torch, value, not own), len(state.tensors)
-    size = write_whole(target, write, force=force)
-    return Exported(path=target, bytes=size, tensors=count, notes=notes)
+        size = _write_tensors(target, tensors, aliases, force=force)
+        return Exported(path=target, bytes=size, tensors=len(tensors), notes=_ties(aliases))
+    value = state.to_object()
+    own = is_composers(
+        value
+    )  # which no loader of plain values reads, and Composer would miss what was converted
+    value, notes = (value, (_COMPOSERS,)) if own else to_loadable(value)
+    size = write_whole(target, partial(_write_torch, value, not own), force=force)
+    return Exported(path=target, bytes=size, tensors=len(state.tensors), notes=notes)
 
 
 def check_target(path: str | os.PathLike[str], *, force: bool = False) -> Path:
@@ -131,18 +122,27 @@ def check_target(path: str | os.PathLike[str], *, force: bool = False) -> Path:
     Raises:
         ConfigError: see `export`.
     """
-    text = os.fspath(path)
-    if "://" in text:
-        raise ConfigError(f"{text} is a URL: an export is a local file, copy it from there")
-    target = Path(text).expanduser()
+    target = check_place(path)
     if target.suffix not in SUFFIXES:
-        raise ConfigError(f"{text} must end in one of {', '.join(SUFFIXES)}, which chooses the format")
+        raise ConfigError(f"{target} must end in one of {', '.join(SUFFIXES)}, which chooses the format")
+    if target.exists() and not force:
+        raise _exists(target)
+    return target
+
+
+def check_place(path: str | os.PathLike[str]) -> Path:
+    """Return where a file may be written.
+
+    Raises:
+        ConfigError: it is a URL, a folder, or in a folder that does not exist.
+    """
+    target = Path(path).expanduser()
+    if "://" in os.fspath(path):
+        raise ConfigError(f"{path} is a URL: name a local file, and copy it from there")
     if not target.parent.is_dir():
         raise ConfigError(f"the folder {target.parent} does not exist: create it first")
     if target.is_dir():
         raise ConfigError(f"{target} is a folder: name a file")
-    if target.exists() and not force:
-        raise _exists(target)
     return target
 
 
@@ -167,6 +167,7 @@ def to_loadable(state: Any) -> tuple[Any, tuple[str, ...]]:
     return value, tuple(f"{what}: {_listed(places)}" for what, places in changes.items())
 
 
+_SAFE = (bool, int, float, complex, str, bytes, torch.Size, torch.Tensor, torch.dtype, torch.device)
 _PLAIN: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (Enum, "enums are written as their values", lambda value: value.value),
     (BytesIO, "files are written as bytes", BytesIO.getvalue),
@@ -191,35 +192,32 @@ def _convert(value: Any, path: Place, note: Callable[[Place, str], None]) -> Any
         note(path, "OmegaConf's containers are written as dicts and lists")
         return _convert(sys.modules["omegaconf"].OmegaConf.to_container(value), path, note)
     if isinstance(value, Mapping):
-        kind = OrderedDict if isinstance(value, OrderedDict) else dict
         kept = {key: item for key, item in value.items() if not isinstance(item, timedelta)}
         for key in value.keys() - kept.keys():
             note(
                 (*path, str(key)), "timedeltas are left out of dicts, for a number could not take their place"
             )
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        convert = partial(_convert, note=note)
         return kind(
-            (_convert_key(key, path, note), _convert(item, (*path, str(key)), note))
-            for key, item in kept.items()
+            (_convert_key(key, path, note), convert(item, (*path, str(key)))) for key, item in kept.items()
         )
-    if isinstance(value, torch.Size):
-        return value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         kind = list if isinstance(value, list) else tuple
         return kind(_convert(item, (*path, str(index)), note) for index, item in enumerate(value))
-    if isinstance(value, (set, frozenset)):
+    if isinstance(value, set | frozenset):
         if isinstance(value, frozenset):
             note(path, "frozensets are written as sets")
         return {_convert_key(item, path, note) for item in value}
-    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
-        raise _refuse(value, path)
     if isinstance(value, bytes) and not value:
         note(path, "empty bytes are written as an empty bytearray")
         return bytearray()
-    if isinstance(value, torch.Tensor) and value.dtype in PACKED:
-        raise _refuse(value, path)
-    if value is None or isinstance(
-        value, (bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device)
-    ):
+    fits = (
+        value.bit_length() <= _MAX_INT_BITS
+        if isinstance(value, int)
+        else getattr(value, "dtype", None) not in PACKED
+    )
+    if fits and (value is None or isinstance(value, _SAFE)):
         return value
     raise _refuse(value, path)
 
@@ -228,7 +226,7 @@ def _convert_key(value: Any, path: Place, note: Callable[[Place, str], None]) ->
     """Keys and members of sets stay hashable."""
     if isinstance(value, frozenset) or (
         isinstance(value, bytes) and not value
-    ):  # their plain equivalents, a set and a bytearray, cannot be hashed
+    ):  # their plain equivalents, a set and a bytearray, are not
         raise _refuse(value, path)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return tuple(_convert_key(item, path, note) for item in value)
@@ -273,23 +271,23 @@ def model_tensors(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[s
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided:
             raise CannotRepresentError(f"{name} is sparse, which safetensors does not know: export to .ckpt")
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}, aliases
+    return tensors, aliases
 
 
 def _ties(aliases: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(f"{alias} is tied to {kept}, which contains the tensor" for alias, kept in aliases.items())
 
 
-def _write_safetensors(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], path: Path) -> None:
-    # Tied names are stored in the metadata, as safetensors.torch.save_model writes and load_model resolves them.
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt", **aliases})
-    except (SafetensorError, KeyError, ValueError) as error:
-        if "I/O error" in str(error):
-            raise OSError(str(error)) from error
-        raise CannotRepresentError(
-            f"safetensors cannot store this model ({error}): export to .ckpt"
-        ) from error
+def _write_tensors(
+    target: Path, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], *, force: bool
+) -> int:
+    specs = {
+        name: TensorSpec(name=name, dtype=of.dtype, shape=tuple(of.shape)) for name, of in tensors.items()
+    }
+    with _writing(target, [_Shard(target.name, specs, dict(aliases))], force=force) as writers:
+        for name, tensor in tensors.items():
+            writers[name].put(name, tensor)
+    return target.stat().st_size
 
 
 # ---- the file
@@ -299,10 +297,7 @@ def write_whole(target: Path, write: Callable[[Path], object], *, force: bool) -
     """Write to a temporary file next to the target, sync, rename; returns the size in bytes."""
     temporary = target.parent / f".{target.name}.tmp-{secrets.token_hex(8)}"
     try:
-        with temporary.open("xb"):
-            mode = stat.S_IMODE(temporary.stat().st_mode)
         write(temporary)
-        temporary.chmod(mode)  # safetensors renames a file over it that only its owner may read
         size = temporary.stat().st_size
         put_in_place(temporary, target, force=force)
     except OSError as error:
@@ -365,7 +360,7 @@ class SafetensorsWriter:
         metadata: text by name.
 
     Raises:
-        CannotRepresentError: the format has no such dtype, or, as it is closed, the package does not accept the file.
+        CannotRepresentError: the format has no such dtype.
         OSError: the file cannot be written.
     """
 
@@ -380,20 +375,16 @@ class SafetensorsWriter:
                 raise CannotRepresentError(
                     f"{name} is of {spec.dtype}, which safetensors does not know: export to .ckpt"
                 )
-            self._at[name] = at
-            header[name] = {
-                "dtype": _NAMES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [at, at + spec.nbytes],
-            }
-            at += spec.nbytes
+            self._at[name], end = at, at + spec.nbytes
+            header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, end]}
+            at = end
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._path = path
-        self._start = 8 + len(text)
-        self._file = path.open("xb")
-        self._file.write(struct.pack("<Q", len(text)) + text)
-        self._file.truncate(self._start + at)
+        self._path, self._start = path, 8 + len(text)
+        with path.open("xb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            # here a full disk is an error, and in `put` a signal
+            os.posix_fallocate(file.fileno(), 0, self._start + at)
 
     def put(self, name: str, tensor: torch.Tensor, offset: Sequence[int] | None = None) -> None:
         """Write a tensor, or a box of it.
@@ -406,42 +397,14 @@ class SafetensorsWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        spec = self._specs[name]
-        at = self._start + self._at[name]
-        if offset is not None and tuple(tensor.shape[1:]) != spec.shape[1:]:
-            self._put_box(at, spec, tensor, offset)
+        if not tensor.numel():
             return
-        if offset is not None:  # whole rows
-            at += offset[0] * (spec.nbytes // spec.shape[0])
-        self._file.seek(at)
-        self._file.write(tensor_to_bytes(tensor).data)
-
-    def _put_box(self, at: int, spec: TensorSpec, tensor: torch.Tensor, offset: Sequence[int]) -> None:
-        self._file.flush()
-        place = np.memmap(self._path, dtype=np.uint8, mode="r+", offset=at, shape=(spec.nbytes,))
-        size = spec.dtype.itemsize
-        inner = place.reshape(*spec.shape, size)
-        cut = tuple(slice(low, low + n) for low, n in zip(offset, tensor.shape, strict=True))
-        inner[cut] = tensor_to_bytes(tensor).reshape(*tensor.shape, size)
-        place.flush()
-
-    def __enter__(self) -> "SafetensorsWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Write out what is buffered, and let the safetensors package read the header of a file that is whole."""
-        self._file.close()
-        if error is not None:
-            return
-        try:
-            with safe_open(self._path, framework="pt"):
-                pass
-        except SafetensorError as refused:
-            raise CannotRepresentError(
-                f"safetensors does not accept this model ({refused}): export to .ckpt"
-            ) from refused
+        spec, size = self._specs[name], tensor.dtype.itemsize
+        shape, at = (*spec.shape, size), self._start + self._at[name]
+        place = np.memmap(self._path, np.uint8, "r+", at, shape)
+        low = offset or [0] * tensor.dim()
+        box = tuple(slice(first, first + count) for first, count in zip(low, tensor.shape, strict=True))
+        place[box] = tensor_to_bytes(tensor).reshape(*tensor.shape, size)
 
 
 _BATCH = 2**26
@@ -518,17 +481,15 @@ def export_weights(
                         name = places[spec.block.of if spec.block is not None else spec.name]
                         writers[name].put(name, value, spec.block.offset if spec.block is not None else None)
                     del entry, planes, value  # before the next ones are decoded
-        files = [target.parent / shard.name for shard in shards]
-        aliases = {alias: kept for shard in shards for alias, kept in shard.aliases.items()}
-        exported = Exported(
+        files = tuple(target.parent / shard.name for shard in shards)
+        return header, Exported(
             path=target if len(files) == 1 else _index_of(target),
             bytes=sum(file.stat().st_size for file in files),
             tensors=sum(len(shard.specs) for shard in shards),
-            notes=_ties(aliases),
+            notes=_ties({alias: kept for shard in shards for alias, kept in shard.aliases.items()}),
             step=header.step,
-            files=tuple(files),
+            files=files,
         )
-        return header, exported
 
     _, exported, manifest = read_chain(url, storage_options, read)
     return replace(exported, seq=None if manifest is None else manifest.seq)
@@ -573,21 +534,37 @@ def export_adapters(
     if is_folder(header.tree):
         if root.exists() and not force:
             raise ConfigError(f"{root} exists: give --force to write into it, or name another folder")
-        files = write_folder(TrainingState(header.tree, found, {}).to_object(), root)
+        files = _write_folder(TrainingState(header.tree, found, {}).to_object(), root)
     for inner, (config, tensors) in adapters.items():
         inner.mkdir(parents=True, exist_ok=True)
         text = json.dumps(config, indent=2, sort_keys=True)
-        values = {name: found[place].clone() for name, place in tensors.items()}  # of tied ones each its own
+        values = {name: found[place] for name, place in tensors.items()}
         files += [
             check_target(inner / "adapter_model.safetensors", force=force),
             inner / "adapter_config.json",
         ]
-        write_whole(files[-2], partial(save_file, values, metadata={"format": "pt"}), force=force)
+        _write_tensors(files[-2], values, {}, force=force)
         write_whole(files[-1], partial(Path.write_text, data=text), force=force)
     size, seq = sum(file.stat().st_size for file in files), None if manifest is None else manifest.seq
     return Exported(
         path=root, bytes=size, tensors=len(found), notes=(), step=header.step, seq=seq, files=tuple(files)
     )
+
+
+def _write_folder(state: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write the files of a folder that was imported."""
+    for name, value in state.items():
+        target = folder / name
+        if not target.resolve().is_relative_to(folder.resolve()):
+            raise FormatError(f"the checkpoint has a file {name!r}, which would lie outside of {folder}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(value, bytes):
+            write_whole(target, partial(Path.write_bytes, data=value), force=True)
+        elif target.suffix == ".safetensors":
+            _write_tensors(target, value, {}, force=True)
+        else:
+            write_whole(target, partial(torch.save, value), force=True)
+    return [folder / name for name in state]
 
 
 def _adapters_of(header: "Header", root: Path) -> dict[Path, tuple[Any, dict[str, str]]]:
@@ -608,10 +585,8 @@ def _adapters_of(header: "Header", root: Path) -> dict[Path, tuple[Any, dict[str
             parts = [prefix.strip(".") if len(described) > 1 else "", "" if adapter == "default" else adapter]
             if any(part != Path(part).name for part in parts):
                 raise FormatError(f"the adapter {adapter!r} of {prefix!r} has a name that no folder may have")
-            found[root.joinpath(*parts)] = (
-                entry["config"],
-                {name: names[here] for name, here in entry["tensors"].items()},
-            )
+            tensors = {name: names[here] for name, here in entry["tensors"].items()}
+            found[root.joinpath(*parts)] = entry["config"], tensors
     return found
 
 
@@ -646,16 +621,12 @@ def _shards(target: Path, header: "Header", stored: Mapping[str, str], limit: in
             size = 0
         files[-1][name] = spec
         size += spec.nbytes
-    aliases = {name: kept[place] for name, place in stored.items() if kept[place] != name}
-    count = len(files)
-    return [
-        _Shard(
-            target.name if count == 1 else f"{target.stem}-{number:05}-of-{count:05}{target.suffix}",
-            specs,
-            {alias: name for alias, name in aliases.items() if name in specs},
-        )
-        for number, specs in enumerate(files, 1)
-    ]
+    shards = []
+    for number, specs in enumerate(files, 1):
+        name = f"{target.stem}-{number:05}-of-{len(files):05}{target.suffix}" if files[1:] else target.name
+        tied = {alias: kept[place] for alias, place in stored.items() if kept[place] in specs}
+        shards.append(_Shard(name, specs, {alias: own for alias, own in tied.items() if alias != own}))
+    return shards
 
 
 @contextmanager
@@ -667,13 +638,15 @@ def _writing(
     temporary = [target.parent / f".{shard.name}.tmp-{nonce}" for shard in shards]
     index = target.parent / f".{target.name}.index.tmp-{nonce}"
     try:
-        with ExitStack() as opened:
-            writers: dict[str, SafetensorsWriter] = {}
-            for file, shard in zip(temporary, shards, strict=True):
-                metadata = {"format": "pt", **shard.aliases}
-                writer = opened.enter_context(SafetensorsWriter(file, shard.specs, metadata))
-                writers.update(dict.fromkeys(shard.specs, writer))
-            yield writers
+        writers: dict[str, SafetensorsWriter] = {}
+        for file, shard in zip(temporary, shards, strict=True):
+            # tied names are metadata, as safetensors.torch.save_model writes and load_model resolves them
+            writer = SafetensorsWriter(file, shard.specs, {"format": "pt", **shard.aliases})
+            writers.update(dict.fromkeys(shard.specs, writer))
+        yield writers
+        for file in temporary:
+            with safe_open(file, framework="pt"):  # the package accepts it
+                pass
         for file, shard in zip(temporary, shards, strict=True):
             put_in_place(file, target.parent / shard.name, force=force)
         if len(shards) > 1:
@@ -683,6 +656,9 @@ def _writing(
                 target.unlink()  # an older export in one file, which readers would prefer
     except OSError as error:
         raise StoreError(f"cannot write {target}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        text = f"safetensors does not accept this model ({error}): export to .ckpt"
+        raise CannotRepresentError(text) from error
     finally:
         for file in (*temporary, index):
             with suppress(OSError):  # the original error is the one to show
@@ -691,10 +667,6 @@ def _writing(
 
 def _index(shards: Sequence[_Shard]) -> str:
     """As Hugging Face's libraries write and read it."""
-    return json.dumps(
-        {
-            "metadata": {"total_size": sum(spec.nbytes for shard in shards for spec in shard.specs.values())},
-            "weight_map": {name: shard.name for shard in shards for name in shard.specs},
-        },
-        indent=2,
-    )
+    size = sum(spec.nbytes for shard in shards for spec in shard.specs.values())
+    files = {name: shard.name for shard in shards for name in shard.specs}
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=2)

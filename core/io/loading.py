@@ -3,6 +3,7 @@
 import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -83,9 +84,8 @@ def load_state(
     """
 
     def kept(header: Header) -> JSON:
-        return (
-            {key: node for key, node in header.tree.items() if key not in without} if without else header.tree
-        )
+        tree = header.tree
+        return {key: node for key, node in tree.items() if key not in without} if without else tree
 
     def choose(header: Header) -> Collection[str]:
         return tensor_names(kept(header)) if without else header.tensors.keys()
@@ -382,30 +382,26 @@ def _is_averaged(state: TrainingState) -> bool:
 def _tensor_places(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensor_places(item, (*path, str(key)))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _tensor_places(item, (*path, str(index)))
+    elif isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    for key, item in value.items() if isinstance(value, Mapping) else ():
+        yield from _tensor_places(item, (*path, str(key)))
 
 
 def _common_folder(paths: list[Path]) -> Path:
-    folder = paths[0][:-1]
-    for path in paths[1:]:
-        same = [a == b for a, b in zip(folder, path[:-1], strict=False)]
-        folder = folder[: same.index(False) if False in same else len(same)]
-    return folder
+    folders = sorted(path[:-1] for path in paths)
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(folders[0], folders[-1], strict=False))
+    return tuple(part for part, _ in same)
 
 
 def _folder_without_roles(state: Any) -> Path:
-    if isinstance(state, Mapping):
-        for key in ("state_dict", "model"):
-            part = state.get(key)
-            if isinstance(part, Mapping) and any(isinstance(item, torch.Tensor) for item in part.values()):
-                return (key,)
-        if state and all(isinstance(item, torch.Tensor) for item in state.values()):
-            return ()
+    state = state if isinstance(state, Mapping) else {}
+    for key in ("state_dict", "model"):
+        part = state.get(key)
+        if isinstance(part, Mapping) and any(torch.is_tensor(item) for item in part.values()):
+            return (key,)
+    if state and all(torch.is_tensor(item) for item in state.values()):
+        return ()
     raise CannotRepresentError(
         "the state does not show which of its tensors are the model's weights (it was saved without roles, and has no"
         " state_dict): export to .ckpt, which contains everything"
@@ -420,11 +416,10 @@ def _named(chosen: list[tuple[Path, torch.Tensor]]) -> tuple[dict[str, torch.Ten
         name = ".".join(path)
         if name in tensors or name in aliases:
             raise CannotRepresentError(f"two tensors of the model would be called {name!r}")
-        if id(tensor) in kept:
-            aliases[name] = kept[id(tensor)]
-        else:
-            kept[id(tensor)] = name
+        if kept.setdefault(id(tensor), name) == name:
             tensors[name] = tensor
+        else:
+            aliases[name] = kept[id(tensor)]
     return tensors, aliases
 
 

@@ -6,6 +6,7 @@ moments as it has points. Each parameter then counts by its points, and the spre
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,44 +75,37 @@ def sampled(state: TrainingState, limit: int, later: TrainingState | None = None
     Raises:
         StateMismatchError: it is of another model, or there are no tensors.
     """
-    if not state.specs:
-        raise StateMismatchError("there are no tensors in it, and nothing to try")
     there = (later or state).specs
-    specs = [spec for name, spec in state.specs.items() if name in there and there[name] == spec]
+    specs = [spec for name, spec in state.specs.items() if there.get(name) == spec]
     if later is not None and not any(spec.tag.role in _CODED for spec in specs):
         raise StateMismatchError(
             "the two have no weights of the same names and shapes: give two checkpoints of one training"
         )
+    if not specs:
+        raise StateMismatchError("there are no tensors in it, and nothing to try")
     groups = groups_of(specs)
+    names = [tuple(spec.name for spec in group) for group in groups]
     if state.nbytes <= limit:
-        return [Part(tuple(spec.name for spec in group), 0, slice(None)) for group in groups]
-    distance, at, parts = sum(spec.nbytes for spec in specs) / _POINTS, 0, []
-    for group in groups:
-        size = sum(spec.nbytes for spec in group)
-        first, last = (math.ceil(edge / distance - 0.5) for edge in (at, at + size))
-        at += size
-        if first == last:
-            continue
-        lead, share = group[0].shape, (last - first) * limit / _POINTS / size
-        rows = slice(None)
-        if lead and share < 1:
-            count = max(1, round(share * lead[0]))
-            begin = (lead[0] - count) // 2
-            rows = slice(begin, begin + count)
-        parts.append(Part(tuple(spec.name for spec in group), last - first, rows))
+        return [Part(each, 0, slice(None)) for each in names]
+    sizes = np.array([sum(spec.nbytes for spec in group) for group in groups])
+    middles = (np.arange(_POINTS) + 0.5) * sizes.sum() / _POINTS
+    points = Counter(np.searchsorted(sizes.cumsum(), middles).tolist())
+    parts = []
+    for at, count in points.items():
+        rows = (groups[at][0].shape or (1,))[0]
+        taken = max(1, min(rows, round(rows * count * limit / _POINTS / float(sizes[at]))))
+        parts.append(Part(names[at], count, slice((rows - taken) // 2, (rows + taken) // 2)))
     return parts
 
 
 def _taken(state: TrainingState, parts: Sequence[Part]) -> TrainingState:
     tensors: dict[str, torch.Tensor] = {}
-    specs: dict[str, TensorSpec] = {}
     for part in parts:
         rows = state.specs[part.names[0]].shape[:1]
         for name in part.names:
             whole = state.tensors[name]
-            one = whole[part.rows] if whole.shape[:1] == rows and rows else whole
-            tensors[name] = one.contiguous()
-            specs[name] = replace(state.specs[name], shape=tuple(one.shape))
+            tensors[name] = (whole[part.rows] if rows and whole.shape[:1] == rows else whole).contiguous()
+    specs = {name: replace(state.specs[name], shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
     return TrainingState(state.tree, tensors, specs)
 
 
@@ -130,18 +124,15 @@ def tried(
     one = _taken(state, parts)
     known = MovementTracker()
     known.note(one, step, lasting=True)
-    base = _Coded.of(row, one, SaveContext(state=one, step=step), None)
-    delta = None
+    last = base = _Coded.of(row, one, SaveContext(state=one, step=step))
     if later is not None:
         two = _taken(later[0], parts)
-        movement, reference = known.since(two, later[1]), base.reference
-        alone = _Coded.of(row, two, SaveContext(state=two, step=later[1], movement=movement), None)
-        context = SaveContext(state=two, step=later[1], movement=movement, reference=reference)
-        delta, base = _Coded.of(row, two, context, reference), alone
-    last = delta or base
+        alone = SaveContext(state=two, step=later[1], movement=known.since(two, later[1]))
+        last = _Coded.of(row, two, replace(alone, reference=base.reference))
+        base = _Coded.of(row, two, alone)
     return Result(
         base=base.size(parts),
-        delta=None if delta is None else delta.size(parts),
+        delta=None if later is None else last.size(parts),
         weights=last.error((Role.WEIGHT, Role.MASTER)),
         moments=last.error(_MOMENTS),
         cpu_s_per_gb=1e9 * last.cpu_s / one.nbytes,
@@ -161,11 +152,9 @@ class _Coded:
     reference: Mapping[str, ReferenceState]
     cpu_s: float
 
-    @staticmethod
-    def of(
-        row: str, state: TrainingState, context: SaveContext, reference: Mapping[str, ReferenceState] | None
-    ) -> "_Coded":
-        scheme = build(*ROWS[row], context)
+    @classmethod
+    def of(cls, row: str, state: TrainingState, context: SaveContext) -> "_Coded":
+        scheme, reference = build(*ROWS[row], context), context.reference
         began = time.process_time()
         staged = stage_state(state, scheme, reference)
         encoded = encode_state(
@@ -179,27 +168,19 @@ class _Coded:
         seconds = time.process_time() - began
         sizes = {entry.spec.name: entry.encoded.nbytes for entry in encoded.checkpoint.entries}
         more = len(write_container(encoded.checkpoint)) - sum(sizes.values())
-        return _Coded(state, staged.state, sizes, more, encoded.reference, seconds)
+        return cls(state, staged.state, sizes, more, encoded.reference, seconds)
 
     def size(self, parts: Sequence[Part]) -> tuple[float, float, float]:
         """Return the size relative to the state, and its interval over parameters (bootstrap, 95 %)."""
-        raw, coded = (
-            np.array([sum(of[name] for name in part.names) for part in parts], float)
-            for of in (self._raw, self.sizes)
-        )
+        coded = np.array([sum(self.sizes[name] for name in part.names) for part in parts])
+        raw = np.array([sum(self.state.specs[name].nbytes for name in part.names) for part in parts])
         if not parts[0].points:
             return ((coded.sum() + self.more) / raw.sum(),) * 3
-        weights = np.array([part.points for part in parts], float)
-        ratios = coded / np.maximum(raw, 1)
+        weights, ratios = np.array([part.points for part in parts]), coded / np.maximum(raw, 1)
         drawn = np.random.default_rng(0).integers(len(parts), size=(_DRAWS, len(parts)))
-        means = (weights[drawn] * ratios[drawn]).sum(axis=1) / np.maximum(weights[drawn].sum(axis=1), 1)
+        means = (weights * ratios)[drawn].sum(axis=1) / weights[drawn].sum(axis=1)
         low, high = np.quantile(means, (0.025, 0.975))
-        mean = float((weights * ratios).sum() / weights.sum())
-        return mean, float(low), float(high)
-
-    @property
-    def _raw(self) -> dict[str, int]:
-        return {name: spec.nbytes for name, spec in self.state.specs.items()}
+        return float((weights * ratios).sum() / weights.sum()), float(low), float(high)
 
     def error(self, roles: Sequence[Role]) -> float | None:
         total, elements = 0.0, 0
@@ -218,10 +199,7 @@ def left_exact(state: TrainingState) -> dict[str, list[TensorSpec]]:
     """Return the tensors that `auto` stores exactly whatever their values, by the reason's code."""
     options, found = AutoOptions(), dict[str, list[TensorSpec]]()
     for spec in state.specs.values():
-        if (
-            spec.tag.role not in _CODED
-            or spec.numel < options.min_elements
-            or not spec.dtype.is_floating_point
-        ):
+        coded = spec.tag.role in _CODED and spec.dtype.is_floating_point
+        if not coded or spec.numel < options.min_elements:
             found.setdefault(why_left(spec, options), []).append(spec)
     return found
