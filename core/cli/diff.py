@@ -6,109 +6,95 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.output import bytes_text, console, number, print_json, print_table
+from shrinkpoint.cli.output import bytes_text, console, number, print_table
 from shrinkpoint.cli.runs import (
-    AsJson,
-    Loaded,
-    Pairs,
-    StorageOptions,
+    Answer,
+    OptionsOf,
     Target,
     addressed,
+    answering,
     describe_manifest,
     load,
-    parse_storage_options,
+    of_stores,
 )
 from shrinkpoint.cli.show import facts_of
 
 if TYPE_CHECKING:
     import torch
 
+    from shrinkpoint.coding.selective import Decoded
+    from shrinkpoint.store.manifest import Manifest
 
 _IDENTICAL, _DIFFERS, _OTHER = "bit-identical", "differs", "other dtype or shape"
 _CHUNK = 1 << 22  # elements compared at a time, in double precision
 _NAMED = 10
 
 
+@of_stores
+@answering
 def diff(
     a: Target,
     b: Target,
+    options_of: OptionsOf,
     everything: Annotated[bool, typer.Option("--all", help="Show bit-identical tensors too.")] = False,
-    storage_options: StorageOptions = None,
-    option: Pairs = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Compare two checkpoints tensor by tensor: rms of the difference relative to A's rms, sizes, steps, losses."""
-    one, other = (load(addressed(url), parse_storage_options(url, storage_options, option)) for url in (a, b))
+    addresses = [addressed(url) for url in (a, b)]
+    loaded = [load(address, options_of(address.url)) for address in addresses]
+    one, other = (decoded for decoded, _, _ in loaded)
     # plain data that differs: learning rates, counters, positions
-    leaves = _leaves(one.decoded.header.tree, other.decoded.header.tree, "")
-    data = [{"name": path, "a": in_a, "b": in_b} for path, in_a, in_b in leaves]
-    report = {"a": _side(one), "b": _side(other), "tensors": _tensors(one, other), "data": data}
-    if as_json:
-        print_json(report)
-    else:
-        _print(report, everything=everything)
+    leaves = _leaves(one.header.tree, other.header.tree, "")
+    data = [{"name": path, "a": left, "b": right} for path, left, right in leaves]
+    in_a, in_b = (_side(address.url, *each) for address, each in zip(addresses, loaded, strict=True))
+    report = {"a": in_a, "b": in_b, "tensors": _tensors(one, other), "data": data}
+    return Answer(report, lambda: _print(report, everything=everything))
 
 
-def _side(loaded: Loaded) -> dict[str, Any]:
-    noted = describe_manifest(loaded.manifest) if loaded.manifest is not None else None
-    header = loaded.decoded.header
-    return {
-        "url": loaded.url,
-        "step": header.step,
-        "seq": loaded.seq,
-        "kind": header.kind,
-        "bytes": loaded.bytes,
-        "raw_bytes": header.decoded_nbytes,
-        "state_digest": header.state_digest,
-        "loss": noted["baseline"] if noted else None,
-        "metrics": noted["metrics"] if noted else {},
-    }
+def _side(url: str, decoded: "Decoded", size: int, manifest: "Manifest | None") -> dict[str, Any]:
+    header, noted = decoded.header, {} if manifest is None else describe_manifest(manifest)
+    own = {name: getattr(header, name) for name in ("step", "kind", "state_digest")}
+    loss, metrics = noted.get("baseline"), noted.get("metrics", {})
+    sizes = {"bytes": size, "raw_bytes": header.decoded_nbytes}
+    return {"url": url, **own, "seq": noted.get("seq"), **sizes, "loss": loss, "metrics": metrics}
 
 
-def _tensors(one: Loaded, other: Loaded) -> list[dict[str, Any]]:
-    records_a, records_b = one.decoded.header.tensors, other.decoded.header.tensors
+def _tensors(one: "Decoded", other: "Decoded") -> list[dict[str, Any]]:
+    a, b = (dict(side.header.tensors) for side in (one, other))
     rows = []
-    for name in dict.fromkeys((*records_a, *records_b)):
-        record_a, record_b = records_a.get(name), records_b.get(name)
-        row: dict[str, Any] = {
-            "name": name,
-            "a": None if record_a is None else facts_of(record_a),
-            "b": None if record_b is None else facts_of(record_b),
-            "rms": None,
-            "relative": None,
-        }
-        if record_a is None or record_b is None:
-            row["state"] = "only in B" if record_a is None else "only in A"
-        elif record_a.digest == record_b.digest:
-            row["state"] = _IDENTICAL
-        elif (record_a.spec.dtype, record_a.spec.shape) != (record_b.spec.dtype, record_b.spec.shape):
-            row["state"] = _OTHER
+    for name in a | b:
+        in_a, in_b = (facts_of(side[name]) if name in side else None for side in (a, b))
+        rms = relative = None
+        if in_a is None or in_b is None:
+            state = "only in B" if in_a is None else "only in A"
+        elif in_a["digest"] == in_b["digest"]:
+            state = _IDENTICAL
+        elif (in_a["dtype"], in_a["shape"]) != (in_b["dtype"], in_b["shape"]):
+            state = _OTHER
         else:
-            row["state"] = _DIFFERS
-            rms, size = _distance(one.decoded.state.tensors[name], other.decoded.state.tensors[name])
-            row["rms"] = rms if math.isfinite(rms) else None
-            relative = rms / size if size > 0 else math.inf
-            row["relative"] = relative if math.isfinite(relative) else None
-        rows.append(row)
+            state = _DIFFERS
+            rms, size = _distance(one.state.tensors[name], other.state.tensors[name])
+            relative = _finite(rms / size if size else math.inf)
+        rows.append(
+            {"name": name, "a": in_a, "b": in_b, "rms": _finite(rms), "relative": relative, "state": state}
+        )
     return rows
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _distance(a: "torch.Tensor", b: "torch.Tensor") -> tuple[float, float]:
     """Root mean squares of the difference, and of the first."""
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    away = size = 0.0
-    for start in range(0, flat_a.numel(), _CHUNK):
-        part_a, part_b = (_double(flat[start : start + _CHUNK]) for flat in (flat_a, flat_b))
-        away += float((part_b - part_a).square().sum())
-        size += float(part_a.square().sum())
-    count = max(1, flat_a.numel())
-    return math.sqrt(away / count), math.sqrt(size / count)
-
-
-def _double(values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
-    return (torch.view_as_real(values) if values.is_complex() else values).double()
+    away = size = 0.0
+    for one, other in zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True):
+        x, y = ((torch.view_as_real(part) if part.is_complex() else part).double() for part in (one, other))
+        away += float((y - x).square().sum())
+        size += float(x.square().sum())
+    count = max(1, a.numel())
+    return math.sqrt(away / count), math.sqrt(size / count)
 
 
 def _leaves(a: Any, b: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -141,9 +127,9 @@ def _print(report: Mapping[str, Any], *, everything: bool) -> None:
     )
     out.print()
     rows = [_row(row) for row in report["tensors"] if everything or row["state"] != _IDENTICAL]
+    left = ("tensor", "role", "dtype", "shape", "difference")
     if rows:
-        columns = ("tensor", "role", "dtype", "shape", "difference", "bytes in A", "bytes in B")
-        left = ("tensor", "role", "dtype", "shape", "difference")
+        columns = (*left, "bytes in A", "bytes in B")
         print_table(columns, rows, left=left, optional=("dtype", "role", "shape"), crop="tensor")
     for data in report["data"][:_NAMED]:
         out.print(f"{data['name']}: {_brief(data['a'])} in A, {_brief(data['b'])} in B")
@@ -154,21 +140,16 @@ def _print(report: Mapping[str, Any], *, everything: bool) -> None:
 
 
 def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    a, b = row["a"], row["b"]
-    known = a or b
-    return (
-        row["name"],
-        known["role"],
-        _both(a, b, "dtype", str),
-        _both(a, b, "shape", lambda shape: "x".join(map(str, shape)) or "scalar"),
-        _difference(row),
-        *("-" if side is None else bytes_text(side["bytes"]) for side in (a, b)),
+    sides = [side for side in (row["a"], row["b"]) if side is not None]
+    dtypes, shapes = (
+        " / ".join(dict.fromkeys(texts))
+        for texts in (
+            (side["dtype"] for side in sides),
+            ("x".join(map(str, side["shape"])) or "scalar" for side in sides),
+        )
     )
-
-
-def _both(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, name: str, text: Any) -> str:
-    values = [text(side[name]) for side in (a, b) if side is not None]
-    return " / ".join(dict.fromkeys(values))
+    sizes = ("-" if side is None else bytes_text(side["bytes"]) for side in (row["a"], row["b"]))
+    return row["name"], sides[0]["role"], dtypes, shapes, _difference(row), *sizes
 
 
 def _difference(row: Mapping[str, Any]) -> str:

@@ -6,18 +6,18 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli.output import bytes_text, console, print_json
+from shrinkpoint.cli.output import bytes_text, console
 from shrinkpoint.cli.runs import (
-    AsJson,
-    Pairs,
+    Answer,
+    OptionsOf,
     Seq,
     Step,
-    StorageOptions,
     Target,
     addressed,
+    answering,
     load,
     name_of,
-    parse_storage_options,
+    of_stores,
 )
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
@@ -25,8 +25,11 @@ from shrinkpoint.runtime.progress import waiting_for
 _WEIGHTS_ALONE = "the step log has the weights alone: no optimizer state"
 
 
+@of_stores
+@answering
 def export(
     url: Target,
+    options_of: OptionsOf,
     out: Annotated[
         str,
         typer.Argument(
@@ -52,10 +55,7 @@ def export(
             help="The folder of the run's small step log, if it is not in the run: --step may name a logged step.",
         ),
     ] = None,
-    storage_options: StorageOptions = None,
-    option: Pairs = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Write a checkpoint as a file that torch.load(weights_only=True), Lightning or safetensors reads."""
     from shrinkpoint.io.export import bytes_of, check_target, export_adapters, export_weights
     from shrinkpoint.io.export import export as write
@@ -64,7 +64,7 @@ def export(
 
     folder = not Path(out).suffix
     target = Path(out) if folder else check_target(out, force=force)
-    options = parse_storage_options(url, storage_options, option)
+    options = options_of(url)
     if max_shard_size is not None and target.suffix != ".safetensors":
         raise ConfigError("--max-shard-size is for OUT.safetensors")
     limit = None if max_shard_size is None else bytes_of(max_shard_size)
@@ -78,10 +78,12 @@ def export(
                 name, target, max_shard_size=limit, force=force, storage_options=options
             )
         else:
-            loaded = load(address, options)
+            decoded, _, manifest = load(address, options)
             with waiting_for(f"writing {target}"):
-                exported = write(loaded.decoded.state, target, force=force)
-            exported = replace(exported, step=loaded.decoded.header.step, seq=loaded.seq)
+                exported = write(decoded.state, target, force=force)
+            exported = replace(
+                exported, step=decoded.header.step, seq=None if manifest is None else manifest.seq
+            )
     except NoCheckpointError:
         if address.step is None or folder:
             raise
@@ -90,20 +92,14 @@ def export(
         exported = replace(exported, step=address.step)
     notes = [*([_WEIGHTS_ALONE] if logged else []), *exported.notes]
     report = {
-        "path": str(exported.path),
-        "bytes": exported.bytes,
-        "tensors": exported.tensors,
-        "step": exported.step,
-        "seq": exported.seq,
-        **({"files": [str(file) for file in exported.files]} if len(exported.files) > 1 else {}),
-        "logged": logged,
-        "notes": notes,
-    }
-    if as_json:
-        print_json(report)
-        return
-    for note in notes:
-        console(stderr=True).print(f"note: {note}")
-    console().print(
-        f"wrote {exported.path}: step {exported.step}, {exported.tensors} tensors, {bytes_text(exported.bytes)}"
-    )
+        "path": str(exported.path), "bytes": exported.bytes, "tensors": exported.tensors, "step": exported.step, "seq": exported.seq,
+        **({"files": [str(file) for file in exported.files]} if len(exported.files) > 1 else {}), "logged": logged, "notes": notes,
+    }  # fmt: skip
+
+    def show() -> None:
+        for note in notes:
+            console(stderr=True).print(f"note: {note}")
+        size = f"{exported.tensors} tensors, {bytes_text(exported.bytes)}"
+        console().print(f"wrote {exported.path}: step {exported.step}, {size}")
+
+    return Answer(report, show)

@@ -15,20 +15,19 @@ from shrinkpoint.cli.output import (
     exact_texts,
     in_all_text,
     number,
-    print_json,
     print_table,
     ratio_text,
 )
 from shrinkpoint.cli.runs import (
-    AsJson,
-    Pairs,
-    StorageOptions,
+    Answer,
+    OptionsOf,
     Url,
+    answering,
     describe_manifest,
     find_damage,
     keys_of,
+    of_stores,
     open_run,
-    parse_storage_options,
     runs_below,
 )
 from shrinkpoint.errors import FormatError, ShrinkpointWarning
@@ -46,38 +45,17 @@ _SHOWN_METRICS = 3
 _NAMED = 4
 
 
-def ls(
-    url: Url, storage_options: StorageOptions = None, option: Pairs = None, as_json: AsJson = False
-) -> None:
+@of_stores
+@answering
+def ls(url: Url, options_of: OptionsOf) -> Answer:
     """List the checkpoints of a run, newest first, or the runs of a folder; damaged ones and those with NaN or infinity are marked."""
-    options = parse_storage_options(url, storage_options, option)
+    options = options_of(url)
     below = runs_below(url, options)
     if below:
-        _list_runs(url, below, options, as_json=as_json)
-        return
-    run = open_run(url, options)
-    _, found = survey(run)
-    if as_json:
-        print_json(found)
-        return
-    checkpoints, others = found["checkpoints"], found["unlisted_containers"]
-    _print(checkpoints, found["unreadable"])
-    out = console()
-    raw = _raw_bytes(checkpoints)
-    out.print(
-        f"{counted(len(checkpoints), 'checkpoint')} in {run.display}: {_taken(found['stored_bytes'], raw)}"
-    )
-    cost = in_all_text(checkpoints)
-    if cost is not None:
-        out.print(f"a restore may raise the loss by at most {cost}, the run's reserve included")
-    if others:
-        out.print(
-            f"and {counted(others, 'container')}, {bytes_text(found['unlisted_bytes'])}, that none of these needs: of removed"
-            " checkpoints, which wait for the end of their grace (`shrinkpoint undelete` brings them back), or of a save"
-            f" in progress{', or of those that are unreadable' if found['unreadable'] else ''}"
-        )
-    if found["step_log"] is not None:
-        out.print(logged_text(found["step_log"], url))
+        runs = _runs(url, below, options)
+        return Answer({"url": url, "runs": runs}, lambda: _print_runs(runs))
+    _, found = survey(open_run(url, options))
+    return Answer(found, lambda: _print(found, url))
 
 
 def survey(run: RunStore) -> tuple[list[Manifest], dict[str, Any]]:
@@ -87,18 +65,16 @@ def survey(run: RunStore) -> tuple[list[Manifest], dict[str, Any]]:
         manifests = run.manifests()
     sizes = run.sizes()
     named = keys_of(run, manifests)
-    live, others = (
-        [size for key, size in sizes.items() if (key in named) is wanted] for wanted in (True, False)
-    )
+    others = [size for key, size in sizes.items() if key not in named]
     pins, log = _pins(run), _step_log(run)
     return manifests, {
         "url": run.display,
-        "stored_bytes": sum(live),
+        "stored_bytes": sum(sizes.values()) - sum(others),
         "unlisted_bytes": sum(others),
         "unlisted_containers": len(others),
         "checkpoints": [
-            describe_manifest(manifest)
-            | {
+            {
+                **describe_manifest(manifest),
                 "pins": sorted(name for name, seq in pins.items() if seq == manifest.seq),
                 "damage": find_damage(run, manifest, sizes),
             }
@@ -143,56 +119,36 @@ def _pins(run: RunStore) -> Mapping[str, int]:
         return {}
 
 
-def _taken(stored: int, raw: int | None) -> str:
-    ratio = f" instead of {bytes_text(raw)}, {ratio_text(raw / stored)}" if raw and stored else ""
-    return f"{bytes_text(stored)} on disk{ratio}"
-
-
 def _raw_bytes(checkpoints: Sequence[Mapping[str, Any]]) -> int | None:
     """Return what checkpoints would take uncompressed; None where that is not known of all."""
     sizes = [checkpoint["raw_bytes"] for checkpoint in checkpoints]
     return None if None in sizes else sum(sizes)
 
 
-def _list_runs(url: str, names: Sequence[str], options: Options, *, as_json: bool) -> None:
-    """List the runs of a folder, the one that was written last first."""
+def _runs(url: str, names: Sequence[str], options: Options) -> list[dict[str, Any]]:
+    """Return what `ls` says of the runs of a folder, the one that was written last first."""
     runs: list[dict[str, Any]] = []
     for name in names:
-        run = open_run(f"{url.rstrip('/')}/{name}", options)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ShrinkpointWarning)
-            manifests = run.manifests()
-        sizes = run.sizes()
-        bad = sum(find_damage(run, manifest, sizes) is not None for manifest in manifests)
+        _, found = survey(open_run(f"{url.rstrip('/')}/{name}", options))
+        rows = found["checkpoints"]
+        newest = rows[0] if rows else {}
+        bad = sum(row["damage"] is not None for row in rows) + len(found["unreadable"])
+        stored, raw = found["stored_bytes"], _raw_bytes(rows)
         runs.append(
-            {
-                "run": name,
-                "checkpoints": len(manifests),
-                "newest_step": manifests[0].step if manifests else None,
-                "stored_bytes": sum(sizes.get(key, 0) for key in keys_of(run, manifests)),
-                "raw_bytes": _raw_bytes([describe_manifest(manifest) for manifest in manifests]),
-                "wall_time": manifests[0].wall_time if manifests else None,
-                "damaged": bad + len(run.damaged),
-            }
-        )
-    runs.sort(key=lambda run: -(run["wall_time"] or 0.0))
-    if as_json:
-        print_json({"url": url, "runs": runs})
-        return
-    rows = [
-        (
-            run["run"],
-            str(run["checkpoints"]),
-            number(run["newest_step"]),
-            bytes_text(run["stored_bytes"]),
-            bytes_text(run["raw_bytes"]) if run["raw_bytes"] else "-",
-            ratio_text(
-                run["raw_bytes"] / run["stored_bytes"] if run["raw_bytes"] and run["stored_bytes"] else None
-            ),
-            "-" if run["wall_time"] is None else age(run["wall_time"]),
-        )
-        for run in runs
-    ]
+            {"run": name, "checkpoints": len(rows), "newest_step": newest.get("step"), "stored_bytes": stored, "raw_bytes": raw,
+             "wall_time": newest.get("wall_time"), "damaged": bad}
+        )  # fmt: skip
+    return sorted(runs, key=lambda run: -(run["wall_time"] or 0.0))
+
+
+def _print_runs(runs: Sequence[Mapping[str, Any]]) -> None:
+    rows = []
+    for run in runs:
+        stored, raw, last = (run[name] for name in ("stored_bytes", "raw_bytes", "wall_time"))
+        ratio = ratio_text(raw / stored if raw and stored else None)
+        written = "-" if last is None else age(last)
+        sizes = bytes_text(stored), bytes_text(raw) if raw else "-", ratio
+        rows.append((run["run"], str(run["checkpoints"]), number(run["newest_step"]), *sizes, written))
     columns = ("run", "checkpoints", "newest step", "on disk", "instead of", "ratio", "age")
     print_table(columns, rows, left=("run",), optional=("instead of", "checkpoints"), crop="run")
     for one in runs:
@@ -201,31 +157,44 @@ def _list_runs(url: str, names: Sequence[str], options: Options, *, as_json: boo
             console().print(f"{one['run']}: {damaged} DAMAGED; `shrinkpoint ls` of this run says how")
 
 
-def _print(checkpoints: Sequence[Mapping[str, Any]], unreadable: Sequence[Mapping[str, Any]]) -> None:
+def _print(found: Mapping[str, Any], url: str) -> None:
+    checkpoints, others = found["checkpoints"], found["unlisted_containers"]
     metrics = list(dict.fromkeys(name for checkpoint in checkpoints for name in checkpoint["metrics"]))
     metrics.sort(key=lambda name: ("loss" in name) + ("val" in name))  # what is likeliest missed comes last
     metrics = metrics[-_SHOWN_METRICS:]
     columns = ("seq", "step", "kind", "bytes", "ratio", "chain", "degradation", "age", *metrics)
-    rows = [
-        (
-            str(checkpoint["seq"]),
-            str(checkpoint["step"]),
-            checkpoint["kind"],
-            bytes_text(checkpoint["bytes"]),
-            ratio_text(checkpoint["ratio"]),
-            f"{bytes_text(checkpoint['chain_bytes'])} in {checkpoint['chain_length']}",
-            degradation_text(checkpoint),
-            age(checkpoint["wall_time"]),
-            *(number(checkpoint["metrics"].get(name)) for name in metrics),
+    rows = []
+    for each in checkpoints:
+        sizes = bytes_text(each["bytes"]), ratio_text(each["ratio"])
+        chain = f"{bytes_text(each['chain_bytes'])} in {each['chain_length']}"
+        noted = (
+            degradation_text(each),
+            age(each["wall_time"]),
+            *(number(each["metrics"].get(name)) for name in metrics),
         )
-        for checkpoint in checkpoints
-    ]
+        rows.append((str(each["seq"]), str(each["step"]), each["kind"], *sizes, chain, *noted))
     if rows:
         steps = {checkpoint["step"] for checkpoint in checkpoints}
         optional = (*(("seq",) if len(steps) == len(rows) else ()), *metrics)
         print_table(columns, rows, left=("kind",), optional=optional)
-    for remark in remarks_on(checkpoints, unreadable):
-        console().print(remark)
+    out, raw, stored = console(), _raw_bytes(checkpoints), found["stored_bytes"]
+    for remark in remarks_on(checkpoints, found["unreadable"]):
+        out.print(remark)
+    ratio = f" instead of {bytes_text(raw)}, {ratio_text(raw / stored)}" if raw and stored else ""
+    count = counted(len(checkpoints), "checkpoint")
+    out.print(f"{count} in {found['url']}: {bytes_text(stored)} on disk{ratio}")
+    cost = in_all_text(checkpoints)
+    if cost is not None:
+        out.print(f"a restore may raise the loss by at most {cost}, the run's reserve included")
+    if others:
+        size = f"{counted(others, 'container')}, {bytes_text(found['unlisted_bytes'])}"
+        unreadable = ", or of those that are unreadable" if found["unreadable"] else ""
+        out.print(
+            f"and {size}, that none of these needs: of removed checkpoints, which wait for the end of their grace (`shrinkpoint undelete`"
+            f" brings them back), or of a save in progress{unreadable}"
+        )
+    if found["step_log"] is not None:
+        out.print(logged_text(found["step_log"], url))
 
 
 def remarks_on(

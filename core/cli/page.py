@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from shrinkpoint.cli.output import number
@@ -102,11 +103,8 @@ class _Axis:
         return f"{_HIGH * (1 - self.share(value)):.1f}"
 
     def labels(self, side: str, text: Callable[[float], str]) -> str:
-        spans = (
-            f'<span style="{side}:{100 * self.share(tick):.2f}%">{escape(text(tick))}</span>'
-            for tick in self.ticks
-        )
-        return "".join(spans)
+        places = ((100 * self.share(tick), escape(text(tick))) for tick in self.ticks)
+        return "".join(f'<span style="{side}:{at:.2f}%">{label}</span>' for at, label in places)
 
 
 def _nice(size: float) -> float:
@@ -186,10 +184,8 @@ def _curve(line: Line, style: str, xs: _Axis, ys: _Axis) -> Iterator[str]:
         path += "" if y is None else f"{pen}{xs.x(at)} {ys.y(y)}"
         pen = "M" if y is None else "L"
     there = [(at, y) for at, y in line.points if y is not None]
-    yield _path(
-        f"{style} interval",
-        "".join(f"M{xs.x(at)} {ys.y(low)}V{ys.y(high)}" for at, low, high in line.intervals),
-    )
+    bars = "".join(f"M{xs.x(at)} {ys.y(low)}V{ys.y(high)}" for at, low, high in line.intervals)
+    yield _path(f"{style} interval", bars)
     yield _path(f"{style} line", path)
     if len(there) <= _DOTS:
         yield _path(f"{style} dots", "".join(f"M{xs.x(at)} {ys.y(y)}h0" for at, y in there))
@@ -266,9 +262,8 @@ def folded(title: str, body: str) -> str:
 
 def card(kind: str, big: str, *texts: str, code: str = "", alarm: bool = False) -> str:
     """Return one answer of the page's first screen."""
-    words = "".join(f"<p>{escape(text)}</p>" for text in texts) + (
-        f"<pre>{escape(code)}</pre>" if code else ""
-    )
+    words = "".join(f"<p>{escape(text)}</p>" for text in texts)
+    words += f"<pre>{escape(code)}</pre>" if code else ""
     style = "card alarm" if alarm else "card"
     return f'<div class="{style}"><h2>{escape(kind)}</h2><p class="big">{escape(big)}</p>{words}</div>'
 
@@ -286,9 +281,8 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 def codes(lines: Mapping[str, str]) -> str:
     """Return lines to copy, by what they do."""
-    return "".join(
-        f"<div><h3>{escape(name)}</h3><pre>{escape(line)}</pre></div>" for name, line in lines.items()
-    )
+    texts = ((escape(name), escape(line)) for name, line in lines.items())
+    return "".join(f"<div><h3>{name}</h3><pre>{line}</pre></div>" for name, line in texts)
 
 
 def section(title: str, figures: Iterable[str], style: str = "figures") -> str:
@@ -298,15 +292,14 @@ def section(title: str, figures: Iterable[str], style: str = "figures") -> str:
 
 def document(title: str, below: str, parts: Iterable[str]) -> str:
     """Return the whole page. It may load nothing, and run no script but its own, whatever the names in it are."""
-    style, script = (
-        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    page, style, script = (
+        Path(__file__).with_name(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
     )
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline';"
-        f" script-src 'sha256-{allowed}'\">\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body><main><h1>{escape(title)}</h1>"
-        f"{paragraph(below)}{''.join(parts)}</main><script>{script}</script></body></html>\n"
-    )
+    texts = {
+        "title": escape(title),
+        "style": style,
+        "script": script,
+        "parts": "".join([paragraph(below), *parts]),
+    }
+    return Template(page).substitute(texts, generator=GENERATOR, allowed=allowed)

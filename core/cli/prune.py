@@ -2,24 +2,25 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from enum import Enum
+from typing import Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.output import bytes_text, console, print_json
+from shrinkpoint.cli.output import bytes_text, console
 from shrinkpoint.cli.runs import (
-    AsJson,
-    Pairs,
+    Answer,
+    OptionsOf,
     Seq,
     Step,
-    StorageOptions,
     Url,
     Yes,
+    answering,
     describe_manifest,
     keys_of,
+    of_stores,
     open_run,
     opened,
-    parse_storage_options,
 )
 from shrinkpoint.engine.retention import RetentionPolicy, record_of
 from shrinkpoint.errors import ConfigError, NoCheckpointError
@@ -30,49 +31,50 @@ from shrinkpoint.store.keys import pin_key
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
+
+class Mode(str, Enum):
+    """Which value of a metric is best."""
+
+    min = "min"
+    max = "max"
+
+
 # Seconds until the commits that one pass removed are older than "now" for the next: clock ticks of file systems and S3.
 _CLOCK_TICKS = (0.02, 1.1, 1.1)
 
 
+@of_stores
+@answering
 def prune(
     url: Url,
-    keep_last: Annotated[int | None, typer.Option("--keep-last", min=1, help="Keep the newest N.")] = None,
-    keep_every: Annotated[
-        int | None, typer.Option("--keep-every", min=1, help="Keep the first of every M training steps.")
-    ] = None,
-    keep_best: Annotated[
-        int | None, typer.Option("--keep-best", min=1, help="Keep the K best by --metric.")
-    ] = None,
-    metric: Annotated[str | None, typer.Option("--metric", help="The metric for --keep-best.")] = None,
-    mode: Annotated[
-        str, typer.Option("--mode", help="Whether the best metric is the 'min' or the 'max'.")
-    ] = "min",
+    options_of: OptionsOf,
+    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the newest N.")] = None,
+    keep_every: Annotated[int | None, typer.Option(min=1, help="Keep the first of every M steps.")] = None,
+    keep_best: Annotated[int | None, typer.Option(min=1, help="Keep the K best by --metric.")] = None,
+    metric: Annotated[str | None, typer.Option(help="The metric for --keep-best.")] = None,
+    mode: Annotated[Mode, typer.Option(help="Which value of it is best.")] = Mode.min,
     pin: Annotated[
         str | None,
-        typer.Option(
-            "--pin", metavar="NAME", help="Keep the checkpoint of --step or --seq until --unpin NAME."
-        ),
+        typer.Option(metavar="NAME", help="Keep the checkpoint of --step or --seq until --unpin NAME."),
     ] = None,
-    unpin: Annotated[str | None, typer.Option("--unpin", metavar="NAME", help="Release this pin.")] = None,
+    unpin: Annotated[str | None, typer.Option(metavar="NAME", help="Release this pin.")] = None,
     step: Step = None,
     seq: Seq = None,
     yes: Yes = False,
     grace: Annotated[
         float, typer.Option("--grace", min=0, help="Seconds that removed data is kept for active readers.")
     ] = DEFAULT_GRACE_S,
-    storage_options: StorageOptions = None,
-    option: Pairs = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Remove the checkpoints that no rule keeps; pinned ones and the newest sound one, which is read for it, always stay."""
     policy = _policy(keep_last, keep_every, keep_best, metric, mode, pins=bool(pin or unpin))
     if pin is None and (step, seq) != (None, None):
         raise ConfigError("--step and --seq say which checkpoint --pin keeps: give --pin NAME too")
-    if pin is not None:
-        run, address = opened(url, step, seq, storage_options, option)
-        pinned = address.find(run.manifests())
+    pinned = None
+    if pin is None:
+        run = open_run(url, options_of(url))
     else:
-        run, pinned = open_run(url, parse_storage_options(url, storage_options, option)), None
+        run, address = opened(url, options_of, step, seq)
+        pinned = address.find(run.manifests())
     report: dict[str, Any] = {"done": yes}
     pins = run.pins(without=unpin)
     if unpin is not None:
@@ -94,10 +96,7 @@ def prune(
         report |= _report(run, keep, remove)
         if yes:
             report |= _collect(run, keep, remove, grace)
-    if as_json:
-        print_json(report)
-    else:
-        _print(report, run.display)
+    return Answer(report, lambda: _print(report, run.display))
 
 
 def _policy(
@@ -105,7 +104,7 @@ def _policy(
     keep_every: int | None,
     keep_best: int | None,
     metric: str | None,
-    mode: str,
+    mode: Mode,
     *,
     pins: bool,
 ) -> RetentionPolicy | None:
@@ -122,10 +121,7 @@ def _policy(
         raise ConfigError(
             "say what to keep: --keep-last N, --keep-every M, --keep-best K, --pin NAME, or several of these"
         )
-    known: dict[str, Literal["min", "max"]] = {"min": "min", "max": "max"}
-    if mode not in known:
-        raise ConfigError(f"--mode {mode!r} must be 'min' or 'max'")
-    return RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, mode=known[mode])
+    return RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, mode=mode.value)
 
 
 def _plan(
@@ -195,9 +191,8 @@ def _print(report: Mapping[str, Any], shown: str) -> None:
     if (released := report.get("unpinned")) is not None:
         out.print(f"{'released' if done else 'would release'} pin {released}")
     if (pinned := report.get("pinned")) is not None:
-        out.print(
-            f"{'pinned' if done else 'would pin'} step {pinned['step']} (seq {pinned['seq']}) as {pinned['name']}"
-        )
+        where = f"step {pinned['step']} (seq {pinned['seq']}) as {pinned['name']}"
+        out.print(f"{'pinned' if done else 'would pin'} {where}")
     if "keep" not in report:
         if not done:
             out.print("Nothing was changed: give --yes to do it")
@@ -206,36 +201,33 @@ def _print(report: Mapping[str, Any], shown: str) -> None:
         steps = ", ".join(str(entry["step"]) for entry in report[word]) or "none"
         out.print(f"{word:<7} {len(report[word])} checkpoints; steps: {steps}")
     freed = f"{report['containers_freed']} containers, {bytes_text(report['bytes_freed'])}"
+    waiting = report.get("containers_waiting")
     if not done:
         out.print(f"would free {freed} in {shown}. Nothing was changed: give --yes to do it")
-    elif report["containers_waiting"]:
-        out.print(
-            f"removed from {shown}; frees {freed}. {report['containers_waiting']} containers wait for the end of"
-            " their grace: the next collection deletes them"
-        )
     else:
-        out.print(f"removed from {shown}; freed {freed}")
+        waits = f". {waiting} containers wait for the end of their grace: the next collection deletes them"
+        out.print(f"removed from {shown}; {f'frees {freed}{waits}' if waiting else f'freed {freed}'}")
     if not report["containers_freed"] and report["containers_of_chains"]:
+        chains = f"{report['containers_of_chains']} containers, {bytes_text(report['bytes_of_chains'])}"
+        command = f"shrinkpoint compact {shown} --seq {report['deltas_with_chains'][0]['seq']} --yes"
         out.print(
-            f"{report['containers_of_chains']} containers, {bytes_text(report['bytes_of_chains'])}, are there only because"
-            f" kept deltas need them: `shrinkpoint compact {shown} --seq {report['deltas_with_chains'][0]['seq']} --yes` makes"
-            " one a base of its own, after which they can go"
+            f"{chains}, are there only because kept deltas need them: `{command}` makes one a base of its own, after which they can go"
         )
     for key in report.get("unreadable", ()):
         out.print(f"kept, with all that it may need: unreadable {key}")
 
 
+@of_stores
+@answering
 def undelete(
     url: Url,
+    options_of: OptionsOf,
     step: Step = None,
     seq: Seq = None,
     yes: Yes = False,
-    storage_options: StorageOptions = None,
-    option: Pairs = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Bring back removed checkpoints, all or one, for as long as their data waits for the end of its grace."""
-    run, address = opened(url, step, seq, storage_options, option)
+    run, address = opened(url, options_of, step, seq)
     there = run.removed()
     wanted = [m for m in there if address.step in (None, m.step) and address.seq in (None, m.seq)]
     if not wanted:
@@ -247,20 +239,21 @@ def undelete(
         with run.writer() as writer:
             for manifest in wanted:
                 writer.undelete(manifest)
-    if as_json:
-        print_json({"done": yes, "undelete": [{"seq": m.seq, "step": m.step} for m in wanted]})
-    else:
-        steps = ", ".join(str(manifest.step) for manifest in wanted)
-        which = f"{len(wanted)} checkpoints to {run.display}; steps: {steps}"
-        console().print(
-            f"brought back {which}. Pin those that a training with retention must not remove"
-            if yes
-            else f"would bring back {which}. Nothing was changed: give --yes to do it"
-        )
+    report = {"done": yes, "undelete": [{"seq": m.seq, "step": m.step} for m in wanted]}
+    which = f"{len(wanted)} checkpoints to {run.display}; steps: {', '.join(str(m.step) for m in wanted)}"
+    text = (
+        f"brought back {which}. Pin those that a training with retention must not remove"
+        if yes
+        else f"would bring back {which}. Nothing was changed: give --yes to do it"
+    )
+    return Answer(report, lambda: console().print(text))
 
 
+@of_stores
+@answering
 def compact(
     url: Url,
+    options_of: OptionsOf,
     step: Step = None,
     seq: Seq = None,
     yes: Yes = False,
@@ -268,54 +261,36 @@ def compact(
         float,
         typer.Option("--grace", min=0, help="Seconds that the old chain's data is kept for active readers."),
     ] = DEFAULT_GRACE_S,
-    storage_options: StorageOptions = None,
-    option: Pairs = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Store a delta again as a base with the same values; fences off a running training."""
     from shrinkpoint.config import SaverConfig
     from shrinkpoint.engine.compaction import compact as commit
     from shrinkpoint.engine.compaction import rebase
 
-    run, address = opened(url, step, seq, storage_options, option)
+    run, address = opened(url, options_of, step, seq)
     manifest = address.find(run.manifests())
+    report: dict[str, Any] = {"step": manifest.step, "seq": manifest.seq, "done": False}
+    where = f"step {manifest.step}"
     if manifest.kind == "base":
-        _print_compacted(
-            {"step": manifest.step, "seq": manifest.seq, "done": False, "already_base": True}, as_json
-        )
-        return
-    with waiting_for(f"storing step {manifest.step} as a base"):
+        report["already_base"] = True
+        text = f"{where} (seq {manifest.seq}) is a base already: nothing to do"
+        return Answer(report, lambda: console().print(text))
+    with waiting_for(f"storing {where} as a base"):
         rebased = rebase(run, manifest, threads=SaverConfig().encoder_threads)
-    report = {
-        "step": manifest.step,
-        "seq": manifest.seq,
+    size = len(rebased.container)
+    report |= {
         "chain_length": len(manifest.chain),
         "chain_bytes": manifest.stored_bytes,
-        "base_bytes": len(rebased.container),
+        "base_bytes": size,
         "stored_exactly": list(rebased.stored_exactly),
-        "done": False,
         "already_base": False,
     }
+    text = f"{where}: {len(manifest.chain)} containers of {bytes_text(manifest.stored_bytes)} together become one of {bytes_text(size)}"
     if yes:
         compacted = commit(run, rebased, grace_s=grace)
         report |= {"done": True, "new_seq": compacted.manifest.seq, "pins": list(compacted.pins)}
-    _print_compacted(report, as_json)
-
-
-def _print_compacted(report: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(report)
-        return
-    out = console()
-    if report["already_base"]:
-        out.print(f"step {report['step']} (seq {report['seq']}) is a base already: nothing to do")
-        return
-    sizes = (
-        f"{report['chain_length']} containers of {bytes_text(report['chain_bytes'])} together become one of"
-        f" {bytes_text(report['base_bytes'])}"
-    )
-    if report["done"]:
-        out.print(f"step {report['step']}: {sizes}; it is commit {report['new_seq']} now")
+        text += f"; it is commit {compacted.manifest.seq} now"
     else:
-        out.print(f"step {report['step']}: {sizes}. Nothing was changed: give --yes to do it")
-        out.print("A training that is running in this run would be fenced off: stop it first")
+        warning = "A training that is running in this run would be fenced off: stop it first"
+        text += f". Nothing was changed: give --yes to do it\n{warning}"
+    return Answer(report, lambda: console().print(text))

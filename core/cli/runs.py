@@ -2,12 +2,15 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shrinkpoint.cli.output import print_json
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.retention import adopted_of, is_weights_only, lineage_of
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
@@ -35,7 +38,7 @@ Target = Annotated[
         metavar="URL", help="A run, one checkpoint of it (URL#step=N, URL#best), or a container file."
     ),
 ]
-StorageOptions = Annotated[
+_StorageOptions = Annotated[
     str | None,
     typer.Option(
         "--storage-options",
@@ -45,7 +48,7 @@ StorageOptions = Annotated[
         help="Options for the URL's file system, as a JSON object; of several stores for all but folders, or a JSON list.",
     ),
 ]
-Pairs = Annotated[
+_Pairs = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
@@ -54,7 +57,9 @@ Pairs = Annotated[
         help="One such option, repeatable; dots nest: -o client_kwargs.region_name=eu-west-1.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of a table.")]
+OptionsOf = Callable[[str], Any]
+"""Gives the options of a URL's store; see `of_stores`."""
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of a table.")]
 Step = Annotated[
     int | None, typer.Option("--step", min=0, help="The checkpoint of this step; default: the newest.")
 ]
@@ -81,8 +86,62 @@ def name_of(address: Address) -> str:
     return address.url if looks_like_file(address.url) else str(address)
 
 
-def parse_storage_options(url: str, text: str | None, pairs: Sequence[str] | None) -> Any:
-    """Return the options of ``--storage-options`` and ``-o`` for `url`; the latter take precedence.
+@dataclass(frozen=True)
+class Answer:
+    """What a command has found."""
+
+    report: Mapping[str, Any]
+    """As ``--json`` prints it."""
+    show: Callable[[], object]
+    """Prints it for people."""
+    failed: bool = False
+    """Whether something is amiss: the exit code is 1."""
+
+
+def answering(command: Callable[..., Answer]) -> Callable[..., None]:
+    """Give a command ``--json``, and print its answer."""
+
+    @wraps(command)
+    def answered(*, as_json: bool, **more: Any) -> None:
+        answer = command(**more)
+        if as_json:
+            print_json(answer.report)
+        else:
+            answer.show()
+        if answer.failed:
+            raise typer.Exit(1)
+
+    return _with(answered, [*signature(command).parameters.values()], {"as_json": (_AsJson, False)})
+
+
+def of_stores(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command ``--storage-options`` and ``-o``, and the function `options_of`, which reads them."""
+
+    @wraps(command)
+    def opening(*, storage_options: str | None, option: list[str] | None, **more: Any) -> None:
+        pairs = list(option or ())
+        if "output" in more:  # of `report`, where -o names the page, too
+            more["output"] = [more["output"], *(text for text in pairs if "=" not in text)][-1]
+            pairs = [text for text in pairs if "=" in text]
+        command(**more, options_of=lambda url: _options_of(url, storage_options, pairs))
+
+    own = [each for name, each in signature(command).parameters.items() if name != "options_of"]
+    return _with(opening, own, {"storage_options": (_StorageOptions, None), "option": (_Pairs, None)})
+
+
+def _with(command: Any, own: list[Parameter], added: Mapping[str, tuple[Any, Any]]) -> Callable[..., None]:
+    """Let typer see the parameters that a command takes besides its own."""
+    new = [
+        Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+        for name, (kind, default) in added.items()
+    ]
+    command.__signature__ = Signature([*own, *new])
+    command.__annotations__ |= {name: kind for name, (kind, _) in added.items()}
+    return command  # type: ignore[no-any-return]
+
+
+def _options_of(url: str, text: str | None, pairs: Sequence[str]) -> Any:
+    """Return the options of ``--storage-options`` and ``-o``; the latter take precedence.
 
     Options from the environment apply to remote stores only; a local folder has none.
 
@@ -109,26 +168,19 @@ def parse_storage_options(url: str, text: str | None, pairs: Sequence[str] | Non
         raise ConfigError(
             "--storage-options must be a JSON object, as in '{\"anon\": true}', or a list of them for several stores"
         )
-    for pair in pairs or ():
+    for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise ConfigError(f"-o {pair!r} must be KEY=VALUE, as in -o endpoint_url=http://localhost:9000")
-        _set(options, key.split("."), _value(value))
+        *outer, last = key.split(".")
+        inner = options
+        for part in outer:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"-o {key}: {part} has a value of its own already")
+        # all else is text: an access key may look like a number
+        inner[last] = {"true": True, "false": False, "null": None}.get(value, value)
     return options
-
-
-def _set(options: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    for key in keys[:-1]:
-        inner = options.setdefault(key, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"-o {'.'.join(keys)}: {key} has a value of its own already")
-        options = inner
-    options[keys[-1]] = value
-
-
-def _value(text: str) -> Any:
-    """Everything but true, false and null is text: an access key may look like a number."""
-    return {"true": True, "false": False, "null": None}.get(text, text)
 
 
 # shorter than in training, since a user waits at the terminal
@@ -168,16 +220,14 @@ def open_run(url: str, options: Options) -> RunStore:
     return store
 
 
-def opened(
-    url: str, step: int | None, seq: int | None, storage_options: str | None, pairs: Sequence[str] | None
-) -> tuple[RunStore, Address]:
+def opened(url: str, options_of: OptionsOf, step: int | None, seq: int | None) -> tuple[RunStore, Address]:
     """Open the run that a command's arguments name; returns it, and which of its checkpoints they name.
 
     Raises:
         ConfigError, MissingDependencyError, NoCheckpointError, StoreError: as `open_run`; or the arguments contradict each other.
     """
     address = addressed(url, step, seq)
-    return open_run(address.url, parse_storage_options(address.url, storage_options, pairs)), address
+    return open_run(address.url, options_of(address.url)), address
 
 
 def runs_below(url: str, options: Options) -> list[str]:
@@ -199,26 +249,11 @@ def _objects(url: str, options: Options) -> ObjectStore:
     return RetryingObjects(open_objects(url, options), _PATIENCE)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint that was read, decoded and verified by its digests."""
-
-    url: str
-    """Of its run, or its file."""
-    decoded: "Decoded"
-    bytes: int
-    """Bytes of its own container."""
-    manifest: Manifest | None
-    """None of a single file."""
-
-    @property
-    def seq(self) -> int | None:
-        """Number of its commit; None of a single file."""
-        return None if self.manifest is None else self.manifest.seq
-
-
-def load(address: Address, options: Any) -> Loaded:
+def load(address: Address, options: Any) -> "tuple[Decoded, int, Manifest | None]":
     """Read the checkpoint or file that `addressed` has found; by default a run's newest sound one.
+
+    Returns:
+        It, decoded and verified by its digests; the bytes of its own container; its manifest, None of a single file.
 
     Raises:
         ShrinkpointError: as `shrinkpoint.load`.
@@ -233,10 +268,10 @@ def load(address: Address, options: Any) -> Loaded:
 
     _, (decoded, chain), manifest = read_chain(name_of(address), options, read)
     if manifest is not None:
-        return Loaded(address.url, decoded, manifest.chain[-1].total, manifest)
+        return decoded, manifest.chain[-1].total, manifest
     file = chain[-1]()
     assert isinstance(file, Source)
-    return Loaded(address.url, decoded, file.size, None)
+    return decoded, file.size, None
 
 
 def find_damage(store: RunStore, manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
@@ -256,72 +291,42 @@ def find_damage(store: RunStore, manifest: Manifest, sizes: Mapping[str, int]) -
 
 def _exact(noted: object, size: int) -> list[dict[str, Any]]:
     """Return the tensors that a lossy scheme has stored exactly, with the reasons' messages."""
-    parts = []
-    for part in noted if isinstance(noted, list) else ():
-        if (
-            isinstance(part, dict)
-            and isinstance(part.get("code"), str)
-            and isinstance(part.get("bytes"), int)
-        ):
-            share = part["bytes"] / size if size else 0.0
-            parts.append({**part, "share": share, "reason": explained(part["code"])})
-    return parts
+    parts = [part for part in noted if isinstance(part, dict)] if isinstance(noted, list) else []
+    return [
+        {**part, "share": part["bytes"] / size if size else 0.0, "reason": explained(part["code"])}
+        for part in parts
+        if isinstance(part.get("code"), str) and isinstance(part.get("bytes"), int)
+    ]
 
 
-_MEASURED = (
-    "degradation",
-    "degradation_low",
-    "degradation_high",
-    "degradation_noise",
-    "cost",
-    "cost_high",
-    "cost_delay",
-    "measured",
-    "allowed",
-    "update_error",
-    "update_length",
-    "overhead",
-    "blocked_s",
-    "search_s",
-    "encode_s",
-    "not_finite",
-)
+_OWN = ("seq", "step", "kind", "epoch", "session", "wall_time", "library", "state_digest")
+_NOTED = (
+    "degradation", "degradation_low", "degradation_high", "degradation_noise", "cost", "cost_high", "cost_delay", "measured",
+    "allowed", "update_error", "update_length", "overhead", "blocked_s", "search_s", "encode_s", "not_finite", "baseline", "scheme",
+    "configuration", "reason", "adopt_s", "waited_s", "raw_bytes",
+)  # fmt: skip
 
 
 def describe_manifest(manifest: Manifest) -> dict[str, Any]:
     """Return what a manifest says of its checkpoint, as JSON. A missing number or text is null."""
-    noted, adopted = manifest.meta.get("save"), adopted_of(manifest)
-    save: Mapping[str, Any] = noted if isinstance(noted, dict) else {}
+    save, adopted = _dict(manifest.meta.get("save")), adopted_of(manifest)
     raw, size = save.get("raw_bytes"), manifest.chain[-1].total
-    metrics, resumed, highs = (save.get(name) for name in ("metrics", "resumed", "resumed_high"))
     return {
-        "seq": manifest.seq,
-        "step": manifest.step,
-        "kind": manifest.kind,
+        **{name: getattr(manifest, name) for name in _OWN},
         "chain_length": len(manifest.chain),
         "parts": manifest.chain[-1].parts,
         "bytes": size,
         "chain_bytes": manifest.stored_bytes,
-        "raw_bytes": raw,
         "ratio": raw / size if isinstance(raw, int) and size else None,
-        **{name: save.get(name) for name in _MEASURED},
-        "baseline": save.get("baseline"),
-        "resumed": resumed if isinstance(resumed, dict) else {},
-        "resumed_high": highs if isinstance(highs, dict) else {},
-        "metrics": metrics if isinstance(metrics, dict) else {},
+        **{name: save.get(name) for name in _NOTED},
+        **{name: _dict(save.get(name)) for name in ("resumed", "resumed_high", "metrics")},
         "exact": _exact(save.get("exact"), size),
-        "scheme": save.get("scheme"),
-        "configuration": save.get("configuration"),
-        "reason": save.get("reason"),
         "adopted": None if adopted is None else adopted.planned,
-        "adopt_s": save.get("adopt_s"),
-        "waited_s": save.get("waited_s"),
         "lineage": lineage_of(manifest.meta),
         "weights_only": is_weights_only(manifest.meta),
-        "epoch": manifest.epoch,
-        "session": manifest.session,
-        "wall_time": manifest.wall_time,
-        "library": manifest.library,
-        "state_digest": manifest.state_digest,
         "key": manifest.chain[-1].key,
     }
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,6 +1,6 @@
 """``shrinkpoint show``: the contents of one checkpoint, from its header alone."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,22 +16,21 @@ from shrinkpoint.cli.output import (
     exact_texts,
     in_all_text,
     interval_text,
-    print_json,
     print_pairs,
     print_table,
     ratio_text,
 )
 from shrinkpoint.cli.runs import (
-    AsJson,
-    Pairs,
+    Answer,
+    OptionsOf,
     Seq,
     Step,
-    StorageOptions,
     Target,
     addressed,
+    answering,
     describe_manifest,
+    of_stores,
     open_run,
-    parse_storage_options,
 )
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.exactness import exact_parts, explained, unpack_reasons
@@ -40,92 +39,88 @@ from shrinkpoint.store.connect import looks_like_file, naming, read_file
 if TYPE_CHECKING:
     from shrinkpoint.container.reader import Header, Record
 
+_SIZES = ("elements", "bytes", "bits/element", "ratio")
+
 
 class Order(str, Enum):
-    """What the tensors may be sorted by."""
+    """What the tensors may be sorted by, and its key in a row."""
 
     bytes = "bytes"
     bits = "bits"
     ratio = "ratio"
 
+    @property
+    def key(self) -> str:
+        """The key in a row."""
+        return "bits_per_element" if self is Order.bits else self.value
 
-_SORTED = {Order.bytes: "bytes", Order.bits: "bits_per_element", Order.ratio: "ratio"}
 
-
+@of_stores
+@answering
 def show(
     url: Target,
+    options_of: OptionsOf,
     step: Step = None,
     seq: Seq = None,
-    storage_options: StorageOptions = None,
-    option: Pairs = None,
     role: Annotated[str | None, typer.Option("--role", help="Only tensors of this role.")] = None,
     sort: Annotated[Order | None, typer.Option("--sort", help="The greatest of it first.")] = None,
     layers: Annotated[bool, typer.Option("--layers", help="One row for each layer.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Show scalars, too.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Show the tensors of one checkpoint: codec, bytes, bits per element; reads its header, not its tensors."""
     from shrinkpoint.coding.selective import header_of
     from shrinkpoint.container.reader import ContainerReader
 
     address = addressed(url, step, seq)
-    url = address.url
-    options = parse_storage_options(url, storage_options, option)
-    if looks_like_file(url):
-        data = read_file(url, options)
-        size, shown = len(data), url
+    shown, noted, options = address.url, None, options_of(address.url)
+    if looks_like_file(shown):
+        data = read_file(shown, options)
+        size = len(data)
         with naming(shown):
             header = ContainerReader(lambda at, length: data[at : at + length], size).header
-        noted: dict[str, Any] | None = None
     else:
-        run = open_run(url, options)
+        run = open_run(shown, options)
         manifest = address.find(run.manifests())
         with naming(f"{run.display}/{manifest.chain[-1].key}"):
             header = header_of(run, manifest.chain[-1])
-        size, shown = manifest.chain[-1].total, run.display
-        noted = describe_manifest(manifest)
+        size, shown, noted = manifest.chain[-1].total, run.display, describe_manifest(manifest)
     report = contents_of(header, size) | {"url": shown, "checkpoint": noted}
     if role is not None:
         if role not in report["totals"]:
             raise ConfigError(f"--role {role}: there is none; there are {', '.join(report['totals'])}")
         report["tensors"] = [tensor for tensor in report["tensors"] if tensor["role"] == role]
     if sort is not None:
-        report["tensors"].sort(key=lambda tensor: -(tensor[_SORTED[sort]] or 0.0))
-    if as_json:
-        print_json(report)
-    elif layers:
-        _print_layers(report["tensors"], sort)
-    else:
-        _print(report, everything=everything)
+        report["tensors"].sort(key=lambda tensor: -(tensor[sort.key] or 0.0))
+    if layers:
+        return Answer(report, lambda: _print_layers(report["tensors"], sort))
+    return Answer(report, lambda: _print(report, everything=everything))
 
 
 def contents_of(header: "Header", size: int) -> dict[str, Any]:
     """Return what a container's header says of its tensors, as JSON; `size` is that of the checkpoint."""
-    records = list(header.tensors.values())
     from shrinkpoint.state.frozen import references
 
+    records = list(header.tensors.values())
     reasons = unpack_reasons(header.exact, list(header.tensors))
-    roles = sorted({record.spec.tag.role.value for record in records})
-    totals = {role: _total(r for r in records if r.spec.tag.role.value == role) for role in roles}
+    tensors = [facts_of(record, reasons.get(record.spec.name)) for record in records]
+    exact = exact_parts(((record.spec, record.nbytes) for record in records), reasons)
     raw = header.decoded_nbytes
     return {
-        "kind": header.kind,
-        "step": header.step,
+        **{
+            name: getattr(header, name)
+            for name in ("kind", "step", "state_digest", "parent", "scheme", "provenance")
+        },
         "bytes": size,
         "raw_bytes": raw,
         "ratio": raw / size if size else None,
         "overhead_bytes": size - header.sections_nbytes,
-        "state_digest": header.state_digest,
-        "parent": header.parent,
-        "scheme": header.scheme,
-        "provenance": header.provenance,
-        "totals": totals,
+        "totals": dict(sorted(_sums_by(tensors, lambda tensor: tensor["role"]).items())),
         "references": len(references(header.tree)),
         "exact": [
             asdict(part) | {"reason": explained(part.code), "share": part.bytes / size if size else 0.0}
-            for part in exact_parts(((record.spec, record.nbytes) for record in records), reasons)
+            for part in exact
         ],
-        "tensors": [facts_of(record, reasons.get(record.spec.name)) for record in records],
+        "tensors": tensors,
     }
 
 
@@ -145,71 +140,50 @@ def facts_of(record: "Record", why: str | None = None) -> dict[str, Any]:
         "delta": record.uses_reference,
         "why_exact": explained(why) if why is not None else None,
         "digest": record.digest,
-        **_total([record]),
+        **_sums(spec.numel, record.nbytes, spec.nbytes),
     }
-
-
-def _total(records: Iterable["Record"]) -> dict[str, Any]:
-    records = list(records)
-    return _sums(
-        sum(record.spec.numel for record in records),
-        sum(record.nbytes for record in records),
-        sum(record.spec.nbytes for record in records),
-    )
 
 
 def _sums(elements: int, coded: int, raw: int) -> dict[str, Any]:
-    return {
-        "elements": elements,
-        "bytes": coded,
-        "raw_bytes": raw,
-        "bits_per_element": 8 * coded / elements if elements else None,
-        "ratio": raw / coded if coded else None,
-    }
+    bits, ratio = 8 * coded / elements if elements else None, raw / coded if coded else None
+    return {"elements": elements, "bytes": coded, "raw_bytes": raw, "bits_per_element": bits, "ratio": ratio}
+
+
+def _sums_by(
+    tensors: Iterable[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], str]
+) -> dict[str, dict[str, Any]]:
+    sizes: dict[str, tuple[int, int, int]] = {}
+    for tensor in tensors:
+        elements, coded, raw = sizes.get(key(tensor), (0, 0, 0))
+        sizes[key(tensor)] = elements + tensor["elements"], coded + tensor["bytes"], raw + tensor["raw_bytes"]
+    return {name: _sums(*size) for name, size in sizes.items()}
 
 
 def layers_of(tensors: Iterable[Mapping[str, Any]], sort: Order | None = None) -> dict[str, dict[str, Any]]:
     """Return the sums of each layer's tensors, in their order or the greatest first."""
-    parts: dict[str, list[Mapping[str, Any]]] = {}
-    for tensor in tensors:
-        layer = (tensor["parameter"] or "").rpartition(".")[0] or "(no layer)"
-        parts.setdefault(layer, []).append(tensor)
-    sums = {
-        layer: _sums(*(sum(tensor[name] for tensor in of) for name in ("elements", "bytes", "raw_bytes")))
-        for layer, of in parts.items()
-    }
+    sums = _sums_by(tensors, lambda tensor: (tensor["parameter"] or "").rpartition(".")[0] or "(no layer)")
     if sort is None:
         return sums
-    return dict(sorted(sums.items(), key=lambda item: -(item[1][_SORTED[sort]] or 0.0)))
+    return dict(sorted(sums.items(), key=lambda item: -(item[1][sort.key] or 0.0)))
 
 
 def _print_layers(tensors: Sequence[Mapping[str, Any]], sort: Order | None) -> None:
     sums = layers_of(tensors, sort)
     rows = [(layer, str(total["elements"]), *_sizes(total)) for layer, total in sums.items()]
-    columns = ("layer", "elements", "bytes", "bits/element", "ratio")
-    print_table(columns, rows, left=("layer",), optional=("elements",), crop="layer")
+    print_table(("layer", *_SIZES), rows, left=("layer",), optional=("elements",), crop="layer")
 
 
 def _print(report: Mapping[str, Any], *, everything: bool) -> None:
     shown = [tensor for tensor in report["tensors"] if everything or tensor["elements"] > 1]
-    print_table(
-        ("tensor", "role", "dtype", "shape", "codec", "bytes", "bits/element", "ratio", "exact, because"),
-        [
-            (
-                tensor["name"],
-                tensor["role"],
-                tensor["dtype"],
-                "x".join(map(str, tensor["shape"])) or "scalar",
-                tensor["codec"] + (" delta" if tensor["delta"] else ""),
-                *_sizes(tensor),
-                tensor["why_exact"] or "",
-            )
-            for tensor in shown
-        ],
-        left=("tensor", "role", "dtype", "shape", "codec", "exact, because"),
-        optional=("exact, because", "dtype", "role", "bits/element"),
-        crop="tensor",
-    )
+    rows = []
+    for tensor in shown:
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        codec = tensor["codec"] + (" delta" if tensor["delta"] else "")
+        about = tensor["name"], tensor["role"], tensor["dtype"], shape, codec
+        rows.append((*about, *_sizes(tensor), tensor["why_exact"] or ""))
+    left = ("tensor", "role", "dtype", "shape", "codec", "exact, because")
+    columns = (*left[:-1], "bytes", "bits/element", "ratio", left[-1])
+    print_table(columns, rows, left=left, optional=(left[-1], "dtype", "role", "bits/element"), crop="tensor")
     left_out = len(report["tensors"]) - len(shown)
     if left_out:
         console().print(f"and {counted(left_out, 'scalar')} (--all shows them)")
@@ -221,8 +195,7 @@ def _print(report: Mapping[str, Any], *, everything: bool) -> None:
     totals = [(role, str(total["elements"]), *_sizes(total)) for role, total in report["totals"].items()]
     header = ("header and index", "", bytes_text(report["overhead_bytes"]), "", "")
     whole = ("whole file", "", bytes_text(report["bytes"]), "", ratio_text(report["ratio"]))
-    columns = ("role", "elements", "bytes", "bits/element", "ratio")
-    print_table(columns, [*totals, header, whole], left=("role",))
+    print_table(("role", *_SIZES), [*totals, header, whole], left=("role",))
     console().print()
     print_pairs(_facts(report))
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli.output import bytes_text, console, counted, print_json, print_table
-from shrinkpoint.cli.runs import AsJson, Pairs, StorageOptions, keys_of, open_run, parse_storage_options
+from shrinkpoint.cli.output import bytes_text, console, counted, print_table
+from shrinkpoint.cli.runs import Answer, OptionsOf, answering, keys_of, of_stores, open_run
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.store.striped.heal import Healed, Survey, survey
@@ -15,6 +16,8 @@ from shrinkpoint.store.striped.heal import heal as heal_objects
 from shrinkpoint.store.urls import split_urls, url_text
 
 
+@of_stores
+@answering
 def stores(
     urls: Annotated[
         list[str],
@@ -22,6 +25,7 @@ def stores(
             metavar="URL...", help="The stores of the run in their order, apart or with commas between them."
         ),
     ],
+    options_of: OptionsOf,
     heal: Annotated[
         bool,
         typer.Option(
@@ -36,10 +40,7 @@ def stores(
             help="With --heal: put an empty place in that of the store with this number, from 1; repeatable.",
         ),
     ] = None,
-    storage_options: StorageOptions = None,
-    option: Pairs = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Show the stores of a run: the newest checkpoint and what is missing on each, and how many may still be lost.
 
     With --heal what is missing is written again; the run may be saved to meanwhile. Exits with 1 where something is amiss.
@@ -52,29 +53,20 @@ def stores(
     if len(given) < 2:
         raise ConfigError(f"{given[0]} is one store: give all of the run's stores, as in A B C or A,B,C")
     url = url_text(given)
-    run = open_run(url, parse_storage_options(url, storage_options, option))
+    run = open_run(url, options_of(url))
     manifests, objects = run.manifests(), run.stores
     assert objects is not None
     needed = keys_of(run, manifests)
     if not heal:
         found = survey(objects, manifests, needed)
-        if as_json:
-            print_json({"url": run.display} | asdict(found))
-        else:
-            _print_survey(found)
-        if any(state.problem for state in found.stores) or found.unrestorable:
-            raise typer.Exit(1)
-        return
+        amiss = bool(found.unrestorable) or any(state.problem for state in found.stores)
+        return Answer({"url": run.display} | asdict(found), lambda: _print_survey(found), amiss)
     with waiting_for("healing") as waiting:
         healed = heal_objects(
             objects, needed, lambda done, of, key: waiting.say(f"healing, {done} of {of} objects")
         )
-    if as_json:
-        print_json({"url": run.display} | asdict(healed))
-    else:
-        _print_healed(healed, run.display, replaced=bool(replace))
-    if healed.lost:
-        raise typer.Exit(1)
+    show = partial(_print_healed, healed, run.display, replaced=bool(replace))
+    return Answer({"url": run.display} | asdict(healed), show, bool(healed.lost))
 
 
 def _replaced(urls: list[str], pairs: Sequence[str]) -> list[str]:
@@ -89,18 +81,13 @@ def _replaced(urls: list[str], pairs: Sequence[str]) -> list[str]:
 
 
 def _print_survey(found: Survey) -> None:
-    rows = [
-        (
-            str(state.number),
-            state.shown,
-            "-" if state.last_step is None else f"{state.last_step} (seq {state.last_seq})",
-            str(state.records_missing) if state.problem is None else "-",
-            str(state.shards_missing),
-            f"{state.files} ({bytes_text(state.bytes)})" if state.problem is None else "-",
-            state.problem or "ok",
-        )
-        for state in found.stores
-    ]
+    rows = []
+    for state in found.stores:
+        reached, newest = state.problem is None, f"{state.last_step} (seq {state.last_seq})"
+        counts = (str(state.records_missing) if reached else "-", str(state.shards_missing))
+        files = f"{state.files} ({bytes_text(state.bytes)})" if reached else "-"
+        newest = "-" if state.last_step is None else newest
+        rows.append((str(state.number), state.shown, newest, *counts, files, state.problem or "ok"))
     columns = ("store", "url", "newest step", "records missing", "shards missing", "shards present", "state")
     print_table(columns, rows, left=("url", "state"))
     out = console()
@@ -119,10 +106,8 @@ def _print_healed(healed: Healed, shown: str, *, replaced: bool) -> None:
     for number in healed.joined:
         out.print(f"store {number} was blank and belongs to the run now")
     leftovers = f"; {healed.orphans} leftovers of interrupted saves are left alone" if healed.orphans else ""
-    out.print(
-        f"wrote what was missing: {counted(healed.records, 'record')} and {counted(healed.shards, 'shard')}; repaired"
-        f" {healed.repaired} that were damaged{leftovers}"
-    )
+    wrote = f"{counted(healed.records, 'record')} and {counted(healed.shards, 'shard')}"
+    out.print(f"wrote what was missing: {wrote}; repaired {healed.repaired} that were damaged{leftovers}")
     if healed.outdated:
         steps = ", ".join(map(str, healed.outdated))
         out.print(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.output import bytes_text, console, counted, print_json, print_table
-from shrinkpoint.cli.runs import AsJson
+from shrinkpoint.cli.output import bytes_text, console, counted, print_table
+from shrinkpoint.cli.runs import Answer, answering
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.schemes.exactness import explained
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from shrinkpoint.io.trial import Result
     from shrinkpoint.state.training import TrainingState
 
+
 _SAMPLE = 12_000_000
 _WARM = 100_000
 _UNTRAINED = ", or not trained by the optimizer"
 
 
+@answering
 def try_schemes(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="FILE_OR_FOLDER", help="A checkpoint of any framework.")
@@ -34,8 +36,7 @@ def try_schemes(
             metavar="LATER_FILE", help="A later one of the same training: shows how small deltas are."
         ),
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Show how small each scheme would make a checkpoint, and at what error.
 
     Nothing is written. Reads files of torch.save, Lightning, Composer and
@@ -68,26 +69,13 @@ def try_schemes(
          "bytes": sum(spec.nbytes for spec in specs), "such_as": max(specs, key=lambda spec: spec.nbytes).name}
         for code, specs in left_exact(state).items()
     ]  # fmt: skip
-    plain = (
-        sorted(str(key) for key, value in one.state.items() if not _has_tensors(value))
-        if isinstance(one.state, Mapping)
-        else []
-    )
+    whole = one.state if isinstance(one.state, Mapping) else {}
     report = {
         "path": str(checkpoint), "kind": one.kind, "step": one.step, "bytes": one.bytes, "state_bytes": state.nbytes,
         "tensors": len(state.specs), "all_of_it": not parts[0].points, "schemes": {row: asdict(found) for row, found in results.items()},
-        "exact": exact, "no_tensors": plain,
+        "exact": exact, "no_tensors": sorted(str(key) for key in whole if not TrainingState.capture(whole[key]).specs),
     }  # fmt: skip
-    if as_json:
-        print_json(report)
-    else:
-        _print(report, results)
-
-
-def _has_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_has_tensors, value.values()))
-    return any(map(_has_tensors, value)) if isinstance(value, list | tuple) else hasattr(value, "numel")
+    return Answer(report, lambda: _print(report, results))
 
 
 def _print(report: Mapping[str, Any], results: "Mapping[str, Result]") -> None:

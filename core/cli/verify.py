@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.output import console, print_json
+from shrinkpoint.cli.output import console
 from shrinkpoint.cli.runs import (
-    AsJson,
-    Pairs,
+    Answer,
+    OptionsOf,
     Seq,
     Step,
-    StorageOptions,
     Target,
     addressed,
+    answering,
+    of_stores,
     open_run,
-    parse_storage_options,
 )
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError, ShrinkpointWarning
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from shrinkpoint.store.run import RunStore
 
 
+@of_stores
+@answering
 def verify(
     url: Target,
+    options_of: OptionsOf,
     step: Step = None,
     seq: Seq = None,
     everything: Annotated[bool, typer.Option("--all", help="Verify every checkpoint of the run.")] = False,
-    storage_options: StorageOptions = None,
-    option: Pairs = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Fetch and decode checkpoints and compare every digest; exits with 1 when something is damaged."""
     address = addressed(url, step, seq)
     url = address.url
-    options = parse_storage_options(url, storage_options, option)
+    options = options_of(url)
     named = not address.is_newest
     if everything and named:
         raise ConfigError("--all and --step or --seq exclude each other: give one of them")
@@ -51,18 +51,12 @@ def verify(
     else:
         run = open_run(url, options)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", ShrinkpointWarning
-            )  # unreadable checkpoints are among the results
+            warnings.simplefilter("ignore", ShrinkpointWarning)  # what is unreadable is among the results
             results = verify_run(run, address, everything=everything, with_unreadable=not named)
         shown = run.display
     damaged = sum(not result["sound"] for result in results)
-    if as_json:
-        print_json({"url": shown, "sound": len(results) - damaged, "damaged": damaged, "results": results})
-    else:
-        _print(results, damaged, shown)
-    if damaged:
-        raise typer.Exit(1)
+    report = {"url": shown, "sound": len(results) - damaged, "damaged": damaged, "results": results}
+    return Answer(report, lambda: _print(results, damaged, shown), bool(damaged))
 
 
 def verify_run(
@@ -74,7 +68,7 @@ def verify_run(
         NoCheckpointError: there is none.
     """
     manifests = run.manifests()
-    unreadable = [_result(key=d.key, error=d.reason) for d in run.damaged]
+    unreadable = [_result(d.key, d.reason) for d in run.damaged]
     if not manifests and not unreadable:
         raise NoCheckpointError(f"{run.display} is a run without a checkpoint yet: nothing to verify")
     chosen = manifests if everything else [address.find(manifests)] if manifests else []
@@ -90,21 +84,16 @@ def _verify_one(run: "RunStore", manifest: "Manifest") -> dict[str, Any]:
     from shrinkpoint.coding.selective import decode_chain, sources_of_run
     from shrinkpoint.config import SaverConfig
 
-    about: dict[str, Any] = {
-        "seq": manifest.seq,
-        "step": manifest.step,
-        "kind": manifest.kind,
-        "key": manifest.chain[-1].key,
-    }
+    key = manifest.chain[-1].key
+    about: dict[str, Any] = {"seq": manifest.seq, "step": manifest.step, "kind": manifest.kind}
     try:
         # every byte, also those that a restore passes over
         chain = [opening() for opening in sources_of_run(run, manifest, whole=True)]
-        decoded = decode_chain(
-            [partial(lambda each: each, each) for each in chain], threads=SaverConfig().encoder_threads
-        )
+        opened = [partial(lambda each: each, each) for each in chain]
+        tensors = len(decode_chain(opened, threads=SaverConfig().encoder_threads).state.tensors)
     except (FormatError, ChainError) as error:
-        return _result(**about, error=str(error))
-    return _result(**about, tensors=len(decoded.state.tensors), state_digest=manifest.state_digest)
+        return _result(key, **about, error=str(error))
+    return _result(key, **about, tensors=tensors, state_digest=manifest.state_digest)
 
 
 def _verify_file(url: str, data: bytes) -> dict[str, Any]:
@@ -113,39 +102,25 @@ def _verify_file(url: str, data: bytes) -> dict[str, Any]:
     from shrinkpoint.container.reader import read_container
 
     try:
-        checkpoint = read_container(data)
-        if checkpoint.kind == "base":
+        found = read_container(data)
+        if found.kind == "base":
             decode_chain([in_memory(data)])
     except (FormatError, ChainError) as error:
-        return _result(key=url, error=str(error))
-    return _result(
-        key=url,
-        step=checkpoint.step,
-        kind=checkpoint.kind,
-        tensors=len(checkpoint.entries),
-        state_digest=checkpoint.state_digest,
-        decoded=checkpoint.kind == "base",
-    )
+        return _result(url, error=str(error))
+    about: dict[str, Any] = {"step": found.step, "kind": found.kind, "state_digest": found.state_digest}
+    return _result(url, **about, tensors=len(found.entries), decoded=found.kind == "base")
 
 
-def _result(*, key: str, error: str | None = None, decoded: bool = True, **known: Any) -> dict[str, Any]:
-    empty = {"seq": None, "step": None, "kind": None, "tensors": None, "state_digest": None}
-    return {
-        "key": key,
-        **empty,
-        **known,
-        "decoded": decoded and error is None,
-        "sound": error is None,
-        "error": error,
-    }
+def _result(key: str, error: str | None = None, decoded: bool = True, **known: Any) -> dict[str, Any]:
+    empty = dict.fromkeys(("seq", "step", "kind", "tensors", "state_digest"))
+    sound = error is None
+    return {"key": key, **empty, **known, "decoded": decoded and sound, "sound": sound, "error": error}
 
 
 def _print(results: list[dict[str, Any]], damaged: int, shown: str) -> None:
-    out = console()
     for result in results:
-        out.print(_line(result))
-    verdict = "all sound" if not damaged else f"{damaged} of {len(results)} damaged"
-    out.print(f"{verdict}: {shown}")
+        console().print(_line(result))
+    console().print(f"{f'{damaged} of {len(results)} damaged' if damaged else 'all sound'}: {shown}")
 
 
 def _line(result: Mapping[str, Any]) -> str:
