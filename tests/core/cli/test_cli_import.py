@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import shutil
 import signal
 import subprocess
@@ -45,7 +46,9 @@ def test_lightning_files_come_back_key_by_key_and_the_run_is_continued(tmp_path:
     pytest.importorskip("lightning")
     files, url = lightning_files(tmp_path / "old"), tmp_path / "run"
     before = {file: file.read_bytes() for file in files}
-    said = run("import", str(tmp_path / "old" / "*.ckpt"), str(url)).stdout
+    done = run("import", str(tmp_path / "old" / "*.ckpt"), str(url))
+    said = done.stdout
+    assert "left out: _metadata" in done.stderr
     assert "imported 3 checkpoints" in said
     assert "the originals may be deleted" in said
     assert {file: file.read_bytes() for file in files} == before
@@ -273,7 +276,8 @@ def test_cut_and_strange_files_are_named(tmp_path: Path) -> None:
 
 
 def begun(files: Path, url: Path, number: int) -> subprocess.Popen[bytes]:
-    """An import in a process of its own that has committed so many."""
+    """An import in a process of its own that has committed so many more."""
+    number += len(list(url.glob("commits/*")))
     words = [sys.executable, "-m", "shrinkpoint", "import", f"{files}/*.pt", str(url)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while process.poll() is None and len(list(url.glob("commits/*"))) < number:
@@ -285,15 +289,17 @@ def begun(files: Path, url: Path, number: int) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_an_interrupted_import_is_continued(tmp_path: Path, how: signal.Signals) -> None:
     files, url = loop_files(tmp_path / "old", 40), tmp_path / "run"
-    process = begun(tmp_path / "old", url, 5)
-    process.send_signal(how)
-    _, said = process.communicate()
-    if how == signal.SIGINT:
-        assert process.returncode == 130
-        assert b"the same command goes on" in said
+    for more in random.choices(range(1, 9), k=3):
+        print(f"interrupted after {more} commits more")
+        process = begun(tmp_path / "old", url, more)
+        process.send_signal(how)
+        _, said = process.communicate()
+        if how == signal.SIGINT:
+            assert process.returncode == 130
+            assert b"the same command goes on" in said
     done = run_json("import", str(tmp_path / "old" / "*.pt"), str(url))
     assert done["present"] == list(range(10, 10 * len(done["present"]) + 10, 10))
-    assert len(done["present"]) >= 4
+    assert len(done["present"]) >= 3
     assert done["present"] + done["imported"] == list(range(10, 410, 10))
     assert run_json("verify", str(url), "--all")["sound"] == 40
     assert same(shrinkpoint.load(f"{url}#step=390"), torch.load(files[38], weights_only=True))
