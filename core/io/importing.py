@@ -66,10 +66,10 @@ def import_checkpoints(
         CorruptionError: what was read back differs from the original.
         ShrinkpointError: a checkpoint cannot be read, or the run cannot be written.
     """
-    ordered, size = _ordered(paths, say)
+    notes: dict[str, None] = {}
+    ordered, size = _ordered(paths, notes, say)
     saver = Saver(url, SaverConfig(scheme=scheme, busy="wait"), storage_options=storage_options)
     saver.check()
-    notes: dict[str, None] = {}
     try:
         known = {manifest.step for manifest in saver.store.manifests()}
         for step, path in ordered.items():
@@ -112,12 +112,14 @@ def import_checkpoints(
     )
 
 
-def _ordered(paths: Iterable[Path], say: Callable[[str], object]) -> tuple[dict[int, Path], int]:
+def _ordered(
+    paths: Iterable[Path], notes: dict[str, None], say: Callable[[str], object]
+) -> tuple[dict[int, Path], int]:
     """Return the checkpoints by step, and their bytes, after what cannot be one run was refused."""
     found: dict[int, Path] = {}
     size, first, shapes = 0, Path(), Shapes()
     for count, path in enumerate(paths, 1):
-        say(f"looking into {path.name}, the {count}. checkpoint")
+        say(f"looking into {path.name} ({count})")
         one = read_ordinary(path)
         if one.step is None:
             raise ConfigError(
@@ -126,7 +128,8 @@ def _ordered(paths: Iterable[Path], say: Callable[[str], object]) -> tuple[dict[
         if one.step in found:
             known = read_ordinary(found[one.step])
             if _difference(known.state, one.state, {}) is None:
-                continue  # a link or a copy, such as Lightning's last.ckpt
+                notes[f"{path.name} is the same as {known.path.name}"] = None  # such as Lightning's last.ckpt
+                continue
             raise ConfigError(
                 f"{known.path} and {path} are both of step {one.step}, and differ: a run has one of each; name the checkpoints without one"
                 " of the two, as by a longer pattern"

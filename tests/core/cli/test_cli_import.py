@@ -181,8 +181,9 @@ def test_a_copy_of_a_checkpoint_counts_once(tmp_path: Path) -> None:
     files = loop_files(tmp_path / "old", 2)
     shutil.copy(files[1], tmp_path / "old" / "last-step=20.pt")
     (tmp_path / "old" / "link-step=10.pt").symlink_to(files[0])
-    said = run("import", str(tmp_path / "old" / "*step=*.pt"), str(tmp_path / "run")).stdout
-    assert "imported 2 checkpoints" in said
+    done = run("import", str(tmp_path / "old" / "*step=*.pt"), str(tmp_path / "run"))
+    assert "imported 2 checkpoints" in done.stdout
+    assert "model-step=20.pt is the same as last-step=20.pt" in done.stderr
 
 
 def test_two_models_are_refused_by_name(tmp_path: Path) -> None:
