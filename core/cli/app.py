@@ -55,7 +55,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Inspect, verify, export and clean up the checkpoints of a run: a folder, s3://bucket/prefix, or any fsspec URL.",
+    help="Inspect, verify, export and clean up the checkpoints of a run (a folder, s3://bucket/prefix, any fsspec URL); try and import others.",
 )
 
 

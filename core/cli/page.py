@@ -159,7 +159,7 @@ def curves(
     """
     lines = [line for line in lines if any(y is not None for _, y in line.points)][: 2 * COLOURS]
     if not lines:
-        return _framed(title, note, '<p class="none">The run has no numbers for this figure.</p>')
+        return _framed(title, note, '<p class="none">There are no numbers for this figure.</p>')
     numbers = [y for line in lines for _, y in line.points if y is not None]
     numbers += [end for line in lines for _, *ends in line.intervals for end in ends]
     ys = _Axis.over(numbers, log=log, floor=floor)
@@ -248,10 +248,16 @@ def table(
 
 
 def bars(
-    title: str, rows: Sequence[Row], columns: Sequence[Column], *, share: str = "", note: str = ""
+    title: str,
+    rows: Sequence[Row],
+    columns: Sequence[Column],
+    *,
+    share: str = "",
+    note: str = "",
+    none: str = "None.",
 ) -> str:
     """Return a table with bars, which is its own figure."""
-    shown = table(rows, columns, share=share) if rows else '<p class="none">None.</p>'
+    shown = table(rows, columns, share=share) if rows else f'<p class="none">{escape(none)}</p>'
     return _framed(title, note, shown)
 
 

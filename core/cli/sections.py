@@ -237,8 +237,8 @@ def _contents(contents: Mapping[str, Any], limit: int) -> Iterator[str]:
         columns = _columns({what: "name", **sizes, "bits/element": "bits_per_element", "ratio": "ratio"})
         yield page.bars(f"Bytes by {what}", rows[:limit], columns, share="bytes", note=note)
     columns = _columns({"role": "role", **sizes, "tensors": "tensors", "because": "reason"})
-    note = "" if contents["exact"] else "A lossless scheme gives no reasons: all is exact."
-    yield page.bars("What is exact, and why", contents["exact"], columns, share="share", note=note)
+    none = "A lossless scheme gives no reasons: all is exact."
+    yield page.bars("What is exact, and why", contents["exact"], columns, share="share", none=none)
     columns = _columns({"file": "key", "bytes": "bytes"})
     note = "The base first, and the checkpoint's own file last."
     yield page.bars("What a restore reads", contents["chain"], columns, share="bytes", note=note)

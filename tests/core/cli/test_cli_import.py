@@ -289,8 +289,8 @@ def begun(files: Path, url: Path, number: int) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_an_interrupted_import_is_continued(tmp_path: Path, how: signal.Signals) -> None:
-    files, url = loop_files(tmp_path / "old", 40), tmp_path / "run"
-    for more in random.choices(range(1, 9), k=3):
+    files, url = loop_files(tmp_path / "old", 16), tmp_path / "run"
+    for more in random.choices(range(1, 6), k=2):
         print(f"interrupted after {more} commits more")
         process = begun(tmp_path / "old", url, more)
         process.send_signal(how)
@@ -300,7 +300,7 @@ def test_an_interrupted_import_is_continued(tmp_path: Path, how: signal.Signals)
             assert b"the same command goes on" in said
     done = run_json("import", str(tmp_path / "old" / "*.pt"), str(url))
     assert done["present"] == list(range(10, 10 * len(done["present"]) + 10, 10))
-    assert len(done["present"]) >= 3
-    assert done["present"] + done["imported"] == list(range(10, 410, 10))
-    assert run_json("verify", str(url), "--all")["sound"] == 40
-    assert same(shrinkpoint.load(f"{url}#step=390"), torch.load(files[38], weights_only=True))
+    assert len(done["present"]) >= 2
+    assert done["present"] + done["imported"] == list(range(10, 170, 10))
+    assert run_json("verify", str(url), "--all")["sound"] == 16
+    assert same(shrinkpoint.load(f"{url}#step=150"), torch.load(files[14], weights_only=True))
