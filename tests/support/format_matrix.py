@@ -58,7 +58,7 @@ def read_table(cursor):
 class Code:
     """The head and the codes of a chunk."""
 
-    def __init__(self, data):
+    def __init__(self, data, rows):
         cursor = Cursor(data)
         flags = cursor.byte()
         assert flags < 4
@@ -77,7 +77,7 @@ class Code:
         self.symbols, self.frequencies, self.starts = (np.array(part) for part in zip(*tables, strict=True))
         self.states = np.full(LANES, 2**15, np.int64)
         if not flags & 2:
-            self.states[:] = np.frombuffer(cursor.take(4 * LANES), "<u4")
+            self.states[:rows] = np.frombuffer(cursor.take(4 * min(rows, LANES)), "<u4")
         self.bit_bytes = Cursor(cursor.take(cursor.varint()))
         self.bits = Bits(self.bit_bytes)
         self.words, self.at = np.frombuffer(cursor.rest(), "<u2"), 0
@@ -121,7 +121,7 @@ class Directions:
     def __init__(self, width, mean):
         self.width, self.known, self.noise = width, False, mean
         self.v = first_directions(width)
-        self.power, self.size = np.zeros(DIRECTIONS, F32), np.full(DIRECTIONS, 0.001, F32)
+        self.size = np.full(DIRECTIONS, 0.001, F32)
         self.segments = segments_of(width)
 
     def start_batch(self):
@@ -142,16 +142,16 @@ class Directions:
             b = np.array([plus(b[a], -g[a], self.u) for a in range(DIRECTIONS)])
             self.u = np.array([plus(self.u[a], t[a], b) for a in range(DIRECTIONS)])
 
-    def learn(self, told):
+    def learn(self, told, rate):
         """`told` is X of the batch."""
-        m, d = self.take_powers(told)
+        m, d = self.take_powers(told, rate)
         grown = plus(self.v * self.size, told.T[:, :, None], d[:, None, :])
         assert m >= 0
         self.orthogonalize(grown)
         self.find_gains()
         self.known = True
 
-    def take_powers(self, told):
+    def take_powers(self, told, rate):
         w = F32(self.width)
         s = total((told * told).reshape(-1, 4))
         m = ((s[0] + s[1]) + (s[2] + s[3])) / (F32(16) * w)
@@ -159,11 +159,10 @@ class Directions:
         for a in range(DIRECTIONS):
             c = self.c[a] * (F32(1) / w)
             g = total(c * c) / F32(16)
-            d[:, a] = c * ((F32(1) - F32(0.8)) / F32(16))
-            self.power[a] += (g - self.power[a]) * F32(0.125)
+            d[:, a] = c * (rate / F32(16))
             left = left - g
-            self.size[a] *= F32(0.8)
-        self.noise = self.noise + (max(left, m / F32(16)) - self.noise) * F32(0.125)
+            self.size[a] *= F32(1) - rate
+        self.noise = self.noise + (max(left, m / F32(16)) - self.noise) * rate
         return m, d
 
     def orthogonalize(self, grown):
@@ -176,7 +175,7 @@ class Directions:
                 t = plus(m[a, b], -m[a, :b], m[b, :b]) / m[b, b]
                 m[a, b] = t if self.size[b] else 0
             t = plus(m[a, a], -m[a, :a], m[a, :a])
-            if t >= m[a, a] * F32(1e-4):
+            if t >= max(F32(2e-12), m[a, a] * F32(1e-4)):
                 m[a, a] = np.sqrt(t)
                 self.size[a] = m[a, a] * np.sqrt(F32(1) / w)
             else:
@@ -186,11 +185,10 @@ class Directions:
             for b in range(a):
                 z[b, a] = -plus(F32(0), m[a, b:a], z[b, b:a]) / m[a, a]
         self.v = plus(F32(0), grown.T[:, :, None], z[:, None, :])
-        self.power[self.size == 0] = 0
         self.v[:, self.size == 0] = first_directions(self.width)[:, self.size == 0]
 
     def find_gains(self):
-        p = np.diag(self.noise / np.maximum(F32(1e-6), self.power))
+        p = np.diag(self.noise / np.maximum(F32(1e-6), F32(2) * self.size))
         self.g, self.t = [], []
         for u, end in self.segments[:-1]:
             v = self.v[u:end]
@@ -217,19 +215,20 @@ class Walk:
     """The walk over one chunk. Without places points are not on a trellis."""
 
     def __init__(self, data, size, places, width):
-        self.code, self.places, self.width = Code(data), places, width
+        rows = -(-size // width)
+        self.code, self.places, self.width = Code(data, rows), places, width
         self.points, self.mean = np.zeros(size, np.int64), self.code.mean
         self.inverse_mean = F32(1) / self.mean
         self.energies = np.full(width, self.mean, F32)
         self.directions = Directions(width, self.mean)
-        rows = -(-size // width)
         batches = range(0, rows, LANES)
         for n, row in enumerate(batches):
             errors, told = self.batch(row)
             if n < len(batches) - 1:
-                self.energies = self.improved(errors, n)
+                rate = max(F32(1) / F32(n + 1), F32(0.2))
+                self.energies = self.improved(errors, rate)
                 if self.code.low_rank and (n < 8 or n % 2 == 0):
-                    self.directions.learn(told)
+                    self.directions.learn(told, rate)
         self.code.end()
 
     def batch(self, row):
@@ -239,9 +238,11 @@ class Walk:
         self.state, self.q = np.zeros((2, LANES), np.int64)
         busy = half_octaves(self.energies * self.inverse_mean) + 7
         told, errors = np.zeros((2, self.width, LANES), F32)
+        usual = F32(16) * self.mean
         for number, (u, end) in enumerate(self.directions.segments):
-            about = F32(0.08) * F32(u) + F32(32) * self.mean
-            level = half_octaves((self.q.astype(F32) + about) * (self.inverse_mean / F32(u + 32)))
+            about = F32(0.03) * F32(u) + F32(16) * self.mean
+            level = half_octaves((self.q.astype(F32) + about) * (F32(1) / usual))
+            usual = total(np.concatenate([[usual], self.energies[u:end]]))
             at = starts + np.arange(u, end)[:, None]
             here = at < self.points.size
             at = np.minimum(at, self.points.size - 1)
@@ -277,13 +278,12 @@ class Walk:
         self.points[at[here]] = found
         return points.astype(F32) / F32(2 if trellis else 1)
 
-    def improved(self, errors, n):
-        """E after batch n."""
+    def improved(self, errors, rate):
+        """E after a batch."""
         sums = errors * errors
         while sums.shape[1] > 1:
             sums = sums[:, ::2] + sums[:, 1::2]
-        share = max(F32(1) / F32(n + 1), F32(0.15))
-        moved = self.energies + (sums[:, 0] / F32(16) - self.energies) * share
+        moved = self.energies + (sums[:, 0] / F32(16) - self.energies) * rate
         return np.maximum(F32(1e-12), moved)
 
 

@@ -16,7 +16,7 @@ bits per byte)::
     mean        fp32: mean square of what is expected to lie beyond predictions, about, in square steps
     tables      number of tables less 1; if it is not 0, the table of each context in 4 bits, low bits first; of each table the
                 number of its symbols less 1, and as many counts of 8 bits
-    states      u32 of each of 16 lanes
+    states      u32 of each lane that has a row, 16 at most
     bits        a varint: how many bytes; then these, what symbols of large distances leave, low bits first
     words       u16, to the end
 
@@ -179,7 +179,7 @@ def _encode(points: Int16s, places: Int16s, width: int, predictable: bool) -> by
         out.append(used - 1)
         out += row[:used].tobytes()
     if has_states:
-        out += stream.states.astype("<u4").tobytes()
+        out += stream.states[: -(-size // width)].astype("<u4").tobytes()
     write_uvarint(out, many)
     return b"".join((bytes(out), bits, words[first:].astype("<u2", copy=False).tobytes()))
 
@@ -220,7 +220,8 @@ def _decode(chunk: memoryview, points: Int16s, places: Int16s, width: int) -> No
         row[:used] = np.frombuffer(reader.take(used), np.uint8)
     states = np.full(_LANES, rans_kernels.LOWER, np.uint32)
     if not flags & _NO_STATES:
-        states[:] = np.frombuffer(reader.take(4 * _LANES), "<u4")
+        stored = states[: -(-points.size // width)]
+        stored[:] = np.frombuffer(reader.take(4 * stored.size), "<u4")
     many = reader.uvarint(reader.remaining, "number of bits' bytes")
     bits = np.zeros(many + margin, np.uint8)
     bits[:many] = np.frombuffer(reader.take(many), np.uint8)

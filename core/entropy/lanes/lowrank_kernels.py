@@ -19,14 +19,13 @@ from shrinkpoint.arrays import Float32s, Int64s
 from shrinkpoint.entropy.lanes.tile_kernels import LANES, add_product, invert, project
 from shrinkpoint.runtime.jit import jit_part
 
-KEPT = np.float32(0.8)  # of the directions at each batch
-_SLOW = np.float32(0.125)  # at which powers follow
 _LEAST_POWER = np.float32(1e-6)
 _LEAST = np.float32(1e-4)  # of a direction's square that is not of those before it
+_NOTHING = np.float32(2e-12)  # of a direction's square: less is mostly what was added to it
 _LEAST_NOISE = np.float32(0.0625)  # of a batch's mean square
 _RIDGE = np.float32(1e-5)
 _FIRST_SIZE = np.float32(1e-3)
-_ZERO, _ONE = np.float32(0), np.float32(1)
+_ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
 
 class LowRank(NamedTuple):
@@ -34,8 +33,7 @@ class LowRank(NamedTuple):
 
     Attributes:
         v: fp32 (n, k), the directions, of mean square 1.
-        sizes: fp32 (k,), of the directions in the running covariance.
-        powers: fp32 (k,), mean squares of rows' coefficients.
+        sizes: fp32 (k,), of the directions in the running covariance: half the mean squares of rows' coefficients, about.
         noise: fp32 (1,), mean square of what the directions leave.
         gains: fp32 (s, k, k), inverse covariances of the coefficients after each segment, with the other sign.
         grams: fp32 (s, k, k), of the directions in each segment.
@@ -47,7 +45,6 @@ class LowRank(NamedTuple):
 
     v: Float32s
     sizes: Float32s
-    powers: Float32s
     noise: Float32s
     gains: Float32s
     grams: Float32s
@@ -63,7 +60,6 @@ def new_low_rank(columns: int, segments: int) -> LowRank:
     return LowRank(
         v=np.empty((columns, k), np.float32),
         sizes=np.empty(k, np.float32),
-        powers=np.empty(k, np.float32),
         noise=np.empty(1, np.float32),
         gains=np.empty((segments, k, k), np.float32),
         grams=np.empty((segments, k, k), np.float32),
@@ -88,7 +84,6 @@ def begin(state: LowRank, mean: np.float32) -> None:
     """Set all that is known of a matrix before its first batch; ``mean`` is its mean square, about."""
     for a in range(LANES):
         state.sizes[a] = _FIRST_SIZE
-        state.powers[a] = _ZERO
         for j in range(state.v.shape[0]):
             state.v[j, a] = _sign(j * LANES + a)
     state.noise[0] = mean
@@ -109,8 +104,8 @@ def corrected(state: LowRank, x: Float32s, segment: int, first: int, last: int, 
 
 
 @jit_part
-def learn(state: LowRank, x: Float32s) -> None:
-    """Let the directions follow a batch ``x`` (n, 16)."""
+def learn(state: LowRank, x: Float32s, rate: np.float32) -> None:
+    """Let the directions follow a batch ``x`` (n, 16), which counts as so large a share of all."""
     columns = x.shape[0]
     of_column, of_row = _ONE / np.float32(columns), np.float32(1 / LANES)
     s0, s1, s2, s3 = _ZERO, _ZERO, _ZERO, _ZERO
@@ -121,7 +116,7 @@ def learn(state: LowRank, x: Float32s) -> None:
         s2 += flat[i + 2] * flat[i + 2]
         s3 += flat[i + 3] * flat[i + 3]
     mean = ((s0 + s1) + (s2 + s3)) / np.float32(LANES * columns)
-    left, share = mean, (_ONE - KEPT) * of_row
+    left, share = mean, rate * of_row
     of_x, gram, z = state.room[1], state.room[2], state.room[3]
     for a in range(LANES):
         power = _ZERO
@@ -129,11 +124,9 @@ def learn(state: LowRank, x: Float32s) -> None:
             coefficient = state.sums[a, lane] * of_column
             power += coefficient * coefficient
             of_x[lane, a] = coefficient * share
-        power *= of_row
-        state.powers[a] += (power - state.powers[a]) * _SLOW
-        left -= power
-        state.sizes[a] *= KEPT
-    state.noise[0] += (max(left, mean * _LEAST_NOISE) - state.noise[0]) * _SLOW
+        left -= power * of_row
+        state.sizes[a] *= _ONE - rate
+    state.noise[0] += (max(left, mean * _LEAST_NOISE) - state.noise[0]) * rate
     for j in range(columns):
         for a in range(LANES):
             state.next[j, a] = state.v[j, a] * state.sizes[a]
@@ -153,7 +146,7 @@ def learn(state: LowRank, x: Float32s) -> None:
         for i in range(a):
             t -= gram[a, i] * gram[a, i]
         # what is left of a direction may be nothing but the roundings of sums: it begins anew
-        found = t >= gram[a, a] * _LEAST
+        found = t >= max(_NOTHING, gram[a, a] * _LEAST)
         gram[a, a] = np.sqrt(t) if found else _ONE
         state.sizes[a] = gram[a, a] * np.sqrt(of_column) if found else _ZERO
         if not found:
@@ -173,7 +166,6 @@ def learn(state: LowRank, x: Float32s) -> None:
     add_product(state.next, z, state.v, state.v)
     for a in range(LANES):
         if state.sizes[a] == _ZERO:
-            state.powers[a] = _ZERO
             for j in range(columns):
                 state.v[j, a] = _sign(j * LANES + a)
 
@@ -185,7 +177,7 @@ def follow(state: LowRank, bounds: Int64s) -> None:
     for a in range(LANES):
         for b in range(LANES):
             sums[a, b] = _ZERO
-        sums[a, a] = state.noise[0] / max(_LEAST_POWER, state.powers[a])
+        sums[a, a] = state.noise[0] / max(_LEAST_POWER, _TWO * state.sizes[a])
     for segment in range(bounds.size - 2):
         gram, gain = state.grams[segment], state.gains[segment]
         part = state.v[bounds[segment] : bounds[segment + 1]]

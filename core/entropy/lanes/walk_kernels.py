@@ -32,9 +32,9 @@ _PART = np.float32(2.0**-8)
 _OF_PHASE = np.float32(2 * (PHASES - 1))
 _BLOCK = 64  # columns whose points are in the first cache together
 _DENSE, _EVERY = 8, 2  # batches after each of which directions are learned at first, and then
-_ROW_PRIOR = np.float32(32)  # columns that the mean counts as, when a row's activity is found
-_OF_COLUMNS = np.float32(0.08)  # squares that each column adds to a row's, in square steps: those of noise
-_LEAST_RATE, _LEAST_ENERGY = np.float32(0.15), np.float32(1e-12)
+_ROW_PRIOR = np.float32(16)  # columns that the mean counts as, when a row's activity is found
+_OF_COLUMNS = np.float32(0.03)  # squares that each column adds to a row's, in square steps: those of noise
+_LEAST_RATE, _LEAST_ENERGY = np.float32(0.2), np.float32(1e-12)
 _MOST_SQUARE, _MOST_ENERGY = 1 << 20, 1 << 28
 
 
@@ -333,6 +333,7 @@ def walk(
                 directions.sums[a, lane] = _ZERO
         for j in range(columns):
             room.activity[j] = _half_octaves(room.energies[j] * of_mean) + np.int32(ACTIVITIES)
+        usual = _ROW_PRIOR * mean
         for segment in range(bounds.size - 1):
             first, last = bounds[segment], bounds[segment + 1]
             if known:
@@ -343,10 +344,11 @@ def walk(
                 _copy(room.flat[1][LANES * first : LANES * last], room.flat[2][LANES * first : LANES * last])
             _clamp(room.flat[2][LANES * first : LANES * last])
             seen = _OF_COLUMNS * np.float32(first) + _ROW_PRIOR * mean
-            weight = of_mean / (np.float32(first) + _ROW_PRIOR)
+            weight = _ONE / usual
             for lane in range(LANES):
                 lanes[6, lane] = _half_octaves((np.float32(lanes[4, lane]) + seen) * weight)
             for j in range(first, last):
+                usual += room.energies[j]
                 _expect(room.expected[j], room.activity[j], odd, lanes)
                 some = rows if j < tail else rows - 1
                 if encoding:
@@ -382,7 +384,7 @@ def walk(
                 energy = room.energies[j] + (total * np.float32(1 / LANES) - room.energies[j]) * rate
                 room.energies[j] = max(_LEAST_ENERGY, energy)
             if low_rank and (number < _DENSE or number % _EVERY == 0):
-                learn(directions, room.moves)
+                learn(directions, room.moves, rate)
                 follow(directions, bounds)
                 known = True
     stream.ends[0], stream.ends[1], stream.ends[2] = position, bit, 0 if sound else 1
