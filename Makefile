@@ -16,7 +16,7 @@ NOT_ON_NEWEST = $(addprefix --ignore=tests/, campaigns examples test_documents.p
   $(addprefix sharded/test_, probing.py shared_options.py sharded_adoption.py) \
   $(addprefix session/test_, adapted_copies.py other_data.py probe.py replicated_log.py stateful_loader.py trained.py)))
 
-.PHONY: demo demo-stores bench bench-bound bench-steps bench-cost wheels test test-newest test-llmfoundry test-slow lint imports docs format clean help
+.PHONY: demo demo-stores evidence wheels test test-newest test-llmfoundry test-slow lint imports docs format clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -27,20 +27,9 @@ demo: .venv-demo/ready  ## train, kill -9, resume, and print what it cost (5 min
 demo-stores: .venv-demo/ready  ## the same in three stores, one of which is lost in the middle, and healed
 	.venv-demo/bin/python examples/demo.py --stores
 
-bench: .venv/ready  ## every scheme on real trainings (hours; may be stopped and continued)
-	.venv/bin/python examples/benchmarks/schemes.py --workers 2
-
-bench-bound: .venv/ready  ## ten restores of each training beside its undisturbed run (hours; continues)
+evidence: .venv/ready  ## every table of docs/results.md that takes no hours, with figures (3 hours; QUICK=1: 5 minutes)
 	.venv/bin/shrinkpoint compile
-	.venv/bin/python examples/benchmarks/bound.py --only listed,more,fast,states --seeds 5 --parts spread,nudged --workers 2
-
-bench-steps: .venv/ready  ## step logs beside LowDiff's experiments (20 minutes)
-	OMP_NUM_THREADS=1 .venv/bin/python examples/benchmarks/steps.py
-
-bench-cost: .venv/ready  ## memory of saves, and speed of the coders (4 minutes)
-	.venv/bin/shrinkpoint compile
-	.venv/bin/python examples/benchmarks/memory.py
-	OMP_NUM_THREADS=1 .venv/bin/python examples/benchmarks/auto_speed.py
+	.venv/bin/python examples/benchmarks/evidence.py $(if $(QUICK),--quick)
 
 # Of the commit, without what else lies here.
 wheels: .venv/ready  ## a wheel for all platforms, and one with compiled coders for this platform and Python, in dist/ (2 minutes)

@@ -1,4 +1,4 @@
-"""Speed of the coders on one thread, in CPU time, beside torch.save, zstd and torch.distributed.checkpoint.
+"""Speed of the coders on one thread, in CPU time; peers.py has what else stores a state.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/auto_speed.py [--width 512] [--matrices 6] [--small 1000]
 
@@ -13,15 +13,10 @@ reader would hold and the container, as a share of the state (Linux).
 """
 
 import math
-import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-import zstandard
 from common import cpu, parsed, reset_peak, resident, show
 from torch import nn
 
@@ -32,7 +27,6 @@ from shrinkpoint.engine.movement import MovementTracker
 from shrinkpoint.schemes.auto.options import AutoOptions
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import build
-from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import TrainingState
 
@@ -111,34 +105,9 @@ class Chain:
         return [*(f"{rate:.0f}" for rate in rates), *rest]
 
 
-def others(state: TrainingState) -> Iterator[list[str]]:
-    """Rows of the second table: what else a state can be stored with; files are in the page cache when they are read."""
-    raw = b"".join(tensor_to_bytes(tensor) for tensor in state.tensors.values())
-    with tempfile.TemporaryDirectory() as folder:
-        file, flat = Path(folder, "state.pt"), dict(state.tensors)
-        saving, _ = cpu(lambda: torch.save(flat, file))
-        reading, _ = cpu(lambda: torch.load(file))
-        yield _row("torch.save", state.nbytes, saving, reading, file.stat().st_size)
-        to = Path(folder, "dcp")
-        saving, _ = cpu(lambda: dcp.save(flat, checkpoint_id=to, no_dist=True))
-        empty = {name: torch.empty_like(tensor) for name, tensor in flat.items()}
-        reading, _ = cpu(lambda: dcp.load(empty, checkpoint_id=to, no_dist=True))
-        size = sum(part.stat().st_size for part in to.rglob("*") if part.is_file())
-        yield _row("torch.distributed.checkpoint", state.nbytes, saving, reading, size)
-    saving, packed = cpu(lambda: zstandard.ZstdCompressor(level=3).compress(raw))
-    reading, _ = cpu(lambda: zstandard.ZstdDecompressor().decompress(packed))
-    yield _row("zstd -3", state.nbytes, saving, reading, len(packed))
-
-
-def _row(name: str, size: int, saving: float, reading: float, stored: int) -> list[str]:
-    rates = [f"{size / 1e6 / seconds:.0f}" for seconds in (saving, reading)]
-    return [name, rates[0], "", rates[1], "", f"{1e9 * reading / size:.1f}", f"{size / stored:.1f}x", ""]
-
-
 def main() -> None:
     options = parsed(__doc__, width=512, matrices=6, small=1000)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # that DCP has one process
     width, matrices, rows = options.width, options.matrices, []
     shapes = [
         (2 * matrices * width, width),
@@ -158,7 +127,7 @@ def main() -> None:
             chain.add(save)
     headings = " | saving a base | a delta | reading a base | 1 link | the eighth, s/GB | its ratio | memory"
     rows = [[scheme, *chain.speeds()] for scheme, chain in chains.items()]
-    show(headings, [*others(save.state), *rows], f"{save.state.nbytes / 1e6:.0f} MB")
+    show(headings, rows, f"{save.state.nbytes / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -2,18 +2,25 @@
 
     python examples/benchmarks/sharded_scale.py [--width 192 --layers 4] [--scheme auto]
 
-First table: fp32 weights and both moments of models like Llama's with 7 and 405 billion parameters, on paper, and the CPU time in which one
-rank (the fullest owner) finds out what it sends and receives, once for a layout. Second: a GPT after some AdamW steps, coded as
+First table: fp32 weights and both moments of models like Llama's with 7 to 405 billion parameters, on paper, and the CPU time in which one
+rank (the fullest owner) finds out what it sends and receives, once for a layout. Second: their saves and restores, computed from the
+speeds and ratios in results/peers.csv: 8 ranks share a node and its link of 1 GB/s, each codes with 8 threads and then sends; CPU time is a
+share of 16 processors for ten minutes. Third: a GPT after some AdamW steps, coded as
 one container and as the parts of 2 to 16 ranks, in the same run; the time that falls with ranks is given as the share of the slowest owner,
 in bytes. ``--width 208`` is the demo's GPT, ``--width 768 --layers 14`` has 100 million parameters.
 """
 
+import csv
+import itertools
+import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from cells import RESULTS
 from common import TextTraining, parsed, show
 from gpt import GPTConfig
 
@@ -34,9 +41,12 @@ from shrinkpoint.store.manifest import BlobRef, Head, Manifest, Part
 RANKS = (64, 256, 1024, 4096)
 MODELS = {
     "7 B": {"width": 4096, "hidden": 11008, "layers": 32, "vocab": 32000, "keys": 4096},
+    "70 B": {"width": 8192, "hidden": 28672, "layers": 80, "vocab": 32000, "keys": 1024},
     "405 B": {"width": 16384, "hidden": 53248, "layers": 126, "vocab": 128256, "keys": 1024},
 }
 CHAIN = 32  # checkpoints, twice those of the longest chain by default
+WAYS = ("DCP", "DCP, ZStandard extension", "shrinkpoint, lossless, delta", "shrinkpoint, auto, delta")
+RANKS_OF_A_NODE, LINK, THREADS, PIECE = 8, 1e9, 8, 64e6
 AGREEMENT = 8 * 11  # bytes of each rank: eleven integers
 POST = 700  # bytes of a rank's report, about
 
@@ -106,6 +116,33 @@ def paper() -> None:
         f" | manifest of a chain of {CHAIN} | puts for a save | agreement, all ranks | posts | planning"
     )
     show(headings, lines)
+
+
+def simulated() -> None:
+    """The second table."""
+    with (RESULTS / "peers.csv").open(newline="") as file:
+        measured = {row["what"]: row for row in csv.DictReader(file)}
+    lines = []
+    for name, world in itertools.product(("7 B", "70 B"), RANKS[:3]):
+        specs = llama(**MODELS[name])
+        loads = [0] * world
+        for spec, rank in owners_of(specs, world).values():
+            loads[rank] += spec.nbytes
+        total = sum(spec.nbytes for spec in specs.values())
+        for peer in WAYS:
+            write, read, ratio = (
+                float(re.split("[ x]", measured[peer][c])[0]) for c in ("write", "read", "ratio")
+            )
+            most = max(loads) if "shrinkpoint" in peer else total / world  # DCP's ranks write what they have
+            sent = total / ratio / world * RANKS_OF_A_NODE / LINK
+            coding, decoding = (most / 1e6 / speed / THREADS for speed in (write, read))
+            requests = world * math.ceil(total / ratio / world / PIECE) + (2 if "shrinkpoint" in peer else 1)
+            share = total / world / 1e6 / write / (16 * 600)
+            times = f"{coding + sent:.1f} s", f"{decoding + sent:.1f} s"
+            lines.append(
+                [name, world, peer, f"{total / ratio / 1e9:.1f} GB", *times, requests, f"{share:.2%}"]
+            )
+    show("parameters | ranks | stored by | bytes | save | restore | requests | CPU share", lines)
 
 
 def fsdp_layout(specs: Mapping[str, TensorSpec], world: int) -> Layout:
@@ -192,7 +229,7 @@ def snapshots(width: int, layers: int) -> list[TrainingState]:
 
 
 def measured(width: int, layers: int, scheme: str) -> None:
-    """The second table."""
+    """The third table."""
     states = snapshots(width, layers)
     lines, alone = [], coded(states, 1, scheme)
     for world in (1, 2, 4, 16):
@@ -207,6 +244,8 @@ def measured(width: int, layers: int, scheme: str) -> None:
 def main() -> None:
     options = parsed(__doc__, width=192, layers=4, scheme="lossless")
     paper()
+    if (RESULTS / "peers.csv").exists():
+        simulated()
     measured(options.width, options.layers, options.scheme)
 
 

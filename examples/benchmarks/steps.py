@@ -1,6 +1,6 @@
 """What step logs cost a training, what a recovery takes, and how both compare with LowDiff's experiments.
 
-    make bench-steps        (OMP_NUM_THREADS=1 python examples/benchmarks/steps.py, 20 minutes)
+    OMP_NUM_THREADS=1 python examples/benchmarks/steps.py        (20 minutes)
 
 ``--sections cost,recovery,storage,waste,errors`` prints some of the tables. All ratios are of one run: trainings alternate in one
 process, ``--blocks`` of eight steps each, so that other work on the machine affects all alike. The numbers of experiments and tables are
