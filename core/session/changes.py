@@ -1,12 +1,15 @@
 """Counts of what a hand-written loop does between two saves: changes of the weights, steps of the optimizers, and gradients that wait for one."""
 
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.state.roles import unnamed
 from shrinkpoint.state.stateful import optimizers_in, parameters_of
@@ -88,12 +91,15 @@ class StepCount:
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self.count, self.known = 0, bool(optimizers)
         """Whether all can be counted."""
+        self.by_scaler = False
+        """Whether a gradient scaler has made the first one."""
         self._optimizers = optimizers
         self._used: tuple[Any, Any, int] | None = None
         own = weakref.ref(self)
 
         def made(optimizer: Any, *_: Any) -> None:
             if (steps := own()) is not None:
+                steps.by_scaler |= not steps.count and _by_scaler()
                 steps.count += 1
                 used = (p for p in parameters_of(optimizer) if p.grad is not None)
                 steps._used = next(((p, weakref.ref(p.grad), p.grad._version) for p in used), None)
@@ -132,3 +138,11 @@ class StepCount:
         """Count no more."""
         self.known = False
         self._hooks.close()
+
+
+def _by_scaler() -> bool:
+    """Return whether one of the present calls is a gradient scaler's."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), GradScaler):
+        frame = frame.f_back
+    return frame is not None

@@ -4,6 +4,8 @@ import itertools
 import logging
 import pickle
 import sys
+import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.group.group import world
@@ -45,8 +47,14 @@ def sizes_of(loader: Any, name: str = "") -> dict[str, int]:
         "len(loader)": None if isinstance(dataset, IterableDataset) else _length(loader),
         "batch_size": getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None),
         _WORKERS: getattr(loader, _WORKERS, None),
+        "checksum of dataset.indices": _checksum(dataset.indices) if isinstance(dataset, Subset) else None,
     }
     return {f"{name}{key}": value for key, value in found.items() if type(value) is int}
+
+
+def _checksum(indices: Iterable[int]) -> int:
+    """Return what other samples, as of another random_split(), would not have; of the first ones alone."""
+    return zlib.crc32(np.array([*map(int, itertools.islice(indices, _MOST))]).tobytes())
 
 
 def _length(value: Any) -> int | None:
@@ -85,7 +93,7 @@ def require_same_workers(loader: Any, state: Any, name: str) -> None:
     Raises:
         StateMismatchError: with both numbers.
     """
-    if "StatefulDataLoader" not in _torchdata(loader) or not isinstance(state, Mapping) or not state:
+    if not is_torchdata(loader, "StatefulDataLoader") or not isinstance(state, Mapping) or not state:
         return
     there = state.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers", 0)
     if there != loader.num_workers:
@@ -98,9 +106,14 @@ def require_same_workers(loader: Any, state: Any, name: str) -> None:
 def unknown_order(loader: Any, state: Any) -> str | None:
     """Return a line where a resume within an epoch cannot restore the order of torchdata's loader, or what its
     workers draw; else None."""
-    if not _torchdata(loader):
+    if not is_torchdata(loader, "StatefulDataLoader"):
         return None
     within = isinstance(state, Mapping) and not state.get("_iterator_finished", True)
+    if within and type(loader.dataset).__module__ == "datasets.iterable_dataset":
+        return (
+            "resume: a stream of the library datasets restores its position roughly: it fills shuffle buffers anew, may leave out or repeat samples, and"
+            " may begin every later epoch at this position. Make a new stream and loader after this epoch"
+        )
     known = isinstance(loader.dataset, IterableDataset) or hasattr(loader.dataset, "state_dict")
     if within and loader.num_workers and not known and not reads_alike(loader):
         return (
@@ -116,9 +129,10 @@ def unknown_order(loader: Any, state: Any) -> str | None:
     return None
 
 
-def _torchdata(loader: Any) -> set[str]:
-    """Return the names of torchdata's classes among those of a loader."""
-    return {kind.__name__ for kind in type(loader).__mro__ if kind.__module__.startswith("torchdata.")}
+def is_torchdata(loader: Any, name: str | None = None) -> bool:
+    """Return whether a loader is torchdata's, or of its class of this name."""
+    kinds = (kind for kind in type(loader).__mro__ if kind.__module__.startswith("torchdata."))
+    return any(name in (None, kind.__name__) for kind in kinds)
 
 
 def in_use(loader: Any) -> bool:
@@ -301,3 +315,65 @@ def reads_alike(loader: DataLoader[Any]) -> bool:
     finally:
         restore_rng(rng)
     return bool(first == second)
+
+
+class IteratorStart:
+    """The generators' states with which a loader's iterator was made: it, or a sampler, draws from them then.
+
+    torchdata's loaders make theirs while a position is loaded; a further loader of torch's makes it later, in the loop.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.states: Any = None
+        self._owner, self._method = self.of(loader)
+        self._make = getattr(self._owner, self._method)
+        self._made: Callable[[], Any] | None = None
+        self._waits = self._once = False
+        setattr(self._owner, self._method, self)
+
+    @staticmethod
+    def of(loader: Any) -> Any:
+        """Return the object and its method that make an iterator; None where the loader has none."""
+        if hasattr(loader, "_get_iterator"):
+            return loader, "_get_iterator"
+        return (loader.root, "reset") if is_torchdata(loader) and hasattr(loader, "root") else None
+
+    def __call__(self, *given: Any) -> Any:
+        """Make the iterator, and note the generators' states."""
+        own = generators([self._loader])
+        now = capture_rng(own)
+        if self._waits:
+            restore_rng(self.states, own)
+        self.states = capture_rng(own)
+        made = self._make(*given)
+        if self._waits:
+            restore_rng(now, own)
+            self._waits = False
+        if self._once:
+            self.stop()
+        self._made = None if is_torchdata(self._loader) else weakref.ref(made)
+        return made
+
+    def is_in_use(self) -> bool:
+        """Return whether the iterator may be asked for more."""
+        return self._made is None or self._made() is not None
+
+    @classmethod
+    def now(cls, loader: Any) -> None:
+        """Let the iterator that one of torch's loaders makes next, in the loop, draw from the generators' present states, and no others."""
+        if hasattr(loader, "_get_iterator") and not is_torchdata(loader):
+            start = cls(loader)
+            start._once = True
+            start.begin(capture_rng(generators([loader])))
+
+    def begin(self, states: Any) -> None:
+        """Let the next iterator be made with the states of one that was in use, if there was one."""
+        self.states = states
+        if states is not None:
+            restore_rng(states, generators([self._loader]))
+            self._waits = not is_torchdata(self._loader)
+
+    def stop(self) -> None:
+        """Leave the loader as it was."""
+        vars(self._owner).pop(self._method, None)

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -24,6 +23,7 @@ from shrinkpoint.session.adapter import TrainingAdapter
 from shrinkpoint.session.changes import StepCount, WeightChanges
 from shrinkpoint.session.continuing import load_optimizers, require_same_training
 from shrinkpoint.session.data import (
+    IteratorStart,
     generators,
     in_use,
     require_same_workers,
@@ -137,11 +137,9 @@ class LoopObjects(TrainingAdapter):
         }
         self.measures = evaluate is not None
         require_shapes(model)
-        self._starts: dict[str, Any] = {}
-        self._noted = [name for name, value in self.stateful.items() if hasattr(value, "_get_iterator")]
-        for name in self._noted:  # torchdata's, whose samplers draw their order when an iterator is made
-            loader: Any = self.stateful[name]
-            loader._get_iterator = partial(_started, loader, self._starts, name)
+        self._starts = {
+            name: IteratorStart(value) for name, value in self.stateful.items() if IteratorStart.of(value)
+        }
         self._made: tuple[int, int] | None = None
         self._steps = StepCount(self.optimizers)
         self.changes = WeightChanges(model)
@@ -198,15 +196,15 @@ class LoopObjects(TrainingAdapter):
 
     def rng(self) -> dict[str, Any]:
         """Return the states of this process's generators, with those of modules, of loaders' data sets and collators."""
-        starts = {"starts": dict(self._starts)} if self._starts else {}
-        return {**capture_rng(self.generators()), **starts}
+        starts = {name: one.states for name, one in self._starts.items() if one.states and one.is_in_use()}
+        return {**capture_rng(self.generators()), **({"starts": starts} if starts else {})}
 
     def release(self) -> None:
         """Leave the optimizers and loaders as they were: nothing of them is noted any more."""
         self._steps.stop()
-        for name in self._noted:
-            vars(self.stateful[name]).pop("_get_iterator", None)
-        self._noted = []
+        for start in self._starts.values():
+            start.stop()
+        self._starts = {}
 
     def _require_steps(self) -> None:
         """Warn where the weights have changed since the last save, and none of the optimizers has made a step."""
@@ -220,13 +218,18 @@ class LoopObjects(TrainingAdapter):
             )
 
     def _require_schedulers(self) -> None:
-        """Warn where one of torch's schedulers sets the rates of an optimizer, and is not among the objects."""
+        """Warn where a scheduler or a gradient scaler of torch's calls an optimizer, and is not among the objects."""
         known = {id(getattr(scheduler_in(value), "optimizer", None)) for value in self.stateful.values()}
         inner = [one for given in self.optimizers for one in optimizers_in(given) if id(one) not in known]
         if any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in inner):
             self.session.warn_once(
                 "the optimizer has a learning rate scheduler that was not given to the Checkpointer: after a resume it begins again. Give it by name,"
                 " as in scheduler=scheduler"
+            )
+        if self._steps.by_scaler and self.scaler is None:
+            self.session.warn_once(
+                "the optimizer's steps are made by a GradScaler that was not given to the Checkpointer: after a resume its scale begins again. Give it by"
+                " name, as in scaler=scaler"
             )
 
     def generators(self) -> dict[str, Any]:
@@ -305,8 +308,8 @@ class LoopObjects(TrainingAdapter):
         self.step = state["step"]
         self._steps.put_back(state.get("gradients", {}))
         for name, value in self.stateful.items():
-            if name in state["rng"].get("starts", {}):
-                restore_rng(state["rng"]["starts"][name], generators([value]))
+            if name in self._starts:
+                self._starts[name].begin(state["rng"].get("starts", {}).get(name))
             if name in state["stateful"]:
                 load_object(name, value, state["stateful"][name])
             if warns and (unknown := unknown_order(value, state["stateful"].get(name))):
@@ -396,11 +399,6 @@ class LoopObjects(TrainingAdapter):
 
     def settle(self) -> None:
         """Let all parameters be in memory of their own."""
-
-
-def _started(loader: Any, starts: dict[str, Any], name: str) -> Any:
-    starts[name] = capture_rng(generators([loader]))
-    return type(loader)._get_iterator(loader)
 
 
 class _Generators:

@@ -148,7 +148,7 @@ class Trained:
                 f"the optimizers are {', '.join(kinds)} now, and were {', '.join(self._kinds)} when this training began: a script that resumes"
                 " must have made these before it resumes"
             )
-        if self._looks > 1 or not optimizers or self.outside:  # our evaluations, later, change versions
+        if self._looks > 1 or self.outside:  # our evaluations, later, change versions
             return
         others = (one for one in self._adapter.objects().values() if hasattr(one, "param_groups"))
         here = {id(p) for optimizer in chain(optimizers, others) for p in _parameters(optimizer)}

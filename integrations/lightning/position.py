@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.group.group import world
 from shrinkpoint.session.data import (
+    IteratorStart,
     generators,
     other_processes,
     require_same_workers,
@@ -388,6 +389,7 @@ def _begin(trainer: Trainer, states: Sequence[Any]) -> None:
         loader.load_state_dict(loader_state)
         if trainer.is_global_zero and (said := unknown_order(loader, loader_state)):
             warn(said)
+        IteratorStart.now(loader)
     iter(trainer.fit_loop._data_fetcher)
 
 

@@ -109,3 +109,43 @@ def test_builds_loaders_in_the_epochs_of_the_undisturbed_run(tmp_path, stateful,
     for kind in ("train", "validation"):
         mine = [each for each in part.module.built if each[0] == kind]  # type: ignore[attr-defined]
         assert mine == [each for each in built if each[0] == kind][-len(mine) :]
+
+
+class Positioned(DataLoader):
+    """A loader of torch's with a state of its own, as libraries of streams have them, whose iterator is made late."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data, batch_size=8)
+        self.position = 0
+
+    def __iter__(self) -> Any:
+        begin, self.position = self.position, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= begin:
+                self.position = number + 1
+                yield batch
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Streaming(Tiny):
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        super().__init__()
+
+    def train_dataloader(self) -> Any:
+        return Positioned(super().train_dataloader().dataset)
+
+
+@pytest.mark.parametrize("crash", [5, 12])
+def test_random_numbers_go_on_where_the_iterator_is_made_after_the_resume(tmp_path, crash):
+    whole = fit(module=Streaming())
+    _fit(tmp_path, Crash(crash), module=Streaming())
+    part = _fit(tmp_path, module=Streaming(), seed=2)
+    assert part.trace == whole.trace[-len(part.trace) :]
+    assert_same(whole.final(), part.final())

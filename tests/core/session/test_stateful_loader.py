@@ -13,7 +13,16 @@ import shrinkpoint
 
 pytest.importorskip("torchdata")
 
-from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    random_split,
+)
+from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 _STEPS = 14
@@ -38,6 +47,7 @@ def _generator() -> torch.Generator:
 
 _ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffle": lambda: {"shuffle": True},
+    "as they come": dict,
     "shuffle, own generator": lambda: {"shuffle": True, "generator": _generator()},
     "subset": lambda: {"sampler": SubsetRandomSampler(range(4 * _LENGTH))},
     "weighted": lambda: {"sampler": WeightedRandomSampler([1.0, 2.0] * 2 * _LENGTH, 4 * _LENGTH)},
@@ -47,14 +57,66 @@ _ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+class _Positioned(DataLoader):
+    """A loader of torch's with a state of its own, as libraries of streams have them."""
+
+    def __init__(self) -> None:
+        super().__init__(_Data(), batch_size=4)
+        self.position = 0
+
+    def __iter__(self):
+        begin, self.position = self.position, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= begin:
+                self.position = number + 1
+                yield batch
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def _of_nodes() -> Any:
+    data = _Data()
+    node = nodes.Batcher(nodes.MapStyleWrapper(data, RandomSampler(data)), 4)
+    return nodes.Loader(nodes.Mapper(node, torch.stack))
+
+
+_LOADERS: dict[str, Callable[[], Any]] = {"nodes": _of_nodes, "a loader of torch's": _Positioned}
+
+
+class _Stream(IterableDataset):
+    """As the library datasets has it."""
+
+    __module__ = "datasets.iterable_dataset"
+
+    def __iter__(self):
+        return iter(_Data()[index] for index in range(4 * _LENGTH))
+
+
 def losses(
-    url: Path, until: int, *, workers: int, log: dict[str, str], order: str = "shuffle", noise: float = 0.0
+    url: Path,
+    until: int,
+    *,
+    workers: int,
+    log: dict[str, str],
+    order: str = "shuffle",
+    noise: float = 0.0,
+    data: Any = None,
 ) -> dict[int, float]:
     """Train with shuffled batches and dropout, from where the run is; the loss of each step that is made here."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.4), nn.Linear(16, 6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = StatefulDataLoader(_Data(noise), batch_size=4, num_workers=workers, **_ORDERS[order]())
+    if order in _LOADERS:
+        loader = _LOADERS[order]()
+    else:
+        loader = StatefulDataLoader(
+            data or _Data(noise), batch_size=4, num_workers=workers, **_ORDERS[order]()
+        )
     checkpointer = shrinkpoint.Checkpointer(
         url, model, optimizer, **grouped(every=None, scheme="lossless", loader=loader, **log)
     )
@@ -69,14 +131,14 @@ def losses(
             found[step] = float(loss)
             checkpointer.step(step)
             if step == until:
+                if not log:
+                    checkpointer.save(step, wait=True)
                 break
-    if not log:
-        checkpointer.save(step, wait=True)
     checkpointer.close()
     return found
 
 
-@pytest.mark.parametrize("order", [order for order in _ORDERS if order != "shuffle"])
+@pytest.mark.parametrize("order", sorted({*_ORDERS, *_LOADERS} - {"shuffle"}))
 def test_the_order_that_a_sampler_has_drawn_is_restored(tmp_path, order):
     whole = losses(tmp_path / "whole", _STEPS, workers=0, log={}, order=order)
     losses(tmp_path / "run", _LENGTH + 2, workers=0, log={}, order=order)
@@ -110,3 +172,19 @@ def test_random_numbers_that_workers_draw_are_told_where_a_resume_cannot_restore
     losses(tmp_path, 2, workers=1, log={}, noise=0.1)
     with pytest.warns(shrinkpoint.ShrinkpointWarning, match="workers draw random numbers"):
         losses(tmp_path, _LENGTH, workers=1, log={}, noise=0.1)
+
+
+def test_other_samples_of_a_split_are_told(tmp_path):
+    def split(seed: int) -> Subset:
+        return random_split(_Data(), [4 * _LENGTH - 4, 4], torch.Generator().manual_seed(seed))[0]
+
+    losses(tmp_path, 2, workers=0, log={}, data=split(1))
+    losses(tmp_path, 3, workers=0, log={}, data=split(1))
+    with pytest.warns(shrinkpoint.ShrinkpointWarning, match="checksum of dataset.indices"):
+        losses(tmp_path, 4, workers=0, log={}, data=split(2))
+
+
+def test_streams_that_restore_their_position_roughly_are_told(tmp_path):
+    losses(tmp_path, 2, workers=0, log={}, order="as they come", data=_Stream())
+    with pytest.warns(shrinkpoint.ShrinkpointWarning, match="of the library datasets"):
+        losses(tmp_path, 3, workers=0, log={}, order="as they come", data=_Stream())

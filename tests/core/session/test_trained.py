@@ -459,6 +459,31 @@ def test_an_optimizer_that_was_not_given_is_told(tmp_path):
             checkpointer.save(1, wait=True)
 
 
+def test_optimizers_that_step_in_the_backward_pass_and_were_not_given_are_told(tmp_path):
+    model = nn.Linear(5, 1)
+    for parameter in model.parameters():
+        optimizer = torch.optim.Adam([parameter], 0.01)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with Checkpointer(str(tmp_path), model, [], **grouped(scheme="lossless")) as checkpointer:
+        model(torch.ones(2, 5)).sum().backward()
+        with pytest.warns(ShrinkpointWarning, match="no optimizer here trains weight, bias, and"):
+            checkpointer.save(1, wait=True)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_gradient_scaler_that_was_not_given_is_told(tmp_path, given, recwarn):
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu")
+    objects = {"scaler": scaler} if given else {}
+    with Checkpointer(str(tmp_path), model, optimizer, scheme="lossless", **objects) as checkpointer:
+        scaler.scale(model(torch.ones(2, 5)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        checkpointer.save(1, wait=True)
+    assert any("GradScaler that was not given" in str(one.message) for one in recwarn) != given
+
+
 def test_a_scheduler_that_was_not_given_is_told(tmp_path):
     model = nn.Linear(5, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
