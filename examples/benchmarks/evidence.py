@@ -184,10 +184,10 @@ def papers() -> None:
 
 def peers() -> None:
     """Print what the page shows of the peers: medians."""
-    columns = ("ratio", "write", "read", "waits, ms", "cold restore, CPU s", "save at 0.1", "restore at 0.1")
+    columns = ("ratio", "write", "read", "waits, ms", "cold restore, CPU s", "save at 0.1")
     rows = [row for row in read(RESULTS / "peers.csv") if row["table"].startswith("Peers")]
     medians = [[row["what"], *(row[name].split(" (")[0] for name in columns)] for row in rows]
-    show("peer | ratio | write | read | waits, ms | cold, s | save, s/GB | restore, s/GB", medians)
+    show("peer | ratio | write | read | waits, ms | cold, s | save, s/GB", medians)
 
 
 TABLES = {"papers": papers, "peers": peers}

@@ -202,8 +202,8 @@ def measured(
     return sum(part.stat().st_size for part in Path(to).rglob("*") if part.is_file())
 
 
-def cells(size: int, stored: int, columns: dict[str, list[float]]) -> list[str]:
-    """Cells of a row, and what follows for links."""
+def cells(size: int, stored: int, columns: dict[str, list[float]], base: int = 0) -> list[str]:
+    """Cells of a row, and what follows for links; a restore reads the base's bytes too."""
     row, seconds = [f"{size / stored:.2f}x"], {n: statistics.median(v) for n, v in columns.items() if v}
     for name in COLUMNS:
         turn = (lambda s: size / 1e6 / s) if name in ("write", "read") else float
@@ -214,10 +214,9 @@ def cells(size: int, stored: int, columns: dict[str, list[float]]) -> list[str]:
             else []
         )
         row.append("{} ({} to {})".format(*ends) if values else "-")
-    for way in ("write", "read"):
-        row += [
-            f"{1e9 * (seconds[way] + stored / rate) / size:.1f}" if way in seconds else "-" for rate in RATES
-        ]
+    for way, moved in (("write", stored), ("read", stored + base)):
+        times = [1e9 * (seconds[way] + moved / rate) / size for rate in RATES] if way in seconds else []
+        row += [f"{time:.1f}" for time in times] or ["-", "-"]
     return row
 
 
@@ -284,7 +283,9 @@ def main() -> None:
                     rest = way(flat, to)
                     found[kinds[-1]]["slower"].append(100 * (ten_steps(training) / alone - 1))
                     rest()
-            rows += [[kind, *cells(size, stored[i], found[kind])] for i, kind in enumerate(kinds)]
+            rows += [
+                [kind, *cells(size, stored[i], found[kind], sum(stored[:i]))] for i, kind in enumerate(kinds)
+            ]
         if Path(options.excp).exists():
             training.load(states[1])
             columns, packed = excp(options.excp, training, states[0], Path(root))

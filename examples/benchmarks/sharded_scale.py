@@ -244,8 +244,7 @@ def measured(width: int, layers: int, scheme: str) -> None:
 def main() -> None:
     options = parsed(__doc__, width=192, layers=4, scheme="lossless")
     paper()
-    if (RESULTS / "peers.csv").exists():
-        simulated()
+    simulated()
     measured(options.width, options.layers, options.scheme)
 
 
