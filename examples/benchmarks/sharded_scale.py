@@ -115,7 +115,11 @@ def paper() -> None:
     headings += (
         f" | manifest of a chain of {CHAIN} | puts for a save | agreement, all ranks | posts | planning"
     )
-    show(headings, lines)
+    show(headings, lines, "Owners and records")
+
+
+def _number(cell: str) -> float:
+    return float(re.split("[ x]", cell)[0])
 
 
 def simulated() -> None:
@@ -130,19 +134,22 @@ def simulated() -> None:
             loads[rank] += spec.nbytes
         total = sum(spec.nbytes for spec in specs.values())
         for peer in WAYS:
-            write, read, ratio = (
-                float(re.split("[ x]", measured[peer][c])[0]) for c in ("write", "read", "ratio")
-            )
+            write, read, ratio = (_number(measured[peer][c]) for c in ("write", "read", "ratio"))
+            base = measured.get(peer.replace(", delta", ", base")) if ", delta" in peer else None
+            behind = (
+                0 if base is None else total / _number(base["ratio"])
+            )  # which a restore of a delta reads too
             most = max(loads) if "shrinkpoint" in peer else total / world  # DCP's ranks write what they have
-            sent = total / ratio / world * RANKS_OF_A_NODE / LINK
+            sent, got = (b / world * RANKS_OF_A_NODE / LINK for b in (total / ratio, total / ratio + behind))
             coding, decoding = (most / 1e6 / speed / THREADS for speed in (write, read))
             requests = world * math.ceil(total / ratio / world / PIECE) + (2 if "shrinkpoint" in peer else 1)
             share = total / world / 1e6 / write / (16 * 600)
-            times = f"{coding + sent:.1f} s", f"{decoding + sent:.1f} s"
+            times = f"{coding + sent:.1f} s", f"{decoding + got:.1f} s"
             lines.append(
                 [name, world, peer, f"{total / ratio / 1e9:.1f} GB", *times, requests, f"{share:.2%}"]
             )
-    show("parameters | ranks | stored by | bytes | save | restore | requests | CPU share", lines)
+    headings = "parameters | ranks | stored by | bytes | save | restore | requests | CPU share"
+    show(headings, lines, "Saves and restores, computed")
 
 
 def fsdp_layout(specs: Mapping[str, TensorSpec], world: int) -> Layout:
