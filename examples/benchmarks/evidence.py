@@ -175,11 +175,15 @@ def place(found: re.Match[str]) -> str:
 
 def papers() -> None:
     """Print the papers' rows, with ours from the files of results."""
-    rows = []
+    rows, missing = [], []
     for row in read(RESULTS / "papers.csv"):
-        ours = _PLACE.sub(place, row["ours"])
-        rows.append([f"{row['paper']}, {row['row']}", row["theirs"], _MISSING if _MISSING in ours else ours])
+        name, ours = f"{row['paper']}, {row['row']}", _PLACE.sub(place, row["ours"])
+        if _MISSING in ours:
+            missing.append(name)
+        else:
+            rows.append([name, row["theirs"], ours])
     show("row | theirs | ours", rows)
+    print(f"\n{_MISSING}: {'; '.join(missing) or 'none'}")
 
 
 def peers() -> None:
