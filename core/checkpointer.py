@@ -535,10 +535,10 @@ def _require_states(stateful: Mapping[str, Any]) -> None:
                 f"{name}={brief(value)}: Checkpointer has no such option{f'; {place}' if place else meant(name, _OPTIONS)}. Other"
                 f" keyword arguments are objects with state_dict and load_state_dict; the options are: {', '.join(sorted(_OPTIONS))}"
             )
-        if getattr(value, "use_stateful_dataloader", True) is False:
+        if hasattr(value, "use_stateful_dataloader"):  # one with a state, too, draws early and reads ahead
             raise ConfigError(
-                f"{name}={brief(value)}, a loader that accelerate has prepared, has no state here: leave it out, and skip the batches that"
-                " were trained on, or draw batches from torch's generator (docs/resuming.md)"
+                f"{name}={brief(value)}, a loader that accelerate has prepared, does not restore its order exactly: give torchdata's"
+                " StatefulDataLoader, not prepared, or leave it out and draw batches from torch's generator (docs/loop.md)"
             )
 
 

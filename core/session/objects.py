@@ -180,7 +180,7 @@ class LoopObjects(TrainingAdapter):
     def state(self) -> dict[str, Any]:
         self.changes.follow()
         self._require_steps()
-        self._require_schedulers()
+        self._require_callers()
         gradients = self._steps.accumulated() if world().size == 1 else {}  # each process has its own
         return {
             "format": _FORMAT,
@@ -217,8 +217,8 @@ class LoopObjects(TrainingAdapter):
                 " make a new Checkpointer"
             )
 
-    def _require_schedulers(self) -> None:
-        """Warn where a scheduler or a gradient scaler of torch's calls an optimizer, and is not among the objects."""
+    def _require_callers(self) -> None:
+        """Warn where a scheduler, a gradient scaler or an accumulating Accelerator calls an optimizer, and its state is not saved."""
         known = {id(getattr(scheduler_in(value), "optimizer", None)) for value in self.stateful.values()}
         inner = [one for given in self.optimizers for one in optimizers_in(given) if id(one) not in known]
         if any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in inner):
@@ -230,6 +230,13 @@ class LoopObjects(TrainingAdapter):
             self.session.warn_once(
                 "the optimizer's steps are made by a GradScaler that was not given to the Checkpointer: after a resume its scale begins again. Give it by"
                 " name, as in scaler=scaler"
+            )
+        given = (*self.given, *self.stateful.values())
+        accelerated = [one.gradient_state for one in given if hasattr(one, "gradient_state")]
+        if any(getattr(one, "sync_gradients", True) is False for one in accelerated):
+            self.session.warn_once(
+                "a save is within accelerate's accumulation of gradients: after a resume the Accelerator counts from 0, and the optimizer's steps fall on other"
+                " batches. Save where accelerator.sync_gradients is True"
             )
 
     def generators(self) -> dict[str, Any]:

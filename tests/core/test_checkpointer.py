@@ -219,7 +219,7 @@ def test_states_that_are_missing_on_either_side_are_told(tmp_path):
         ({"every": 0}, "every must be a positive"),
         ({"every": "500"}, "every must be a positive number of steps, or None, not '500'"),
         ({"every": True}, "every must be a positive"),
-        ({"loader": Prepared()}, "loader=.*has no state here: leave it out"),
+        ({"loader": Prepared()}, "loader=.*accelerate has prepared, does not restore its order exactly"),
         ({"loader": [1, 2]}, r"loader=\[1, 2\]: Checkpointer has no such option.*Other keyword arguments"),
         ({"config": SaverConfig()}, "config=.*no such option; give its fields"),
         ({"save_last": False}, "save_last=False: .*the last steps are always saved"),
