@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -85,6 +86,22 @@ def _kinds(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.
     return [(parameter.dtype, parameter.device) for parameter in parameters]
 
 
+class _Used:
+    """The gradient of an optimizer's first parameter that has one, right after a step."""
+
+    def __init__(self, parameter: Any, before: "_Used | None") -> None:
+        self._parameter, gradient = parameter, parameter.grad
+        self._gradient, self._version = weakref.ref(gradient), gradient._version
+        known = before is not None and before._parameter is parameter
+        self._replaced = known and before._gradient() is not gradient  # by ``zero_grad(set_to_none=True)``
+
+    def is_left(self) -> bool:
+        """Whether the gradient has not been zeroed since; a generator's loss adds to the discriminator's used ones."""
+        gradient = self._parameter.grad
+        same = gradient is not None and gradient is self._gradient()
+        return same and (self._replaced or gradient._version == self._version)
+
+
 class StepCount:
     """Counts the steps of optimizers, without wrappers, and knows which gradients wait for one."""
 
@@ -94,7 +111,7 @@ class StepCount:
         self.by_scaler = False
         """Whether a gradient scaler has made the first one."""
         self._optimizers = optimizers
-        self._used: tuple[Any, Any, int] | None = None
+        self._used: dict[Any, _Used] = {}
         own = weakref.ref(self)
 
         def made(optimizer: Any, *_: Any) -> None:
@@ -102,7 +119,8 @@ class StepCount:
                 steps.by_scaler |= not steps.count and _by_scaler()
                 steps.count += 1
                 used = (p for p in parameters_of(optimizer) if p.grad is not None)
-                steps._used = next(((p, weakref.ref(p.grad), p.grad._version) for p in used), None)
+                for first in islice(used, 1):
+                    steps._used[optimizer] = _Used(first, steps._used.get(optimizer))
 
         self._hooks = ExitStack()
         for optimizer in (inner for each in optimizers for inner in optimizers_in(each)):
@@ -114,17 +132,17 @@ class StepCount:
 
     def accumulated(self) -> dict[str, torch.Tensor]:
         """Return the gradients that no step has used yet, by `unnamed`; none that are not finite, for which a scaler skips the step."""
-        if self._used is not None:
-            parameter, used, version = self._used
-            if parameter.grad is not None and parameter.grad is used() and parameter.grad._version == version:
-                return {}
-        found = {name: p.grad for name, p in self._named() if p.grad is not None} if self.known else {}
+        used = (optimizer for optimizer, one in self._used.items() if one.is_left())
+        spent = {id(parameter) for optimizer in used for parameter in parameters_of(optimizer)}
+        named = self._named() if self.known else ()
+        found = {name: p.grad for name, p in named if p.grad is not None and id(p) not in spent}
         values = [one.coalesce().values() if one.is_sparse else one for one in found.values()]
         wanted = any(one.any() for one in values) and all(one.isfinite().all() for one in values)
         return found if wanted else {}
 
     def put_back(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Give all parameters their gradients from `accumulated`, or none."""
+        self._used.clear()
         for name, parameter in self._named():
             given = gradients.get(name)
             parameter.grad = None if given is None else given.to(parameter.device, parameter.dtype, copy=True)

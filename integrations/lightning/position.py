@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.group.group import world
+from shrinkpoint.session.changes import StepCount
 from shrinkpoint.session.data import (
     IteratorStart,
     generators,
@@ -64,10 +65,13 @@ class Position:
         self._behind: list[Any] | None = None
         self._builds: dict[str, Any] = {}
         self._accumulated = 1
+        self._steps: StepCount | None = None
 
     def fit_starts(self, trainer: Trainer) -> None:
         """Training is about to build the first epoch's loaders and iterator."""
         self._accumulated = trainer.accumulate_grad_batches
+        by_hand = trainer.world_size == 1 and not trainer.lightning_module.automatic_optimization
+        self._steps = StepCount(trainer.optimizers) if by_hand else None
         self._follow_builds(trainer, {} if self._loaded is None else self._mine(trainer)["data"])
         self._note_first_epoch(trainer)
 
@@ -100,7 +104,8 @@ class Position:
         Args:
             trainer: in a hook at the end of a batch, a validation or an epoch.
             checkpoint: Lightning's own state on this rank.
-            mid_accumulation: keep the gradients, of which some batches have been accumulated.
+            mid_accumulation: keep the gradients, of which some batches have been accumulated. With manual optimization in one
+                process, those that no step has used are kept anyway.
             validation_pending: the validation after the last batch has not begun, or was interrupted.
             sharded: give what this rank has for itself, under `OWN_KEYS`, instead of all ranks' together.
         """
@@ -122,7 +127,7 @@ class Position:
             **({"world": trainer.world_size, **mine} if sharded else {"ranks": world().gather(mine)}),
             "callback_metrics": metrics,
             "seed": os.environ.get(_SEED),
-            "gradients": _gradients(trainer) if mid_accumulation else {},
+            "gradients": _gradients(trainer, self._steps, mid_accumulation=mid_accumulation),
         }
 
     def load(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -309,15 +314,20 @@ def _fit_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+def _gradients(
+    trainer: Trainer, steps: StepCount | None, *, mid_accumulation: bool
+) -> dict[str, torch.Tensor]:
     def of_all(gradient: torch.Tensor) -> torch.Tensor:
         # With several processes the gradients are still local; their mean gives the same step when it is put on each.
         # FSDP2 has averaged its shards already.
         own = gradient.detach()
         return own if is_sharded(own) else trainer.strategy.reduce(own.clone(), reduce_op="mean")
 
-    named = named_parameters(trainer.lightning_module)
-    return {name: of_all(parameter.grad) for name, parameter in named if parameter.grad is not None}
+    found = {name: p.grad for name, p in named_parameters(trainer.lightning_module) if p.grad is not None}
+    if steps is None or not steps.known:
+        return {name: of_all(gradient) for name, gradient in found.items()} if mid_accumulation else {}
+    waiting = {*map(id, steps.accumulated().values())}
+    return {name: gradient.detach() for name, gradient in found.items() if id(gradient) in waiting}
 
 
 def _leave_epoch(trainer: Trainer) -> None:

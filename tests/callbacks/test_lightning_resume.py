@@ -21,6 +21,7 @@ from support.lightning_models import Crash, Outcome, Setup, Tiny, assert_continu
 from support.matrices import some_fast
 from support.options import grouped
 
+import shrinkpoint
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StateMismatchError
 from shrinkpoint.saver import Saver
@@ -181,6 +182,47 @@ def test_accumulation_that_a_hook_sets_continues_bit_by_bit() -> None:
     rest = train(case, False, saving(), Accumulating(), seed=999)
     assert rest.trace[0][2] == case.resumes_at
     assert_continues(train(case, False, Accumulating()), rest)
+
+
+class ByHand(Tiny):
+    """Two optimizers that take turns: in every other step one uses gradients that two backward passes have summed."""
+
+    def __init__(self, zeros: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.zeros = False, zeros
+
+    def configure_optimizers(self) -> Any:
+        halves = self.net[:2].parameters(), self.net[2:].parameters()
+        return [torch.optim.Adam(each, 1e-2) for each in halves], []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        (second if batch_idx % 2 else first).step()
+        if batch_idx % 2:
+            for each in (first, second):
+                each.zero_grad(set_to_none=not self.zeros)
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("saved", [11, 12])
+def test_gradients_that_manual_optimization_has_not_used_continue_bit_by_bit(saved: int, zeros: bool) -> None:
+    url = f"memory://resume/by-hand-{saved}-{zeros}"
+
+    def train(*callbacks: Callback, **more: Any) -> Outcome:
+        torch.manual_seed(1)
+        return fit(*callbacks, monitor=None, module=ByHand(zeros), limit_val_batches=0, **more)
+
+    def saving() -> CompressedCheckpoint:
+        return CompressedCheckpoint(url, **grouped(every_n_train_steps=1, scheme="lossless", busy="wait"))
+
+    train(saving(), Crash(saved + 1))  # which is called before
+    assert set(shrinkpoint.load(url)["shrinkpoint"]["gradients"]) == (
+        {"net.4.weight", "net.4.bias"} if saved % 2 else set()
+    )
+    rest = train(saving(), seed=999)
+    assert rest.trace[0][2] == saved
+    assert_continues(train(), rest)
 
 
 class Evaluating(Callback):

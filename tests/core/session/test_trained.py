@@ -533,6 +533,46 @@ def test_gradients_that_a_step_has_used_are_not_saved(tmp_path):
     assert "gradients" not in shrinkpoint.load(str(tmp_path))
 
 
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("saved", [5, 6])
+def test_gradients_of_an_optimizer_whose_turn_comes_next_go_on(tmp_path, saved, zeros):
+    def train(until, url=None):
+        torch.manual_seed(0 if url is None or until == saved else 1)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
+        optimizers = [torch.optim.Adam(part.parameters(), 0.01) for part in model]
+        given = grouped(every=1, scheme="lossless", busy="wait")
+        checkpointer = None if url is None else Checkpointer(str(url), model, optimizers, **given)
+        for step in range(0 if checkpointer is None else checkpointer.resume(), until):
+            model(torch.randn(2, 5, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            optimizers[step % 2].step()
+            for optimizer in optimizers if step % 2 else ():
+                optimizer.zero_grad(set_to_none=not zeros)
+            if checkpointer is not None:
+                checkpointer.step(step + 1)
+        if checkpointer is not None:
+            checkpointer.close()
+        return [value.clone() for value in model.state_dict().values()]
+
+    train(saved, tmp_path)
+    assert equal(train(9, tmp_path), train(9))
+    assert len(shrinkpoint.load(f"{tmp_path}#step={saved}").get("gradients", {})) == saved % 2 * 2
+
+
+def test_gradients_that_a_generator_adds_to_used_ones_are_not_saved(tmp_path):
+    made, judge = nn.Linear(5, 4), nn.Linear(4, 1)
+    model, first = nn.ModuleList([made, judge]), torch.optim.Adam(judge.parameters(), 0.01)
+    second = torch.optim.Adam(made.parameters(), 0.01)
+    given = grouped(every=1, scheme="lossless", busy="wait")
+    with Checkpointer(str(tmp_path), model, [first, second], **given) as checkpointer:
+        for step in range(3):
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+                judge(made(torch.ones(2, 5))).sum().backward()
+                optimizer.step()
+            checkpointer.step(step + 1)
+    assert "gradients" not in shrinkpoint.load(str(tmp_path))
+
+
 def test_an_optimizer_that_another_one_has_replaced_is_told(tmp_path):
     model = nn.Linear(5, 1)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
