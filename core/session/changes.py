@@ -92,8 +92,10 @@ class _Used:
     def __init__(self, parameter: Any, before: "_Used | None") -> None:
         self._parameter, gradient = parameter, parameter.grad
         self._gradient, self._version = weakref.ref(gradient), gradient._version
-        known = before is not None and before._parameter is parameter
-        self._replaced = known and before._gradient() is not gradient  # by ``zero_grad(set_to_none=True)``
+        self._replaced = False
+        """Whether the gradient before was set to None, as ``zero_grad`` does, and not to zeros."""
+        if before is not None and before._parameter is parameter:
+            self._replaced = before._gradient() is not gradient
 
     def is_left(self) -> bool:
         """Whether the gradient has not been zeroed since; a generator's loss adds to the discriminator's used ones."""

@@ -5,6 +5,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from shrinkpoint.integrations.transformers.state import (
     generated_state,
     inside_epoch,
     load_reference,
+    others_of,
     reference_of,
     steps_per_epoch,
     stopped_early,
@@ -36,6 +38,7 @@ from shrinkpoint.session.probe import loss_of
 from shrinkpoint.session.reports import finite, numbers
 from shrinkpoint.sharded.targets import reshard
 from shrinkpoint.state.stateful import state_of
+from shrinkpoint.warn import warn
 
 FORMAT, _VERSION = "transformers", 1
 
@@ -110,9 +113,14 @@ class TransformersAdapter(TrainingAdapter):
             "arguments": arguments(trainer.args),
             "stopped": stopped_early(trainer),
             "steps_per_epoch": steps_per_epoch(trainer),
+            **({"others": self._others} if self._others else {}),
             "world": len(ranks),
             "processes": list(ranks),
         }
+
+    @cached_property
+    def _others(self) -> dict[str, str]:
+        return others_of(self.trainer)
 
     def bare_state(self) -> dict[str, Any]:
         return self._stored([])
@@ -142,6 +150,11 @@ class TransformersAdapter(TrainingAdapter):
         if scaler is not None and stored["scaler"]:
             scaler.load_state_dict(stored["scaler"])
         load_reference(stored, trainer)
+        others = stored.get("others", {}) if world().is_first else {}
+        for name in (name for name, digest in others.items() if self._others.get(name) != digest):
+            warn(
+                f"resume: trainer.{name} has other weights than when the checkpoint was made, which holds none of them: give the same"
+            )
 
     # ---- measuring
 

@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_map_only
 from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
 
 from shrinkpoint.group.group import world
+from shrinkpoint.state.digest import state_digest, tensor_digest
+from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.tree import refusal
 from shrinkpoint.warn import warn
 
@@ -131,6 +133,7 @@ class Progress:
 
 _COUNT = "_step"  # of passes, by which a trainer decides when to generate anew
 _BUFFERS = "_buffered"
+_END = 4096  # elements
 
 
 def reference_of(trainer: Any) -> dict[str, Any]:
@@ -144,6 +147,24 @@ def load_reference(stored: Mapping[str, Any], trainer: Any) -> None:
     """Put the reference back, where both trainings move one."""
     if "reference" in stored and reference_of(trainer):
         trainer.accelerator.unwrap_model(trainer.ref_model).load_state_dict(stored["reference"])
+
+
+def others_of(trainer: Any) -> dict[str, str]:
+    """Return digests of the models that a trainer keeps in attributes, and neither trains nor moves, by attribute."""
+    moved = trainer.ref_model if reference_of(trainer) else torch.nn.Module()
+    known = {*map(id, (*trainer.model.parameters(), *moved.parameters()))}
+    modules = ((name, part) for name, part in vars(trainer).items() if isinstance(part, torch.nn.Module))
+    others = {name: part for name, part in modules if known.isdisjoint(map(id, part.parameters()))}
+    return {name: _digest_of_ends(state_of(part)) for name, part in others.items()}
+
+
+def _digest_of_ends(state: Mapping[str, Any]) -> str:
+    """Return a digest of both ends of each tensor, in milliseconds; without tensors that are made of others, as shards are."""
+    tensors = ((name, value) for name, value in state.items() if isinstance(value, torch.Tensor))
+    own = ((name, one) for name, one in tensors if not (hasattr(one, "__tensor_flatten__") or one.is_meta))
+    flat = {name: one.detach().reshape(-1) for name, one in own}
+    ends = {name: torch.cat([one[:_END], one[-_END:]]).cpu() for name, one in flat.items()}
+    return state_digest({name: tensor_digest(one) for name, one in ends.items()})
 
 
 def generated_state(trainer: Any, warned: set[str]) -> dict[str, Any]:

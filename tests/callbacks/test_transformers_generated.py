@@ -80,6 +80,19 @@ class Objects(Generating):
     extra = object()
 
 
+class Comparing(Generating):
+    """As TRL's ``DPOTrainer``: with a reference that stays as the script has built it."""
+
+    built = 0.0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.args.sync_ref_model = False
+        self.remove_callback(Following)
+        for parameter in self.ref_model.parameters():
+            parameter.data.add_(self.built)
+
+
 def _ours(folder: Path) -> CompressedCheckpoint:
     return CompressedCheckpoint(
         str(folder), every_n_train_steps=1, scheme="lossless", advanced=Advanced(busy="wait")
@@ -105,3 +118,16 @@ def test_says_where_a_resume_is_exact_if_the_batches_cannot_be_stored(
         ShrinkpointWarning, match=f"Objects has generated.*exact at multiples of {steps} steps"
     ):
         train(Setup(arguments=arguments), str(tmp_path / "a"), _ours(tmp_path / "run"), trainer_class=Objects)
+
+
+@pytest.mark.parametrize("built", [0.0, 0.5])
+def test_a_reference_that_is_built_otherwise_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, built: float
+) -> None:
+    train(Setup(), str(tmp_path / "a"), _ours(tmp_path / "run"), crash=4, trainer_class=Comparing)
+    monkeypatch.setattr(Comparing, "built", built)
+    rest = train(Setup(), str(tmp_path / "b"), _ours(tmp_path / "run"), crash=6, trainer_class=Comparing)
+    assert rest.steps[0][0] == 5
+    told = [str(one.message) for one in recwarn if "has other weights" in str(one.message)]
+    assert len(told) == (built != 0)
+    assert all("trainer.ref_model" in one for one in told)
