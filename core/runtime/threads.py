@@ -96,6 +96,8 @@ def map_in_parts(function: Callable[[slice], Result], count: int, each: int = 1)
         each: how many elements each is.
     """
     most = max(_PART // max(each, 1), 1)
+    if 0 < count <= most:  # most tensors, of which there may be thousands
+        return [function(slice(0, count))]
     return map_in_threads(
         function, [slice(start, min(start + most, count)) for start in range(0, count, most)]
     )
