@@ -136,7 +136,7 @@ def is_torchdata(loader: Any, name: str | None = None) -> bool:
 
 
 def in_use(loader: Any) -> bool:
-    """Whether a loop is already in the batches of torchdata's loader: a position that is restored takes effect in the
+    """Return whether a loop is already in the batches of torchdata's loader: a position that is restored takes effect in the
     next one only.
 
     One whose iterator nothing but the loader itself holds is in no loop, as after ``next(iter(loader))``.

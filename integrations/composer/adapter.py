@@ -106,7 +106,7 @@ class ComposerAdapter(TrainingAdapter):
         return stored_state(self.run, [])
 
     def describe(self, state: Mapping[str, Any]) -> Describe:
-        """See the base class; Composer names moments after their parameters."""
+        """Return what describes the tensors; Composer names moments after their parameters."""
         module = self.model
         own = {name: _renamed(tag) for name, tag in model_tags(module).items()}
         averages = AverageFinder(module, own)

@@ -70,7 +70,7 @@ class TransformersAdapter(TrainingAdapter):
 
     @property
     def optimizers(self) -> Sequence[Any]:
-        """See the base class; without accelerate's wrapper."""
+        """Return the same as the base class, without accelerate's wrapper."""
         optimizer = self.trainer.optimizer
         if optimizer is None:
             return []

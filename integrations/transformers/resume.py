@@ -130,7 +130,7 @@ def _outline(run: TrainingSession, manifest: Manifest) -> dict[str, Any]:
 
 
 def is_complete(stored: Mapping[str, Any], args: Any) -> bool:
-    """Whether the training is complete: the trainer itself would make one step more where ``max_steps`` ended an epoch early."""
+    """Return whether the training is complete: the trainer itself would make one step more where ``max_steps`` ended an epoch early."""
     state, now = stored["trainer"], arguments(args)
     done = state["global_step"]
     if stored["arguments"] == now:
