@@ -1,10 +1,6 @@
-"""The bench of the bound: its trainings in their quick form, its bookkeeping and its tables."""
+"""The bench of the bound: its trainings in their quick form."""
 
-import csv
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,18 +62,3 @@ def test_lossless_restores_change_no_digit(name):
 @pytest.mark.parametrize("name", [name for name in (*NAMES, *MORE, *STATES) if name not in FEW])
 def test_lossless_restores_change_no_digit_of_any_training(name):
     lossless_is_as_undisturbed(name)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_whole_of_it_in_quick_form(tmp_path):
-    script = [sys.executable, str(BENCHMARKS / "bound.py"), "--quick", "--cache", str(tmp_path / "cells.csv")]
-    told = subprocess.run(
-        [*script, "--only", "gpt,recommender", "--seeds", "2", "--parts", "spread,nudged"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    assert "| Recommender, Adam |" in told.stdout
-    with (tmp_path / "cells.csv").open(newline="") as file:
-        parts = [cell["part"] for cell in csv.DictReader(file)]
-    assert sorted(parts) == 4 * ["nudged"] + 4 * ["plain"] + 4 * ["spread"]
