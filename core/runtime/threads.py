@@ -14,6 +14,8 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.warn import naming_this_line
 
@@ -101,6 +103,30 @@ def map_in_parts(function: Callable[[slice], Result], count: int, each: int = 1)
     return map_in_threads(
         function, [slice(start, min(start + most, count)) for start in range(0, count, most)]
     )
+
+
+FIRST: Any = object()
+"""In arguments of `in_parts`: the number of a part's first element."""
+
+
+def in_parts(kernel: Callable[..., Result], *arguments: Any) -> list[Result]:
+    """Call a kernel, which works element by element, for each of the parts of `map_in_parts`.
+
+    Args:
+        kernel: called with a part of each array, and with other arguments as they are.
+        arguments: flat arrays that are as long as the first of them are cut. A short table that is as long is no matter, since short
+            arrays are one part.
+    """
+    count = next(given.size for given in arguments if isinstance(given, np.ndarray))
+
+    def call(part: slice) -> Result:
+        cut = (
+            given[part] if isinstance(given, np.ndarray) and given.size == count else given
+            for given in arguments
+        )
+        return kernel(*(part.start if given is FIRST else given for given in cut))
+
+    return map_in_parts(call, count)
 
 
 def _help(take: "weakref.ref[Callable[[], None]]") -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.arrays import Float32s, widened
+from shrinkpoint.arrays import Float32s, UInt32s, widened
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.runtime.threads import map_in_parts
+from shrinkpoint.runtime.threads import in_parts
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
 from shrinkpoint.state.training import Role, TensorSpec
 from shrinkpoint.state.tree import JSON
@@ -54,12 +54,10 @@ def as_float32(
 def finite(values: Float32s) -> bool:
     """Return whether all values are finite, without a temporary array."""
 
-    flat = values.reshape(-1)
+    def are(some: Float32s) -> bool:
+        return math.isfinite(some.min()) and math.isfinite(some.max())
 
-    def look(part: slice) -> bool:
-        return math.isfinite(flat[part].min()) and math.isfinite(flat[part].max())
-
-    return all(map_in_parts(look, flat.size))
+    return all(in_parts(are, values.reshape(-1)))
 
 
 def emit(values: Float32s, spec: TensorSpec, *, own: bool = False) -> torch.Tensor:
@@ -112,12 +110,11 @@ def normal(values: Float32s) -> Float32s:
     """
     bits = np.ascontiguousarray(values).view(np.uint32)
     flushed = np.empty_like(bits)
-    source, target = bits.reshape(-1), flushed.reshape(-1)
 
-    def flush(part: slice) -> None:
-        target[part] = np.where(source[part] & _EXPONENT, source[part], np.uint32(0))
+    def flush(source: UInt32s, target: UInt32s) -> None:
+        target[:] = np.where(source & _EXPONENT, source, np.uint32(0))
 
-    map_in_parts(flush, bits.size)
+    in_parts(flush, bits.reshape(-1), flushed.reshape(-1))
     return flushed.view(np.float32)
 
 
@@ -131,14 +128,13 @@ def second_root(
     values = widened(second)
     root = np.empty_like(values)
 
-    def take(part: slice) -> bool:
-        some = values[part]
+    def take(some: Float32s, out: Float32s) -> bool:
         if not (some.min() >= 0 and some.max() < np.inf):  # also false for NaN
             return False
-        np.sqrt(normal(some), out=root[part])  # IEEE 754 rounds the root correctly: the same everywhere
+        np.sqrt(normal(some), out=out)  # IEEE 754 rounds the root correctly: the same everywhere
         return True
 
-    return root if all(map_in_parts(take, values.size)) else None
+    return root if all(in_parts(take, values, root)) else None
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

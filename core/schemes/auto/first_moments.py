@@ -27,7 +27,7 @@ from shrinkpoint.arrays import Float32s, Float64s, UInt8s
 from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.runtime.threads import map_in_parts
+from shrinkpoint.runtime.threads import in_parts, map_in_parts
 from shrinkpoint.schemes.auto.factors import Factors
 from shrinkpoint.schemes.base import Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.codec_io import (
@@ -195,10 +195,8 @@ class CentroidFirstMomentCodec(_CentroidCodec):
         if roots is None:
             raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
 
-        def count(part: slice) -> int:
-            return int(moment_kernels.count_beyond(values[part], roots[part], np.float32(_STRANGE)))
-
-        if sum(map_in_parts(count, values.size)) > _STRANGERS * values.size:
+        strangers = sum(in_parts(moment_kernels.count_beyond, values, roots, np.float32(_STRANGE)))
+        if strangers > _STRANGERS * values.size:
             raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
         return roots, {}
 
@@ -217,12 +215,7 @@ class CentroidFirstMomentCodec(_CentroidCodec):
         if second is None or tuple(second.shape) != spec.shape:
             return values
         wanted, true = np.empty_like(values), as_float32(second, spec, CODED_DTYPES)
-
-        def scale(part: slice) -> None:
-            given = values[part], true[part], units[part]
-            moment_kernels.in_other_units(*given, self.epsilon, _STRANGE, wanted[part])
-
-        map_in_parts(scale, values.size)
+        in_parts(moment_kernels.in_other_units, values, true, units, self.epsilon, _STRANGE, wanted)
         return wanted
 
 
@@ -268,11 +261,7 @@ class _Quantized:
 
         sizes = self.step * _sizes(self.centroids, self.radius)
         values = np.empty(self.plane.size, np.float32)
-
-        def restore(part: slice) -> None:
-            moment_kernels.unlevel(self.plane[part], self.units[part], sizes, self.radius, values[part])
-
-        map_in_parts(restore, values.size)
+        in_parts(moment_kernels.unlevel, self.plane, self.units, sizes, self.radius, values)
         return values
 
 

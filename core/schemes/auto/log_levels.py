@@ -26,7 +26,7 @@ from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import FormatError
-from shrinkpoint.runtime.threads import map_in_parts
+from shrinkpoint.runtime.threads import FIRST, in_parts
 from shrinkpoint.schemes.auto.factors import EMPTY, Factors
 from shrinkpoint.schemes.base import Context, EncodedTensor, PackedPlanes, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import (
@@ -162,12 +162,7 @@ class LogLevelsCodec:
         )
         zeros = _read_bits(encoded, spec, "zeros") if "zeros" in others else _NO_BITS
         exponents = np.empty(spec.numel, np.int16)
-
-        def reach(part: slice) -> None:
-            given = away[part], zeros[part], prediction, step, seed, part.start
-            log_kernels.reach(*given, exponents[part])
-
-        map_in_parts(reach, away.size)
+        in_parts(log_kernels.reach, away, zeros, prediction, step, seed, FIRST, exponents)
         return _Levels(exponents, step, seed).planes()
 
     def reconstruct(
@@ -230,11 +225,7 @@ def _unpacked(parts: Planes, middle: int, step: int, seed: int) -> Int16s:
 
     levels = np.asarray(parts["levels"], np.int8)
     exponents = np.empty(levels.size, np.int16)
-
-    def unpack(part: slice) -> None:
-        log_kernels.unpack(levels[part], middle, step, seed, part.start, exponents[part])
-
-    map_in_parts(unpack, levels.size)
+    in_parts(log_kernels.unpack, levels, middle, step, seed, FIRST, exponents)
     return exponents
 
 
@@ -269,11 +260,7 @@ def _nearest(values: Float32s, step: int, seed: int, larger: float) -> Int16s:
     from shrinkpoint.schemes.auto import log_kernels  # numba
 
     exponents = np.empty(values.size, np.int16)
-
-    def put(part: slice) -> None:
-        log_kernels.nearest(values[part], step, seed, larger, part.start, exponents[part])
-
-    map_in_parts(put, values.size)
+    in_parts(log_kernels.nearest, values, step, seed, larger, FIRST, exponents)
     return exponents
 
 
@@ -282,11 +269,7 @@ def _values_of(exponents: Int16s, negative: Bools | None) -> Float32s:
 
     values = np.empty(exponents.size, np.float32)
     signs = _NO_BITS if negative is None else negative
-
-    def compute(part: slice) -> None:
-        log_kernels.values(exponents[part], signs[part], _SIXTEENTHS, values[part])
-
-    map_in_parts(compute, values.size)
+    in_parts(log_kernels.values, exponents, signs, _SIXTEENTHS, values)
     return values
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8s
 from shrinkpoint.entropy.lanes.trellis import NOISE, row_width
-from shrinkpoint.runtime.threads import map_in_parts, map_in_threads
+from shrinkpoint.runtime.threads import FIRST, in_parts, map_in_parts, map_in_threads
 from shrinkpoint.schemes.auto.factors import QUARTERS
 from shrinkpoint.schemes.auto.random_walk import EXPONENTS, LAST_WALK, NO_WALK
 from shrinkpoint.schemes.auto.row_and_column_steps import join_exponents, split_exponents
@@ -45,12 +45,7 @@ class Grid:
         from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
         out = np.empty(points.size, np.float32)
-
-        def compute(part: slice) -> None:
-            given = points[part], self.exponents[part], self.quarters, self.seed, part.start
-            trellis_dither_kernels.values(*given, out[part])
-
-        map_in_parts(compute, out.size)
+        in_parts(trellis_dither_kernels.values, points, self.exponents, self.quarters, self.seed, FIRST, out)
         return out
 
     def points(self, values: Float32s) -> Int16s | None:
@@ -133,7 +128,7 @@ def zero_places(seed: int, count: int) -> Int16s:
     from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
     out = np.empty(count, np.int16)
-    map_in_parts(lambda part: trellis_dither_kernels.places(seed, part.start, out[part]), count)
+    in_parts(trellis_dither_kernels.places, seed, FIRST, out)
     return out
 
 

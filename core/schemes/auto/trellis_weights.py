@@ -22,7 +22,7 @@ from shrinkpoint.entropy.lanes.coder import decode_matrix, encode_matrix
 from shrinkpoint.entropy.lanes.trellis import row_width
 from shrinkpoint.entropy.numbers import decode_numbers, encode_numbers
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.runtime.threads import map_in_parts
+from shrinkpoint.runtime.threads import in_parts
 from shrinkpoint.schemes.auto.random_walk import LAST_WALK, NO_WALK, Expectation, measure_walk
 from shrinkpoint.schemes.auto.row_and_column_steps import (
     Steps,
@@ -236,13 +236,8 @@ class _Quantized:
         shape = matrix_shape(spec.shape)
         expected = np.empty(self.points.size, np.int8)
         exponents = rows_of(self.grid.exponents, self.rows, shape[1])
-        gains = self.expectation.gains
-
-        def remember(part: slice) -> None:
-            known = self.points[part], self.places[part], gains, exponents[part]
-            trellis_dither_kernels.remember(*known, expected[part])
-
-        map_in_parts(remember, expected.size)
+        known = self.points, self.places, self.expectation.gains, exponents
+        in_parts(trellis_dither_kernels.remember, *known, expected)
         offsets = in_rows(expected, self.rows, shape)  # a row that is kept is expected where it is
         return packed_planes(self.grid, self.reached, offsets, spec.shape, self.kept)
 
@@ -277,10 +272,7 @@ def _reached(points: Int16s, even: Int16s, rows: Indices | None, spec: TensorSpe
     """
     from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
-    def reach(part: slice) -> bool:
-        return bool(trellis_dither_kernels.reach(points[part], even[part], _FARTHEST))
-
-    if not all(map_in_parts(reach, even.size)):
+    if not all(in_parts(trellis_dither_kernels.reach, points, even, _FARTHEST)):
         raise FormatError(f"{spec.name}: a point is beyond {_FARTHEST} half steps")
     return in_rows(even, rows, matrix_shape(spec.shape))
 
