@@ -218,6 +218,19 @@ class SaveFailedError(ShrinkpointError):
     """
 
 
+class LostRankError(ShrinkpointError):
+    """Another process of the training has ended or cannot be reached, so that nothing can be agreed on any more: this one must end too.
+
+    Examples:
+        >>> from shrinkpoint.errors import LostRankError
+        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, every=50)
+        >>> try:
+        ...     saved = checkpointer.save(500)
+        ... except LostRankError as error:
+        ...     raise SystemExit(f"start all processes again: {error}")
+    """
+
+
 class ScratchError(ShrinkpointError):
     """What a save had put into `scratch_folder` cannot be read back, or is not what was written: that save fails, and training goes on.
 

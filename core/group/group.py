@@ -6,7 +6,8 @@ that two threads use at once aborts the process, so background threads have a `s
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from itertools import count
@@ -92,6 +93,8 @@ class Group(ABC):
         error, result = None, None
         try:
             result = action()
+        except errors.LostRankError:  # a further collective might wait for a rank that waits for this one
+            raise
         except Exception as caught:  # noqa: BLE001 - raised below, when the others know
             error = caught
         if self.most([error is not None])[0]:
@@ -105,6 +108,8 @@ class Group(ABC):
             Exception: `error`, where there is one; elsewhere the lowest rank's, as one of the same class where that is the
                 project's own, and as a `ShrinkpointError` where it is not.
         """
+        if isinstance(error, errors.LostRankError):
+            raise error
         failures = self.gather(_named(error))
         if error is not None:
             raise error
@@ -133,6 +138,17 @@ class Alone(Group):
         return list(numbers)
 
 
+@contextmanager
+def connected() -> Iterator[None]:
+    """Raise the failure of a collective as a `LostRankError`: that of the process group, and no rank's own."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise errors.LostRankError(
+            f"the processes of this training do not reach each other any more, as where one has ended: {str(error).splitlines()[0][:200]}"
+        ) from error
+
+
 class Distributed(Group):
     """The processes of a process group of ``torch.distributed``.
 
@@ -155,25 +171,29 @@ class Distributed(Group):
     def gather(self, value: T) -> list[T]:
         """See `Group.gather`."""
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
+        with connected():
+            dist.all_gather_object(values, value, group=self.process_group)
         return values  # type: ignore[return-value]  # all are filled
 
     def gather_first(self, value: T) -> list[T]:
         """See `Group.gather_first`."""
         values: list[T] | None = [value] * self.size if self.is_first else None
-        dist.gather_object(value, values, dst=0, group=self.process_group)
+        with connected():
+            dist.gather_object(value, values, dst=0, group=self.process_group)
         return values or []
 
     def broadcast(self, value: T) -> T:
         """See `Group.broadcast`."""
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.process_group)
+        with connected():
+            dist.broadcast_object_list(values, src=0, group=self.process_group)
         return values[0]
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """See `Group.most`."""
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.process_group)
+        with connected():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.process_group)
         return [int(number) for number in tensor.tolist()]
 
 

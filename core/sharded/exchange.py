@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shrinkpoint.arrays import Int64s
 from shrinkpoint.errors import StoreError
-from shrinkpoint.group.group import Distributed
+from shrinkpoint.group.group import Distributed, connected
 from shrinkpoint.sharded.boxes import Box, Pieces, intersection
 from shrinkpoint.state.training import TensorSpec
 
@@ -202,13 +202,14 @@ class ExchangePlan:
                     for move in bucket.out:
                         move.in_buffer(buffers.sending, at).copy_(move.out_of(given))
                         at += move.room
-                    dist.all_to_all_single(
-                        buffers.receiving[: sum(bucket.sizes_in)],
-                        buffers.sending[:at],
-                        list(bucket.sizes_in),
-                        list(bucket.sizes_out),
-                        group=group.process_group,
-                    )
+                    with connected():
+                        dist.all_to_all_single(
+                            buffers.receiving[: sum(bucket.sizes_in)],
+                            buffers.sending[:at],
+                            list(bucket.sizes_in),
+                            list(bucket.sizes_out),
+                            group=group.process_group,
+                        )
                     at = 0
                     for move in bucket.into:
                         put(move, move.in_buffer(buffers.receiving, at))

@@ -16,6 +16,7 @@ from shrinkpoint.engine.placement import Found, Placed, Placement
 from shrinkpoint.engine.ranks import Ranks
 from shrinkpoint.errors import (
     ConfigError,
+    LostRankError,
     NoCheckpointError,
     ShrinkpointError,
     StateMismatchError,
@@ -197,6 +198,8 @@ class ShardedPlacement(Placement):
             while self.group.broadcast(False):
                 try:
                     newest = self.read(None)
+                except LostRankError:
+                    raise
                 except ShrinkpointError:
                     newest = None  # damaged on one rank is damaged for all: the first one tries an older one
         self.group.raise_together(failure)

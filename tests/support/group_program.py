@@ -1,5 +1,7 @@
-"""A program for the tests: two processes that tell each other things, and that fail alone."""
+"""Programs for the tests: processes that tell each other things, that fail alone, and that lose one of them."""
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,16 @@ def told(action: Callable[[], Any]) -> Any:
         return action()
     except Exception as error:  # noqa: BLE001 - compared
         return type(error).__name__, str(error)
+
+
+def without_the_first(rank: int, size: int) -> Any:
+    """What the others get in a collective that the first process, which is killed, never comes to."""
+    group = world()
+    group.most([0])
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kind, _ = told(lambda: group.on_every(lambda: group.most([1])))
+    return kind
 
 
 def own_or_error(failing: int) -> int:

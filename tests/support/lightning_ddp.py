@@ -139,8 +139,16 @@ def train(
     )
 
 
+class FirstCrashes(Crash):
+    """The others wait in their next collective: the launcher ends all at the first error, and would cut off what the first process writes."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        if trainer.global_rank == 0:
+            super().on_train_batch_end(trainer, *arguments)
+
+
 def first(folder: str, loader: str, how: str, processes: int = 2, hook: str = "") -> None:
-    train(folder, loader, "first", saving(folder, how), Crash(8), processes=processes, hook=hook)
+    train(folder, loader, "first", saving(folder, how), FirstCrashes(8), processes=processes, hook=hook)
 
 
 def saving(folder: str, how: str, run: str = "run") -> CompressedCheckpoint:

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-from support.group_program import fails, program
+from support.group_program import fails, program, without_the_first
 from support.sharded import launch
 
-from shrinkpoint.group.group import world
+from shrinkpoint.errors import LostRankError
+from shrinkpoint.group.group import Alone, world
 
 FIRSTS = [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 3 + [[0.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], []]
 
@@ -53,3 +54,17 @@ def test_alone() -> None:
     for run in (alone.on_first, alone.on_every):
         with pytest.raises(KeyError):
             run(lambda: fails(KeyError("gone")))
+
+
+def test_ranks_whose_first_one_is_killed_end_by_an_error(tmp_path: Path) -> None:
+    assert launch(without_the_first, 3, tmp_path, killed=True) == [None, "LostRankError", "LostRankError"]
+
+
+def test_a_lost_rank_is_not_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may wait in the collective that has failed here, and would never come to another one."""
+    monkeypatch.setattr(Alone, "most", lambda *_: pytest.fail("a further collective"))
+    monkeypatch.setattr(Alone, "gather", lambda *_: pytest.fail("a further collective"))
+    error = LostRankError("closed by peer")
+    for collective in (lambda: world().on_every(lambda: fails(error)), lambda: world().raise_together(error)):
+        with pytest.raises(LostRankError, match="closed by peer"):
+            collective()
