@@ -13,11 +13,17 @@ pytest.importorskip("torchdata")
 accelerate = pytest.importorskip("accelerate")
 
 
-@pytest.fixture(autouse=True)
-def shared_state():
-    yield
+def forget() -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def shared_state():
+    """All Accelerators of a process have one state, in which a Trainer of another test may have left its loader."""
+    forget()
+    yield
+    forget()
 
 
 @pytest.mark.parametrize(("every", "told"), [(2, True), (4, False)])
