@@ -7,7 +7,8 @@ before, and goes on until its held-out loss is as low as it was at the failure. 
 seeds and failures; and the bytes of the weights of a checkpoint, as a share of theirs. SCAR saves an eighth of the rows, eight times as
 often; the others save every 16 steps. Moments are exact but with `auto` and two bits.
 transfer (Inshrinkerator, table 6): a GPT that has learnt Python is stored, restored, and fine-tuned on English.
-bins (table 7): what Inshrinkerator's search chooses with different limits on the loss. coder (ITMO): ExCP's symbols of a GPT's second
+bins (table 7): what Inshrinkerator's search chooses with different limits on the loss, without our guards, and with as much time as
+training has. coder (ITMO): ExCP's symbols of a GPT's second
 delta by LZMA, as published, by ours, and by the LSTM.
 """
 
@@ -144,7 +145,7 @@ def bins(options: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             run = Checkpointer(
                 folder, made.model, made.optimizer, scheme="inshrinkerator", every=None, evaluate=made.loss,
-                max_degradation=limit, advanced=Advanced(busy="wait"),
+                max_degradation=limit, advanced=Advanced(busy="wait", guards=False, search_overhead=1.0),
             )  # fmt: skip
             run.resume()
             for step in range(1, (9 if options.quick else 161)):
