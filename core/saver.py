@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -30,6 +30,7 @@ from shrinkpoint.engine.under_way import Deadline, SaveUnderWay
 from shrinkpoint.engine.warmup import Warmup
 from shrinkpoint.errors import ConfigError, SaveFailedError
 from shrinkpoint.group.ending import Ending
+from shrinkpoint.group.group import attempt
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
@@ -43,8 +44,6 @@ from shrinkpoint.store.urls import RunUrl, url_text
 from shrinkpoint.warn import warn
 
 __all__ = ["Restored", "Saver", "SaverConfig"]
-
-T = TypeVar("T")
 
 _FIRST_LOOK_S = 0.002
 _LONGEST_PAUSE_S = 0.5
@@ -289,7 +288,7 @@ class Saver:
     def _accept(self, request: SaveRequest) -> Accepted | None:
         started = time.perf_counter()
         self.adopted = ()
-        asked, error = _attempt(lambda: request.checked(adopts=bool(self.config.adopt)))
+        asked, error = attempt(lambda: request.checked(adopts=bool(self.config.adopt)))
         if request.wait or self.config.busy == "wait" or self.config.adopt:
             self._join("save")
         else:
@@ -302,10 +301,10 @@ class Saver:
             return None
         waited_s = time.perf_counter() - started
         self._newest = None  # a later `restore` finds this checkpoint, or a newer one
-        live, error = _attempt(lambda: self._captured(asked.state, asked.describe))
+        live, error = attempt(lambda: self._captured(asked.state, asked.describe))
         way = self._way(live, exact=asked.exact)
         weights_only = way.weights_only or self.config.weights_only
-        placed, second = _attempt(lambda: self._placed(live, weights_only=weights_only))
+        placed, second = attempt(lambda: self._placed(live, weights_only=weights_only))
         # after a restore of weights alone, a fresh optimizer makes the steps
         no_steps = asked.resumed is None or weights_only or not self._desk.takes_steps
         flags = self._group.any_of(
@@ -683,13 +682,6 @@ class Saver:
         self._background.start_over()
         if follows is not None and self._chain is not None:
             self._chain.follow(follows)
-
-
-def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return action(), None
-    except Exception as error:  # noqa: BLE001 - all ranks raise it together
-        return None, error
 
 
 _savers: "weakref.WeakSet[Saver]" = weakref.WeakSet()

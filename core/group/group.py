@@ -24,6 +24,16 @@ _AWAITS_S = 600.0
 _meetings = count()
 
 
+def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return an action's result, or its error for the caller to raise once the other ranks know."""
+    try:
+        return action(), None
+    except errors.LostRankError:  # a further collective might wait for a rank that waits for this one
+        raise
+    except Exception as error:  # noqa: BLE001 - see above
+        return None, error
+
+
 class Group(ABC):
     """Processes that train together, numbered from 0."""
 
@@ -66,12 +76,7 @@ class Group(ABC):
         Raises:
             Exception: what `action` raised; as `raise_together` on the other ranks.
         """
-        error, result = None, None
-        if self.is_first:
-            try:
-                result = action()
-            except Exception as caught:  # noqa: BLE001 - raised below, when the others know
-                error = caught
+        result, error = attempt(action) if self.is_first else (None, None)
         named, result = self.broadcast((_named(error), result))
         if error is not None:
             raise error
@@ -90,13 +95,7 @@ class Group(ABC):
         Raises:
             Exception: as `raise_together`.
         """
-        error, result = None, None
-        try:
-            result = action()
-        except errors.LostRankError:  # a further collective might wait for a rank that waits for this one
-            raise
-        except Exception as caught:  # noqa: BLE001 - raised below, when the others know
-            error = caught
+        result, error = attempt(action)
         if self.most([error is not None])[0]:
             self.raise_together(error)
         return result  # type: ignore[return-value]  # there was no error

@@ -20,17 +20,6 @@ _JOIN_S = 120.0
 _ANSWER_S = 60.0
 
 
-def sound(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without an error.
-
-    Raises:
-        StoreError: it has one.
-    """
-    if "error" in message:
-        raise StoreError(f"another rank has failed: {message['error']}")
-    return message
-
-
 class Mailbox:
     """Small JSON messages between the ranks' background threads, over a TCPStore that the first rank serves.
 
@@ -142,7 +131,11 @@ class Mailbox:
                 raise StoreError(answer["error"])
             return answer
         try:
-            result = reduce([sound(message) for message in self.collect(key, timeout_s)])
+            messages = self.collect(key, timeout_s)
+            for message in messages:
+                if "error" in message:
+                    raise StoreError(f"another rank has failed: {message['error']}")
+            result = reduce(messages)
         except (StoreError, FormatError) as error:
             self.post(key, {"error": str(error)})
             raise

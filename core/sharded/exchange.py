@@ -102,8 +102,7 @@ class ExchangePlan:
     """What one rank gives and takes to fill boxes of tensors from those that hold them.
 
     Args:
-        rank: this one.
-        world: number of ranks.
+        group: all ranks.
         specs: of the whole tensors, in the same order on every rank, like the tables.
         sources: for each box of a tensor, the ranks that hold it; different boxes do not overlap.
         targets: the boxes to be filled; tensors that are cut alike share a table, as in `sources`.
@@ -113,8 +112,7 @@ class ExchangePlan:
 
     def __init__(
         self,
-        rank: int,
-        world: int,
+        group: Distributed,
         specs: Mapping[str, TensorSpec],
         sources: Mapping[str, Holders],
         targets: Mapping[str, Holders],
@@ -122,10 +120,10 @@ class ExchangePlan:
         first_alone: Callable[[str], bool] = lambda name: False,
         bucket: int | None = None,
     ) -> None:
+        self._group, rank, world = group, group.rank, group.size
         if bucket is None:
             share = sum(specs[name].nbytes for name in targets) // (_BUCKETS * world)
             bucket = min(max(share, _BUCKET_BYTES[0]), _BUCKET_BYTES[1])
-        self._world = world
         tables: dict[int, _Boxes] = {}
 
         def table(holders: Holders) -> _Boxes:
@@ -148,15 +146,13 @@ class ExchangePlan:
         for bucket in self._buckets:
             yield from (*bucket.own, *bucket.out, *bucket.into)
 
-    def buffers(self, device: torch.device) -> Buffers:
-        """Memory for the exchange.
-
-        Args:
-            device: of the process group.
+    def buffers(self) -> Buffers:
+        """Return memory for the exchange.
 
         Raises:
             StoreError: there is too little.
         """
+        device = self._group.device
         out = max((sum(bucket.sizes_out) for bucket in self._buckets), default=0)
         into = max((sum(bucket.sizes_in) for bucket in self._buckets), default=0)
         try:
@@ -169,7 +165,6 @@ class ExchangePlan:
 
     def run(
         self,
-        group: Distributed,
         buffers: Buffers,
         given: Pieces,
         taken: Pieces,
@@ -180,7 +175,6 @@ class ExchangePlan:
         """Fill the boxes; a collective, on the training thread. Its memory is there already, so that no rank stays away from it.
 
         Args:
-            group: all ranks.
             buffers: as `buffers` gave them.
             given: what this rank holds of the sources.
             taken: memory for this rank's targets.
@@ -197,7 +191,7 @@ class ExchangePlan:
             for bucket in self._buckets:
                 for move in bucket.own:
                     put(move, move.out_of(given))
-                if self._world > 1:
+                if self._group.size > 1:
                     at = 0
                     for move in bucket.out:
                         move.in_buffer(buffers.sending, at).copy_(move.out_of(given))
@@ -208,7 +202,7 @@ class ExchangePlan:
                             buffers.sending[:at],
                             list(bucket.sizes_in),
                             list(bucket.sizes_out),
-                            group=group.process_group,
+                            group=self._group.process_group,
                         )
                     at = 0
                     for move in bucket.into:

@@ -11,7 +11,7 @@ from shrinkpoint.errors import CannotRepresentError, StateMismatchError, StoreEr
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, Pieces
 from shrinkpoint.sharded.exchange import Buffers, ExchangePlan, plain_bytes
-from shrinkpoint.sharded.layout import Layout, block_box, owned_boxes
+from shrinkpoint.sharded.layout import Layout, by_box, owned_boxes
 from shrinkpoint.sharded.trees import renamed_tensors
 from shrinkpoint.state.digest import state_digest, tensor_digest
 from shrinkpoint.state.dtypes import empty_tensor
@@ -27,33 +27,27 @@ class Gathering:
     """What one rank does at each save of a layout.
 
     Args:
-        rank: this one.
-        world: number of ranks.
+        group: all ranks.
         layout: what all ranks hold.
         owners: by the name of each stored tensor, its spec and its owner.
     """
 
-    def __init__(
-        self, rank: int, world: int, layout: Layout, owners: Mapping[str, tuple[TensorSpec, int]]
-    ) -> None:
-        self._layout = layout
-        self._blocks = {name: spec for name, (spec, owner) in owners.items() if owner == rank}
+    def __init__(self, group: Distributed, layout: Layout, owners: Owners) -> None:
+        self._group, self._layout = group, layout
+        self._blocks = {name: spec for name, (spec, owner) in owners.items() if owner == group.rank}
         self._plan = ExchangePlan(
-            rank, world, layout.specs, layout.holders, owned_boxes(owners), first_alone=layout.first_alone
+            group, layout.specs, layout.holders, owned_boxes(owners), first_alone=layout.first_alone
         )
         self._is_new = True
         self._pinned: dict[str, torch.Tensor] = {}
 
-    def gathered(
-        self, group: Distributed, tree: JSON, pieces: Pieces
-    ) -> tuple[TrainingState, DeviceCopy | None]:
+    def gathered(self, tree: JSON, pieces: Pieces) -> tuple[TrainingState, DeviceCopy | None]:
         """Whole tensors of this rank's own, in host memory; a collective, on the training thread.
 
         From a GPU they are copied into pinned memory, which is kept for the next call, while the host goes on. The training's
         stream makes the copies, so that no later step can overtake them.
 
         Args:
-            group: all ranks.
             tree: of this rank's state.
             pieces: what this rank holds of each tensor.
 
@@ -65,24 +59,21 @@ class Gathering:
         """
         # what may fail on one rank comes before the first collective that the others would wait in
         try:
-            tensors, buffers, numbers, gpu = group.on_every(lambda: self._prepared(group, pieces))
+            tensors, buffers, numbers, gpu = self._group.on_every(lambda: self._prepared(pieces))
         except StoreError as error:
             raise NoMemoryError(str(error)) from error
-        check_copies(group, self._layout.unproven, numbers)
+        check_copies(self._group, self._layout.unproven, numbers)
         self._is_new = False
-        owned: dict[str, dict[Box, torch.Tensor]] = {}
-        for name, tensor in tensors.items():
-            of, box = block_box(self._blocks[name])
-            owned.setdefault(of, {})[box] = tensor
+        owned = by_box((self._blocks[name], tensor) for name, tensor in tensors.items())
         copy = None if gpu is None else DeviceCopy(torch.cuda.current_stream(gpu))
-        self._plan.run(group, buffers, pieces, owned, pinned=gpu is not None)
+        self._plan.run(buffers, pieces, owned, pinned=gpu is not None)
         if copy is not None:
             copy.end()
         state = TrainingState(renamed_tensors(tree, self._layout.aliases), tensors, dict(self._blocks))
         return state, copy
 
     def _prepared(
-        self, group: Distributed, pieces: Pieces
+        self, pieces: Pieces
     ) -> tuple[dict[str, torch.Tensor], Buffers, list[int | None], torch.device | None]:
         """Return memory for this rank's tensors and for the exchange, `fingerprints`, and the GPU that shards are on."""
         locals_ = (local for own in pieces.values() for local in own.values())
@@ -90,7 +81,7 @@ class Gathering:
         try:
             return (
                 self._memory(pinned=gpu is not None),
-                self._plan.buffers(group.device),
+                self._plan.buffers(),
                 fingerprints(self._layout.unproven, pieces, whole=self._is_new),
                 gpu,
             )
@@ -224,25 +215,22 @@ def spread(
     wanted = {name: shards.owners[name] for name in names}
     sources, holders = owned_boxes(wanted), shards.layout.holders
     targets = {of: holders[of] for of in sources if of in holders}  # else it is tied to one that is
-    given: dict[str, dict[Box, torch.Tensor]] = {}
-    stored: dict[str, list[str]] = {}
-    for name in values.keys() & wanted.keys():
-        of, box = block_box(wanted[name][0])
-        given.setdefault(of, {})[box] = values[name]
-        stored.setdefault(of, []).append(name)
+    own = values.keys() & wanted.keys()
+    given = by_box((wanted[name][0], values[name]) for name in own)
+    stored = by_box((wanted[name][0], name) for name in own)
 
     def all_moved(of: str) -> None:
         if not proved:
             given.pop(of, None)
-        for name in stored.get(of, ()):
+        for name in stored.get(of, {}).values():
             moved(name)
 
     def planned() -> tuple[ExchangePlan, Buffers]:
-        plan = ExchangePlan(group.rank, group.size, shards.layout.specs, sources, targets)
-        return plan, plan.buffers(group.device)
+        plan = ExchangePlan(group, shards.layout.specs, sources, targets)
+        return plan, plan.buffers()
 
     plan, buffers = group.on_every(planned)
-    plan.run(group, buffers, given, shards.pieces, all_moved)
+    plan.run(buffers, given, shards.pieces, all_moved)
     if proved:
         compare_moved(shards, plan, given)
 
@@ -275,10 +263,7 @@ def moved_to(
     tensors = group.on_every(
         lambda: {name: empty_tensor(spec.shape, spec.dtype) for name, spec in specs.items()}
     )
-    pieces: dict[str, dict[Box, torch.Tensor]] = {}
-    for name, spec in specs.items():
-        of, box = block_box(spec)
-        pieces.setdefault(of, {})[box] = tensors[name]
+    pieces = by_box((spec, tensors[name]) for name, spec in specs.items())
     there = replace(layout, holders=owned_boxes(same))
     spread(Shards(group, there, pieces, before), same, values)
     return TrainingState(None, tensors, specs)

@@ -1,9 +1,10 @@
 """Which rank holds what of a state, the same table on every rank; and which stored blocks each rank owns."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +12,8 @@ from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.sharded.boxes import Box, Pieces, check_tiling, is_sharded, pieces_of, ranks_of
 from shrinkpoint.state.specs import BLOCK_ELEMENTS, blocks_of
 from shrinkpoint.state.training import Role, TensorSpec
+
+T = TypeVar("T")
 
 _IMBALANCE = 1.02
 """Times the mean that a rank may own before blocks are moved to others."""
@@ -262,11 +265,7 @@ def owned_boxes(
     Args:
         owners: as `owners_of` gives them.
     """
-    found: dict[str, dict[Box, tuple[int, ...]]] = {}
-    for spec, owner in owners.values():
-        of, box = block_box(spec)
-        found.setdefault(of, {})[box] = (owner,)
-    return found
+    return by_box((spec, (owner,)) for spec, owner in owners.values())
 
 
 def owned_gradients(
@@ -294,3 +293,12 @@ def block_box(spec: TensorSpec) -> tuple[str, Box]:
     if spec.block is None:
         return spec.name, Box((0,) * len(spec.shape), spec.shape)
     return spec.block.of, Box(spec.block.offset, spec.shape)
+
+
+def by_box(stored: Iterable[tuple[TensorSpec, T]]) -> dict[str, dict[Box, T]]:
+    """Return what belongs to stored tensors by the whole tensor, and by the box of it, that each of them is."""
+    found: dict[str, dict[Box, T]] = {}
+    for spec, value in stored:
+        of, box = block_box(spec)
+        found.setdefault(of, {})[box] = value
+    return found

@@ -23,7 +23,7 @@ from shrinkpoint.errors import (
     StoreError,
 )
 from shrinkpoint.group.ending import Ending
-from shrinkpoint.group.group import Distributed, is_first_of_node
+from shrinkpoint.group.group import Distributed, attempt, is_first_of_node
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
 from shrinkpoint.sharded.boxes import Pieces
@@ -115,10 +115,8 @@ class ShardedPlacement(Placement):
         session = group.on_first(lambda: chain.open().session if chain is not None else "")
         run = group.on_first(store.run_id)
         group.on_every(lambda: self._require_same_run(run))
-        for leads in (
-            True,
-            False,
-        ):  # a node's folder by its first process; the first rank's writer has opened its own
+        # a node's folder is opened by its first process first; the first rank's writer has opened its own
+        for leads in (True, False):
             opens = chain is None and leads == self.leads_node
             group.on_every(store.open_near if opens else lambda: None)
         if self._mailbox is None:
@@ -188,11 +186,8 @@ class ShardedPlacement(Placement):
             return self.read(lambda: manifest)
 
         if self.group.is_first:
-            try:
-                found = self.store.newest_readable(lead)
-                newest = None if found is None else found[1]
-            except Exception as error:  # noqa: BLE001 - raised below, on every rank
-                failure = error
+            found, failure = attempt(lambda: self.store.newest_readable(lead))
+            newest = None if found is None else found[1]
             self.group.broadcast(False)
         else:
             while self.group.broadcast(False):
@@ -273,7 +268,7 @@ class PlacedShards(Placed):
         if new or place.layout is None:
             layout = layout_of(group.gather(self._own))
             owners = owners_of(layout.specs, group.size, place.limit)
-            place.gathering = group.on_every(lambda: Gathering(group.rank, group.size, layout, owners))
+            place.gathering = group.on_every(lambda: Gathering(group, layout, owners))
             place.rank_tensors, place.layout, place.owners = self._own, layout, owners
             began = background.movement
             if began.owners is not None and began.step is not None:
@@ -281,7 +276,7 @@ class PlacedShards(Placed):
                 weights = moved_to(group, layout, began.owners, owners, began.noted)
                 background.note(weights, began.step, lasting=True)
         background.movement.owners = None
-        state, copy = place.gathering.gathered(group, self.state.tree, self._pieces)
+        state, copy = place.gathering.gathered(self.state.tree, self._pieces)
         self.shards = Shards(group, place.layout, self._pieces, place.owners)
         return Snapshot(state, time.perf_counter() - started, copy, lasting=copy is None)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.training import OwnState, TensorSpec, TrainingState
-from shrinkpoint.state.tree import JSON
+from shrinkpoint.state.tree import JSON, replaced
 
 _NAMES = ("name", "indices", "values", "crow", "col")
 LARGEST = 2**20
@@ -19,16 +19,12 @@ def renamed_tensors(node: JSON, names: Mapping[str, str]) -> JSON:
         node: as `TrainingState.capture` made it.
         names: the new name of each that is renamed.
     """
-    if not names:
-        return node
-    if isinstance(node, list):
-        return [renamed_tensors(item, names) for item in node]
-    if not isinstance(node, dict):
-        return node
-    renamed: dict[str, Any] = {key: renamed_tensors(item, names) for key, item in node.items()}
-    if "$" in node:
-        renamed |= {key: names.get(node[key], node[key]) for key in _NAMES if isinstance(node.get(key), str)}
-    return renamed
+
+    def renamed(node: JSON) -> JSON:
+        new = {key: names[name] for key in _NAMES if isinstance(name := node.get(key), str) and name in names}
+        return {**node, **new} if new else node
+
+    return replaced(node, renamed) if names else node
 
 
 def coded_view(state: TrainingState) -> TrainingState:

@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -175,7 +176,8 @@ def planning_s(
     """CPU seconds in which a rank plans the exchange of a save; they are needed again only when the layout changes."""
     layout = fsdp_layout(specs, world)
     started = time.process_time()
-    Gathering(rank, world, layout, owners)
+    group: Any = SimpleNamespace(rank=rank, size=world)
+    Gathering(group, layout, owners)
     return time.process_time() - started
 
 

@@ -174,9 +174,9 @@ def damage_exchange(rank: int) -> None:
     original = ExchangePlan.run
 
     def damaging(
-        self: ExchangePlan, ranks: Any, buffers: Any, given: Any, taken: Any, *more: Any, **options: Any
+        self: ExchangePlan, buffers: Any, given: Any, taken: Any, *more: Any, **options: Any
     ) -> None:
-        original(self, ranks, buffers, given, taken, *more, **options)
+        original(self, buffers, given, taken, *more, **options)
         if rank == 1 and not options:  # what owners are given at a save is as it was
             name = sorted({move.name for move in self.moves if move.receiver == rank})[1]
             with torch.no_grad():

@@ -87,9 +87,9 @@ def test_plans_of_all_ranks_carry_every_element(
 
     def work(rank: int) -> int:
         held = {box: full.cut(whole, box) for box in boxes if rank in sources[box]}
-        plan = ExchangePlan(rank, world, {"w": spec}, {"w": sources}, {"w": targets}, bucket=16)
-        memory = plan.buffers(torch.device("cpu"))
-        return plan.run(SimpleNamespace(process_group=None), memory, {"w": held}, {"w": filled[rank]})  # type: ignore[arg-type]
+        group: Any = SimpleNamespace(rank=rank, size=world, device=torch.device("cpu"), process_group=None)
+        plan = ExchangePlan(group, {"w": spec}, {"w": sources}, {"w": targets}, bucket=16)
+        return plan.run(plan.buffers(), {"w": held}, {"w": filled[rank]})
 
     with pytest.MonkeyPatch.context() as patch:
         together(world, work, patch)
@@ -128,7 +128,8 @@ def test_planning_does_not_try_all_pairs(monkeypatch: pytest.MonkeyPatch) -> Non
         len({id(table) for table in layout.holders.values()}) == 1
     )  # tensors that are cut alike share their table
     owners = owners_of(layout.specs, 64, limit=8 * 16)
-    Gathering(5, 64, layout, owners)
+    group: Any = SimpleNamespace(rank=5, size=64)
+    Gathering(group, layout, owners)
     blocks = sum(owner == 5 for _, owner in owners.values())
     assert len(owners) == 40 * 16
     # one block for each of its own shards, and four shards for each of its own blocks
@@ -175,18 +176,13 @@ def test_fingerprints_are_of_values() -> None:
 
 def test_too_little_memory_is_an_error_before_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_of(fsdp(2, 3, 8))
-    gathering = Gathering(0, 2, layout, owners_of(layout.specs, 2))
 
     def empty(*size: Any, **options: Any) -> torch.Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    class Alone:
-        device = torch.device("cpu")
-
-        def on_every(self, action: Callable[[], Any]) -> Any:
-            return action()
-
+    group: Any = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"), on_every=lambda action: action())
+    gathering = Gathering(group, layout, owners_of(layout.specs, 2))
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(dist, "all_to_all_single", lambda *a, **k: pytest.fail("it was entered"))
     with pytest.raises(StoreError, match="too little"):
-        gathering.gathered(Alone(), {}, {})  # type: ignore[arg-type]
+        gathering.gathered({}, {})
