@@ -388,12 +388,7 @@ def _stored(wanted: set[str], header: Header) -> set[str]:
     """Names as they are stored: of the blocks, in the place of the tensors that these make up."""
     if wanted <= header.tensors.keys():
         return wanted
-    blocks = {
-        name
-        for name, record in header.tensors.items()
-        if record.spec.block is not None and record.spec.block.of in wanted
-    }
-    return (wanted & header.tensors.keys()) | blocks
+    return {name for name, record in header.tensors.items() if name in wanted or record.spec.whole in wanted}
 
 
 def _plan(

@@ -20,8 +20,7 @@ from torch.futures import Future
 
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.dcp.contents import flat_nodes, tables_of, tensor_in
-from shrinkpoint.dcp.items import FlatPath
+from shrinkpoint.dcp.contents import FlatPath, flat_nodes, tables_of, tensor_in
 from shrinkpoint.dcp.writer import note_loaded, step_of
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
@@ -172,11 +171,8 @@ class StorageReader(TorchStorageReader):
         return True
 
     def _opened(self) -> _Opened:
-        if self._found is None:
-            self._found = _open(self._store, self._manifest())
-        return self._found
-
-    def _manifest(self) -> Manifest:
+        if self._found is not None:
+            return self._found
         address = self._address
         if self._step is not None:
             address = Address(url=address.url, step=self._step)
@@ -185,7 +181,8 @@ class StorageReader(TorchStorageReader):
             raise NoCheckpointError(
                 f"there is no run at {self._store.display}: {self._store.what_is_there()}"
             )
-        return address.find(found)
+        self._found = _open(self._store, address.find(found))
+        return self._found
 
     def _decoded(self, plan: ReadPlan, wanted: set[str]) -> dict[str, torch.Tensor]:
         values = {}

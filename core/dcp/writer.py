@@ -23,8 +23,7 @@ from torch.futures import Future
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.layout import PartOf
-from shrinkpoint.dcp.contents import table_to_store, whole_state
-from shrinkpoint.dcp.items import take_items
+from shrinkpoint.dcp.contents import table_to_store, take_items, whole_state
 from shrinkpoint.engine.chain import Chain, Link, StoredPart, commit_parts, store_part
 from shrinkpoint.engine.reporting import provenance, report_of
 from shrinkpoint.engine.retention import lineage_of

@@ -322,8 +322,7 @@ def _as_base(
         if cleared is None:
             return header.tensors.keys()
         wanted = tensor_names(cleared(header.tree))
-        blocks = {name: record.spec.block for name, record in header.tensors.items()}
-        return {name for name, block in blocks.items() if (name if block is None else block.of) in wanted}
+        return {name for name, record in header.tensors.items() if record.spec.whole in wanted}
 
     header, _, batches = decode_batches(sources_of_run(store, manifest), choose, threads=threads)
     kept = choose(header)
@@ -392,8 +391,8 @@ class Slimmer:
         pinned = set(self._store.pins().values())
 
         def stays(manifest: Manifest) -> bool:
-            own_one = lineage_of(manifest.meta) == lineage
-            return not own_one or manifest.position in newest or manifest.seq in pinned
+            other = lineage_of(manifest.meta) != lineage
+            return other or manifest.position in newest or manifest.seq in pinned
 
         needed = {ref.key for manifest in everything if stays(manifest) for ref in manifest.chain}
         growing = {ref.key for manifest in own if manifest.position in newest for ref in manifest.chain}

@@ -262,7 +262,7 @@ def owned_weights(state: TrainingState, model: Mapping[str, torch.Tensor]) -> Ow
 
 def _key(spec: TensorSpec) -> str:
     if spec.tag.role is Role.AVERAGE:
-        return average_key(spec.name if spec.block is None else spec.block.of)
+        return average_key(spec.whole)
     return str(spec.tag.parameter if spec.block is None else spec.block.parameter)
 
 

@@ -478,7 +478,7 @@ def export_weights(
                 for entry, planes, value in rows:
                     spec = entry.spec
                     if spec.name in wanted:
-                        name = places[spec.block.of if spec.block is not None else spec.name]
+                        name = places[spec.whole]
                         writers[name].put(name, value, spec.block.offset if spec.block is not None else None)
                     del entry, planes, value  # before the next ones are decoded
         files = tuple(target.parent / shard.name for shard in shards)

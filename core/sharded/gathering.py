@@ -11,16 +11,14 @@ from shrinkpoint.errors import CannotRepresentError, StateMismatchError, StoreEr
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.sharded.boxes import Box, Pieces
 from shrinkpoint.sharded.exchange import Buffers, ExchangePlan, plain_bytes
-from shrinkpoint.sharded.layout import Layout, by_box, owned_boxes
+from shrinkpoint.sharded.layout import Layout, Owners, by_box, owned_boxes
 from shrinkpoint.sharded.trees import renamed_tensors
 from shrinkpoint.state.digest import state_digest, tensor_digest
 from shrinkpoint.state.dtypes import empty_tensor
 from shrinkpoint.state.snapshot import DeviceCopy, empty_tensors
-from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.warn import some
-
-Owners = Mapping[str, tuple[TensorSpec, int]]
 
 
 class Gathering:
@@ -29,7 +27,7 @@ class Gathering:
     Args:
         group: all ranks.
         layout: what all ranks hold.
-        owners: by the name of each stored tensor, its spec and its owner.
+        owners: of what is stored.
     """
 
     def __init__(self, group: Distributed, layout: Layout, owners: Owners) -> None:
@@ -187,7 +185,6 @@ class Shards:
     pieces: Pieces
     """What this rank holds of each tensor: the training's own memory, or other memory of the same layout."""
     owners: Owners
-    """Of each stored tensor, its spec and its owner."""
 
 
 def spread(

@@ -192,9 +192,11 @@ def _aliases(everyone: Sequence[RankTensors], specs: Mapping[str, TensorSpec]) -
 # ---- owners
 
 
-def owners_of(
-    specs: Mapping[str, TensorSpec], world: int, limit: int = BLOCK_ELEMENTS
-) -> dict[str, tuple[TensorSpec, int]]:
+Owners = Mapping[str, tuple[TensorSpec, int]]
+"""By the name of each stored tensor, its spec and the rank that codes it."""
+
+
+def owners_of(specs: Mapping[str, TensorSpec], world: int, limit: int = BLOCK_ELEMENTS) -> Owners:
     """What is stored of whole tensors, and which rank codes each; the same on every rank and for every layout.
 
     The tensors of one parameter have one owner, since they are coded together. It is chosen by a hash of the parameter's
@@ -204,9 +206,6 @@ def owners_of(
         specs: of the whole tensors.
         world: number of ranks.
         limit: elements of a block at most.
-
-    Returns:
-        By the name of each stored tensor, its spec and its owner.
     """
     blocks = ([spec] if spec.block is not None else blocks_of(spec, limit) for spec in specs.values())
     stored = [*chain.from_iterable(blocks)]
@@ -257,24 +256,18 @@ def _balanced(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     return owner
 
 
-def owned_boxes(
-    owners: Mapping[str, tuple[TensorSpec, int]],
-) -> dict[str, dict[Box, tuple[int, ...]]]:
-    """Return the owner of each box of each whole tensor, in the form of `Layout.holders`.
-
-    Args:
-        owners: as `owners_of` gives them.
-    """
+def owned_boxes(owners: Owners) -> dict[str, dict[Box, tuple[int, ...]]]:
+    """Return the owner of each box of each whole tensor, in the form of `Layout.holders`."""
     return by_box((spec, (owner,)) for spec, owner in owners.values())
 
 
 def owned_gradients(
-    owners: Mapping[str, tuple[TensorSpec, int]], rank: int, gradients: Mapping[str, torch.Tensor]
+    owners: Owners, rank: int, gradients: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Copy the gradients of the parameters that a rank owns, or of their blocks, to the host.
 
     Args:
-        owners: as `owners_of` gives them.
+        owners: of all that is stored.
         rank: this one.
         gradients: of the whole parameters, by name.
     """

@@ -27,9 +27,10 @@ from shrinkpoint.group.group import Distributed, attempt, is_first_of_node
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
 from shrinkpoint.sharded.boxes import Pieces
-from shrinkpoint.sharded.gathering import Gathering, Owners, Shards, moved_to, spread
+from shrinkpoint.sharded.gathering import Gathering, Shards, moved_to, spread
 from shrinkpoint.sharded.layout import (
     Layout,
+    Owners,
     RankTensors,
     block_box,
     layout_of,

@@ -18,7 +18,7 @@ from shrinkpoint.group.group import Distributed
 from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.sharded.gathering import Shards, spread
-from shrinkpoint.sharded.layout import layout_of, owners_of, tensors_of_rank
+from shrinkpoint.sharded.layout import Owners, layout_of, owners_of, tensors_of_rank
 from shrinkpoint.state.specs import whole_specs
 from shrinkpoint.state.training import TensorSpec, TrainingState, merged_tree
 from shrinkpoint.state.tree import JSON, tensor_names
@@ -48,7 +48,7 @@ class Decoded(Found):
     """What one rank has decoded of a checkpoint; `own_state` has what is still in memory of it (see `fill`), and what an exact save carries."""
 
     plan: ReadPlan
-    owners: Mapping[str, tuple[TensorSpec, int]]
+    owners: Owners
     apart: Mapping[str, torch.Tensor]
     """What a rank of this number had for itself."""
 
@@ -149,7 +149,7 @@ def _own_names(plan: ReadPlan, rank: int) -> set[str]:
     return plan.specs.keys() & tensor_names(tree) if tree is not None else set()
 
 
-def _owners(specs: Mapping[str, TensorSpec], world: int, limit: int) -> dict[str, tuple[TensorSpec, int]]:
+def _owners(specs: Mapping[str, TensorSpec], world: int, limit: int) -> Owners:
     """Who decodes what is stored: the rank that will code it next."""
     coming = owners_of(whole_specs(specs.values()), world, limit)
     first = {spec.block.of: rank for spec, rank in reversed(list(coming.values())) if spec.block is not None}
@@ -159,7 +159,7 @@ def _owners(specs: Mapping[str, TensorSpec], world: int, limit: int) -> dict[str
         if known is not None:
             found[name] = (spec, known[1])
         else:  # stored in one piece by a single process, or in other blocks
-            of = spec.block.of if spec.block is not None else name
+            of = spec.whole
             found[name] = (spec, first.get(of, coming[of][1] if of in coming else 0))
     return found
 

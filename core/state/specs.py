@@ -111,17 +111,20 @@ class TensorSpec:
     """Where it is only a part of a tensor: which."""
 
     @property
+    def whole(self) -> str:
+        """The name of the tensor that it is a block of; its own where it is none."""
+        return self.name if self.block is None else self.block.of
+
+    @property
     def place(self) -> str:
         """Its place in the state: an optimizer's tensors of one parameter share it, and so do their blocks of the same
         elements."""
-        if self.block is None:
-            return self.name.rpartition("/")[0]
-        return self.block.of.rpartition("/")[0] + self.name.removeprefix(self.block.of)
+        return self.whole.rpartition("/")[0] + self.name.removeprefix(self.whole)
 
     @property
     def key(self) -> str:
         """What an optimizer calls it, or the tensor that it is a block of: the last part of its name."""
-        return (self.name if self.block is None else self.block.of).rpartition("/")[2]
+        return self.whole.rpartition("/")[2]
 
     @property
     def numel(self) -> int:

@@ -20,8 +20,7 @@ from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.coding.parts import PartsHeader
 from shrinkpoint.container.reader import ContainerReader
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.dcp.contents import flat_nodes, table_to_store, tables_of, whole_state
-from shrinkpoint.dcp.items import _tag
+from shrinkpoint.dcp.contents import _tag, flat_nodes, table_to_store, tables_of, whole_state
 from shrinkpoint.errors import CannotRepresentError, FormatError, StoreError
 from shrinkpoint.schemes.exact import Lossless
 from shrinkpoint.sharded.boxes import Box
