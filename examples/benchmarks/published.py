@@ -8,8 +8,7 @@ seeds and failures; and the bytes of the weights of a checkpoint, as a share of 
 often; the others save every 16 steps. Moments are exact but with `auto` and two bits.
 transfer (Inshrinkerator, table 6): a GPT that has learnt Python is stored, restored, and fine-tuned on English.
 bins (table 7): what Inshrinkerator's search chooses with different limits on the loss, without our guards, and with as much time as
-training has. coder (ITMO): ExCP's symbols of a GPT's second
-delta by LZMA, as published, by ours, and by the LSTM.
+training has. coder (ITMO): ExCP's symbols of a GPT's second delta by LZMA, as published, by ours, and by the LSTM.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ def coder(options: Any) -> None:
         seconds, _ = cpu(lambda chain=chain: chain.add(states[-1], 3), 1)
         first = first or len(chain.files[-1])
         size = len(chain.files[-1])
-        less, speed = f"{1 - size / first:.1%}", f"{raw / 1e6 / seconds:.1f}"
+        less, speed = f"{1 - size / first:.1%}", f"{raw / 1e6 / seconds:.2g}"
         rows.append([name, f"{size:,}", f"{raw / size:.1f}x", less, speed])
     headings = "coder | bytes of the second delta | ratio | less than LZMA | MB per CPU second"
     show(headings, rows, "Coder of ExCP's symbols")
