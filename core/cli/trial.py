@@ -10,14 +10,12 @@ import typer
 
 from shrinkpoint.cli.output import bytes_text, console, counted, print_table
 from shrinkpoint.cli.runs import Answer, answering
-from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.schemes.exactness import explained
 
 if TYPE_CHECKING:
-    from shrinkpoint.io.ordinary import Ordinary
     from shrinkpoint.io.trial import Result
-    from shrinkpoint.state.training import TrainingState
 
 
 _SAMPLE = 12_000_000
@@ -49,17 +47,19 @@ def try_schemes(
     from shrinkpoint.io.trial import ROWS, left_exact, sampled, tried
     from shrinkpoint.state.training import TrainingState
 
-    def opened(path: Path) -> "tuple[Ordinary, TrainingState]":
-        one = read_ordinary(path)
-        return one, TrainingState.capture(one.state, describe_state(one.state))
-
     with waiting_for(f"reading {checkpoint}") as waiting, warnings.catch_warnings():
         warnings.simplefilter("ignore", ShrinkpointWarning)  # of schemes that are slow, as the table shows
-        one, state = opened(checkpoint)
-        two, after = (None, None) if later is None else opened(later)
-        parts, step = sampled(state, _SAMPLE, after), one.step or 0
-        more = None if two is None or after is None else (after, max(two.step or 0, step + 1))
-        results, small = {}, sampled(state, _WARM, after)
+        read = [read_ordinary(path) for path in (checkpoint, later) if path is not None]
+        one, known = read[0], [each.step for each in read if each.step is not None]
+        if len(known) > 1 and known[1] <= known[0]:
+            raise ConfigError(
+                f"{later} is of step {known[1]}, which is not after step {known[0]} of {checkpoint}: name the earlier one first"
+            )
+        state, *after = (TrainingState.capture(each.state, describe_state(each.state)) for each in read)
+        step = one.step or 0
+        more = (after[0], read[1].step or step + 1) if after else None
+        parts, small = (sampled(state, limit, *after) for limit in (_SAMPLE, _WARM))
+        results = {}
         for row in ROWS:
             waiting.say(f"trying {row}")
             tried(row, small, state, step, more)  # compiles its coders
@@ -71,7 +71,7 @@ def try_schemes(
     ]  # fmt: skip
     whole = one.state if isinstance(one.state, Mapping) else {}
     report = {
-        "path": str(checkpoint), "kind": one.kind, "step": one.step, "bytes": one.bytes, "state_bytes": state.nbytes,
+        "path": str(checkpoint), "kind": one.kind, "steps": [each.step for each in read], "bytes": one.bytes, "state_bytes": state.nbytes,
         "tensors": len(state.specs), "all_of_it": not parts[0].points, "schemes": {row: asdict(found) for row, found in results.items()},
         "exact": exact, "no_tensors": sorted(str(key) for key in whole if not TrainingState.capture(whole[key]).specs),
     }  # fmt: skip
@@ -80,9 +80,9 @@ def try_schemes(
 
 def _print(report: Mapping[str, Any], results: "Mapping[str, Result]") -> None:
     out, size = console(), report["state_bytes"]
-    step = "of an unknown step" if report["step"] is None else f"step {report['step']}"
+    steps = " and ".join("unknown" if step is None else str(step) for step in report["steps"])
     out.print(
-        f"{report['kind']} checkpoint, {step}: {counted(report['tensors'], 'tensor')}, {bytes_text(size)}"
+        f"{report['kind']} checkpoint, step {steps}: {counted(report['tensors'], 'tensor')}, {bytes_text(size)}"
         + ("" if report["all_of_it"] else "; a sample of it was coded")
     )
     columns = ["scheme", "base", "delta", "weights", "moments", "s/GB", "kept"]

@@ -22,7 +22,8 @@ def test_it_says_how_small_every_scheme_makes_a_checkpoint_and_writes_nothing(
     assert list((tmp_path / "here").iterdir()) == []
     assert sorted((tmp_path / "old").iterdir()) == files
     assert {name.partition(",")[0] for name in both["schemes"]} == set(SCHEMES)
-    assert (alone["kind"], alone["step"], alone["no_tensors"]) == ("torch.save", 10, ["epoch"])
+    assert (alone["kind"], alone["steps"], alone["no_tensors"]) == ("torch.save", [10], ["epoch"])
+    assert both["steps"] == [10, 20]
     lossless, auto = both["schemes"]["lossless"], both["schemes"]["auto, usual"]
     assert (lossless["weights"], lossless["moments"]) == (0, 0)
     assert 0 < auto["weights"] < 0.1
@@ -77,7 +78,8 @@ def test_a_folder_with_an_adapter_and_two_trainings(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folders = transformers_folders(tmp_path / "lora", lora=True)
     found = run_json("try", *map(str, folders))
-    assert (found["kind"], found["step"]) == ("Hugging Face", 4)
+    assert (found["kind"], found["steps"]) == ("Hugging Face", [4, 8])
     assert "config.json" in " ".join(found["no_tensors"])
+    assert "name the earlier one first" in run("try", *map(str, reversed(folders)), code=2).stderr
     [other] = loop_files(tmp_path / "other", 1)
     assert "two checkpoints of one training" in run("try", str(folders[0]), str(other), code=1).stderr
