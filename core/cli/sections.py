@@ -146,6 +146,8 @@ def _resume_card(run: Run) -> str:
     step, bad = run.newest["step"], run.newest["not_finite"]
     if not bad:
         again = "Start the training's script again: with this URL it continues by itself."
+        if run.format not in _WAYS:
+            again = "Export a checkpoint, as a file OUT.pt or the folder that it was, and give it to what wrote it."
         return page.card("How to resume", f"from step {step}", again, code=_way(run))
     sound = [row["step"] for row in run.rows if not row["not_finite"] and row["damage"] is None]
     way = f"The last finite one is of step {sound[-1]}:" if sound else "The run has no finite one."
@@ -154,7 +156,9 @@ def _resume_card(run: Run) -> str:
 
 
 def _way(run: Run, step: int | None = None) -> str:
-    _, newest, other = _WAYS.get(run.format, ("", "{url}", "{at}"))
+    _, newest, other = _WAYS.get(
+        run.format, ("", "shrinkpoint export {url} OUT", "shrinkpoint export {at} OUT")
+    )
     url, at = (json.dumps(text) for text in (run.found["url"], f"{run.found['url']}#step={step}"))
     return (newest if step is None else other).format(url=url, at=at, step=step)
 

@@ -61,7 +61,7 @@ def try_schemes(
         parts, small = (sampled(state, limit, *after) for limit in (_SAMPLE, _WARM))
         results = {}
         for row in ROWS:
-            waiting.say(f"trying {row}")
+            waiting.say(f"trying {row}, whose coders are compiled once")
             tried(row, small, state, step, more)  # compiles its coders
             results[row] = tried(row, parts, state, step, more)
     exact = [

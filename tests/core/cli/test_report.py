@@ -68,6 +68,14 @@ def test_the_way_to_resume_is_the_framework_s_own(tmp_path: Path) -> None:
     assert "Every checkpoint is bit-exact." in page.words
 
 
+def test_a_checkpoint_of_an_imported_run_is_exported_first(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(4), "step": 1}, tmp_path / "one.pt")
+    run("import", str(tmp_path / "one.pt"), str(tmp_path / "run"))
+    page = page_of(tmp_path / "run", tmp_path / OUT)
+    assert f'shrinkpoint export "{tmp_path / "run"}" OUT' in page.words
+    assert "script again" not in page.words
+
+
 def test_every_figure_has_a_table_with_every_checkpoint(folder: Path, tmp_path: Path) -> None:
     listed = run_json("ls", str(folder))["checkpoints"]
     page = page_of(folder, tmp_path / OUT)
