@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -340,7 +341,7 @@ def _numbers(file: str, name: str) -> list[tuple[int, str]]:
 def _parameters(
     optimizer: Mapping[str, Any], model: Mapping[Place, torch.Tensor], outside: str
 ) -> Iterator[tuple[Any, str, Mapping[str, Any]]]:
-    """Yield each parameter of an optimizer's groups, its name, and its group: named by the optimizer, or the model's next one of its shape."""
+    """Yield each parameter of an optimizer's groups, its name, and its group: named by the optimizer, or the model's next one of its shape, else any."""
     left = {path[-1]: tensor.shape for path, tensor in model.items()}
     for group in optimizer["param_groups"]:
         own = dict(zip(group["params"], group.get("param_names", ()), strict=False))
@@ -351,7 +352,7 @@ def _parameters(
                 (v.shape for v in _entries(optimizer, key).values() if torch.is_tensor(v) and v.dim()), None
             )
             if not isinstance(name, str) and shape is not None:
-                name = next((each for each in following if left.get(each) == shape), None)
+                name = next((each for each in chain(following, left) if left.get(each) == shape), None)
             if left.pop(name, None) is None:
                 name = f"{outside}[{key}]"
             yield key, name, group

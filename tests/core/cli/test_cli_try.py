@@ -74,6 +74,12 @@ def test_what_is_not_recognised_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_weights_in_another_order_than_the_optimizers_are_known(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    found = run_json("try", str(transformers_folders(tmp_path, lora=False)[0]))
+    assert not [part for part in found["exact"] if "not trained" in part["reason"]]
+
+
 def test_a_folder_with_an_adapter_and_two_trainings(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folders = transformers_folders(tmp_path / "lora", lora=True)
