@@ -4,8 +4,8 @@ The trainers' own loops cannot be used: they count, log, call all hooks and read
 framework's own loss is computed on them, and the rest of a step is implemented here, for trainings where that is simple enough.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -61,6 +61,7 @@ class LossProbe:
             named = dict(named) if self.shards else named  # shards do not exchange their memory
             with (
                 nullcontext() if self.together() else _alone(),
+                _synchronized_as_before(self.adapter.wrapped),
                 self.adapter.measuring(averages_in(weights)),
                 swapped(self.adapter.model, named, *self.adapter.around()),
             ):
@@ -179,6 +180,20 @@ def reporting(evaluate: Evaluate, say: Callable[[str], None]) -> Evaluate:
 def _alone() -> AbstractContextManager[Any]:
     """Refuse collective communication inside the block: the other processes take no part, so that it would block forever."""
     return nullcontext() if world().size == 1 else Refusing(_refuse_communication)
+
+
+@contextmanager
+def _synchronized_as_before(wrapped: Any) -> Iterator[None]:
+    """Let DDP's next forward pass give the first rank's buffers to all, as it would have: after one without gradients it does not."""
+    parts = wrapped.modules() if isinstance(wrapped, nn.Module) else ()
+    noted = [
+        (part, part.require_forward_param_sync) for part in parts if isinstance(part, DistributedDataParallel)
+    ]
+    try:
+        yield
+    finally:
+        for part, synchronizes in noted:
+            part.require_forward_param_sync = synchronizes
 
 
 def _wrapper_obstacle(wrapped: nn.Module | None) -> str | None:
