@@ -140,7 +140,7 @@ def train(
 
 
 class FirstCrashes(Crash):
-    """The others wait in their next collective: the launcher ends all at the first error, and would cut off what the first process writes."""
+    """The others wait in their next collective: the launcher ends all at the first error, and would cut off the log that the first one writes."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
         if trainer.global_rank == 0:
@@ -148,7 +148,8 @@ class FirstCrashes(Crash):
 
 
 def first(folder: str, loader: str, how: str, processes: int = 2, hook: str = "") -> None:
-    train(folder, loader, "first", saving(folder, how), FirstCrashes(8), processes=processes, hook=hook)
+    crash = FirstCrashes(8) if how == "log" else Crash(8)  # a save that is measured needs all
+    train(folder, loader, "first", saving(folder, how), crash, processes=processes, hook=hook)
 
 
 def saving(folder: str, how: str, run: str = "run") -> CompressedCheckpoint:
