@@ -198,9 +198,12 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     losses = {name: METRIC + name for name in losses_of(dict.fromkeys(names))[:_CURVES]}
     others = [METRIC + name for name in names if name not in losses][:_METRICS]
-    note = "A gap is a loss that was not noted, or is NaN or infinite."
+    is_noted = losses or any(row["baseline"] is not None for row in rows)
+    note = "A gap is a loss that was not noted, or is NaN or infinite." if is_noted else ""
     yield drawn("Loss", _short, {**losses, "measured at the save": "baseline"}, *others, note=note, log=True)
-    rises = {"measured, with its interval": "degradation", "allowed": "allowed"}
+    rises = {"measured, with its interval": "degradation"}
+    if any(row["degradation"] for row in rows):  # else all are exact, or none is measured
+        rises["allowed"] = "allowed"
     note = "Relative to the loss. In all: with lost progress, or the run's reserve."
     ends = ("degradation_low", "degradation_high", "in_all", "measured")
     yield drawn("What a restore raises the loss by", _percent, rises, *ends, note=note)
