@@ -8,6 +8,7 @@ import errno
 import json
 import pickle
 import re
+import warnings
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,9 +84,9 @@ def read_ordinary(path: Path) -> Ordinary:
         FormatError: it is damaged, or a pickle of more than plain values.
         StoreError: it cannot be read.
     """
-    if not path.exists():
-        raise NoCheckpointError(f"there is no file and no folder {path}")
     try:
+        if not path.exists():
+            raise NoCheckpointError(f"there is no file and no folder {path}")
         if path.is_dir():
             kind, state, step = _folder(path)
         else:
@@ -116,13 +117,17 @@ def _unpickled(file: Any, shown: str) -> Any:
         FormatError: it refuses.
     """
     try:
-        with torch.serialization.safe_globals(_SAFE):
+        with torch.serialization.safe_globals(_SAFE), warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
             mapped = isinstance(file, Path) and zipfile.is_zipfile(file)
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a cut or foreign file makes torch raise anything
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         refused = re.search(r"(?:GLOBAL|class) ([\w.]*\w)", str(error))
+        if any("pickle protocol" in str(each.message) for each in noted):
+            text = f"{shown} is a pickle that torch.save has not written, and may execute code: not read. If you trust it, save it by torch.save"
+            raise FormatError(text) from error
         if refused is None or not isinstance(error, pickle.UnpicklingError):
             text = f"{shown} is damaged, cut short, or not a file of torch.save: {_first_line(error)}"
             raise FormatError(text) from error

@@ -252,6 +252,16 @@ def test_pickles_that_execute_code_are_refused_unread(tmp_path: Path, where: str
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("command", ["import", "try"])
+def test_a_pickle_of_a_newer_protocol_is_refused_unread(tmp_path: Path, command: str) -> None:
+    (tmp_path / "old-5.pt").write_bytes(pickle.dumps({"more": Executes(tmp_path / "executed")}, protocol=4))
+    target = [str(tmp_path / "run")] if command == "import" else []
+    said = run(command, str(tmp_path / "old-5.pt"), *target, code=1).stderr
+    assert "a pickle that torch.save has not written" in said
+    assert "weights_only" not in said
+    assert not (tmp_path / "executed").exists()
+
+
 def test_cut_and_strange_files_are_named(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     [whole] = loop_files(tmp_path / "old", 1)
