@@ -24,7 +24,7 @@ from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON, decode_tree, encode_tree, join_path
 
 FlatPath = tuple[str | int, ...]
-"""Where a value stands in the nested state: keys of dicts and indices of lists."""
+"""The place of a value in the nested state: keys of dicts and indices of lists."""
 
 _MODELS = ("model", "state_dict")
 """Keys of a state under which the model's own is."""

@@ -81,7 +81,7 @@ class Objects(Generating):
 
 
 class Comparing(Generating):
-    """As TRL's ``DPOTrainer``: with a reference that stays as the script has built it."""
+    """Train as TRL's ``DPOTrainer`` does: with a reference that stays as the script has built it."""
 
     built = 0.0
 

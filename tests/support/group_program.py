@@ -29,7 +29,7 @@ def told(action: Callable[[], Any]) -> Any:
 
 
 def without_the_first(rank: int, size: int) -> Any:
-    """What the others get in a collective that the first process, which is killed, never comes to."""
+    """Return what the others get in a collective to which the first process, which is killed, never comes."""
     group = world()
     group.most([0])
     if rank == 0:
