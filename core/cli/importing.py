@@ -76,7 +76,7 @@ def _print(done: "Imported", url: str, scheme: str) -> None:
     for note in done.notes:
         console(stderr=True).print(f"note: {note}")
     out, ratio = console(), done.original_bytes / max(done.bytes, 1)
-    there = f"; {len(done.present)} were there already" if done.present else ""
+    there = f"; {counted(len(done.present), 'checkpoint')} already stored" if done.present else ""
     out.print(f"imported {counted(len(done.imported), 'checkpoint')} into {url}{there}")
     out.print(f"{bytes_text(done.bytes)} instead of {bytes_text(done.original_bytes)}, {ratio:.1f}x")
     if scheme == "lossless":

@@ -172,9 +172,10 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "checkpoints", f"{steps}, scheme {schemes}" if schemes else steps
     sessions = len({row["session"] for row in run.rows})
     turns = f", by {sessions} processes in turn" if sessions > 1 else ""
-    yield "last saved", when(max(row["wall_time"] for row in run.rows)) + turns
+    yield "last written", when(max(row["wall_time"] for row in run.rows)) + turns
     spent = [f"{_seconds(last[key])} for {what}" for key, what in _WAITS.items() if last[key]]
-    yield "training waited", " and ".join(spent) or "not at all, as far as is noted"
+    waited = "training waited" if run.format in _WAYS else "waited"
+    yield waited, " and ".join(spent) or "not at all, as far as is noted"
     if run.newest is not None:
         files = counted(run.newest["chain_length"], "file")
         yield "a resume reads", f"{bytes_text(run.newest['chain_bytes'])} in {files}"
@@ -210,7 +211,7 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     waits = {f"for {what}": key for key, what in _WAITS.items()}
     note = "For the checkpoints that are kept."
     each = ("blocked_s", "search_s", "encode_s")
-    yield drawn("Seconds that training waited, up to each step", _seconds, waits, *each, note=note)
+    yield drawn("Seconds waited, up to each step", _seconds, waits, *each, note=note)
 
 
 def _settings(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -266,11 +267,12 @@ def _health(run: Run) -> str:
 
 def _uses(run: Run, step: int) -> Mapping[str, str]:
     url, at = run.found["url"], f"{run.found['url']}#step={step}"
+    file = f"shrinkpoint export {shlex.quote(at)} model.ckpt"
     return {
         "Continue from the newest checkpoint": _way(run),
         "Go back to one": _way(run, step),
         "Its weights alone": f"model.load_state_dict(shrinkpoint.load_weights({json.dumps(at)}))",
-        "An ordinary file": f"shrinkpoint export {shlex.quote(at)} model.ckpt",
+        **({"An ordinary file": file} if run.format in _WAYS else {}),  # else the first two write one
         "Read and check every byte": f"shrinkpoint verify {shlex.quote(url)} --all",
     }
 
@@ -374,7 +376,7 @@ _TITLES = {
 }  # fmt: skip
 _OVERVIEW = {
     "run": "run", "newest step": "step", "checkpoints": "checkpoints", "on disk": "bytes", "ratio": "ratio_sum", "loss": "loss",
-    "a restore costs": "in_all", "state": "state", "last saved": "wall_time",
+    "a restore costs": "in_all", "state": "state", "last written": "wall_time",
 }  # fmt: skip
 _DASHED = ("raw_bytes", "raw_sum", "baseline", "allowed")
 _ENDS = {"degradation": ("degradation_low", "degradation_high")}

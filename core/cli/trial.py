@@ -82,7 +82,7 @@ def _print(report: Mapping[str, Any], results: "Mapping[str, Result]") -> None:
     out, size = console(), report["state_bytes"]
     steps = " and ".join("unknown" if step is None else str(step) for step in report["steps"])
     out.print(
-        f"{report['kind']} checkpoint, step {steps}: {counted(report['tensors'], 'tensor')}, {bytes_text(size)}"
+        f"{report['kind']} checkpoint, {'steps' if len(report['steps']) > 1 else 'step'} {steps}: {counted(report['tensors'], 'tensor')}, {bytes_text(size)}"
         + ("" if report["all_of_it"] else "; a sample of it was coded")
     )
     columns = ["scheme", "base", "delta", "weights", "moments", "s/GB", "kept"]
@@ -118,4 +118,4 @@ def _ratio(found: tuple[float, float, float] | None) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}" if value >= 1 else f"{value:.2%}" if value else "0"
+    return "-" if value is None else f"{100 * value:.3g}%"

@@ -161,7 +161,7 @@ def test_lossy_imports_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert newest["measured"] == "measured"
     assert newest["ratio"] > 3
     assert shrinkpoint.load("run")["epoch"] == 1
-    assert "4 were there already" in run(*words).stdout
+    assert "4 checkpoints already stored" in run(*words).stdout
     assert "no module:function" in run(*words[:-1], "held_out:los", code=2).stderr
 
 

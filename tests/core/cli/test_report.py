@@ -90,7 +90,7 @@ def test_every_figure_has_a_table_with_every_checkpoint(folder: Path, tmp_path: 
         "Bytes of the run, up to each step",
         "How many times smaller than torch.save",
         "What a restore raises the loss by",
-        "Seconds that training waited, up to each step",
+        "Seconds waited, up to each step",
         "Settings over time",
         "What is exact, and why",
     }
