@@ -134,6 +134,7 @@ class Progress:
 _COUNT = "_step"  # of passes, by which a trainer decides when to generate anew
 _BUFFERS = "_buffered"
 _END = 4096  # elements
+_MODELS = 100  # of a list, which may be the data
 
 
 def reference_of(trainer: Any) -> dict[str, Any]:
@@ -150,11 +151,19 @@ def load_reference(stored: Mapping[str, Any], trainer: Any) -> None:
 
 
 def others_of(trainer: Any) -> dict[str, str]:
-    """Return digests of the models that a trainer keeps in attributes, and neither trains nor moves, by attribute."""
+    """Return digests of the models that a trainer keeps in attributes or lists, and neither trains nor moves, by attribute."""
     moved = trainer.ref_model if reference_of(trainer) else torch.nn.Module()
     known = {*map(id, (*trainer.model.parameters(), *moved.parameters()))}
-    modules = ((name, part) for name, part in vars(trainer).items() if isinstance(part, torch.nn.Module))
-    others = {name: part for name, part in modules if known.isdisjoint(map(id, part.parameters()))}
+    parts = {
+        name: value if isinstance(value, list | tuple) else [value] for name, value in vars(trainer).items()
+    }
+    modules = {
+        name: torch.nn.ModuleList(one for one in part[:_MODELS] if isinstance(one, torch.nn.Module))
+        for name, part in parts.items()
+    }
+    others = {
+        name: part for name, part in modules.items() if part and known.isdisjoint(map(id, part.parameters()))
+    }
     return {name: _digest_of_ends(state_of(part)) for name, part in others.items()}
 
 

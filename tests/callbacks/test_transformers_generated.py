@@ -89,8 +89,10 @@ class Comparing(Generating):
         super().__init__(**options)
         self.args.sync_ref_model = False
         self.remove_callback(Following)
-        for parameter in self.ref_model.parameters():
-            parameter.data.add_(self.built)
+        self.reward_funcs = [len, copy.deepcopy(self.ref_model)]  # a list, as GRPOTrainer has
+        for other in (self.ref_model, self.reward_funcs[1]):
+            for parameter in other.parameters():
+                parameter.data.add_(self.built)
 
 
 def _ours(folder: Path) -> CompressedCheckpoint:
@@ -129,5 +131,5 @@ def test_a_reference_that_is_built_otherwise_is_told(
     rest = train(Setup(), str(tmp_path / "b"), _ours(tmp_path / "run"), crash=6, trainer_class=Comparing)
     assert rest.steps[0][0] == 5
     told = [str(one.message) for one in recwarn if "has other weights" in str(one.message)]
-    assert len(told) == (built != 0)
-    assert all("trainer.ref_model" in one for one in told)
+    named = [name for name in ("ref_model", "reward_funcs") if any(f"trainer.{name} " in one for one in told)]
+    assert len(told) == len(named) == (2 if built else 0)
