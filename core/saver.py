@@ -2,7 +2,7 @@
 
 One save is a snapshot on the training thread, then a job in the background: choose a configuration, encode, commit,
 collect. The job asks the training thread for evaluations and trial steps alone, which `Saver.poll` makes. With ``adopt``
-training also waits for the restored values. Several processes make the same calls, and each saves a part: its `Placement`.
+training also waits for the restored values. Several processes make the same calls; a `Placement` gives each its part.
 """
 
 import time

@@ -87,17 +87,18 @@ class Ranks:
 
     def plan(self, planner: Planner, context: SaveContext, job: Job, guard: Guard | None) -> Plan:
         """Choose the plan of a save on every rank; see `Ranks.plan_together`."""
-        if not job.way.exact:
-            context = self._with_sums(context)
-        measure, state = job.measure, context.state
-        if measure is None:
-            return planner.plan(context, None, job.resume, exact=job.way.exact, guard=guard)
+        if job.way.exact or self._config.scheme == "lossless":
+            return planner.plan(context, None, exact=job.way.exact)
+        context, measure = self._with_sums(context), job.measure
 
         def measured(weights: Mapping[str, torch.Tensor]) -> Losses:
-            return measure(owned_weights(state, weights))  # type: ignore[return-value]  # a tuple, of all ranks
+            assert measure is not None
+            return measure(owned_weights(context.state, weights))  # type: ignore[return-value]  # a tuple, of all ranks
 
         try:
-            return self.plan_together(planner, context, measured, job.resume, guard=guard)
+            return self.plan_together(
+                planner, context, None if measure is None else measured, job.resume, guard=guard
+            )
         finally:
             self.leave()
 
@@ -105,7 +106,7 @@ class Ranks:
         self,
         planner: Planner,
         save_context: SaveContext,
-        measure: Evaluate,
+        measure: Evaluate | None,
         resume: ResumedSteps | None = None,
         *,
         guard: Guard | None = None,
@@ -115,7 +116,7 @@ class Ranks:
         Args:
             planner: its state is made the first rank's where it is another one, as after a failed save.
             save_context: with this rank's tensors, and the sums of all ranks.
-            measure: the losses of all ranks, for this rank's part of a candidate.
+            measure: the losses of all ranks, for this rank's part of a candidate; None on all where nothing is measured.
             resume: the losses of all ranks after some steps, from this rank's part of a state; None where some rank takes none.
             guard: of this rank's tensors; None accepts all.
 

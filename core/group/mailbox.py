@@ -101,7 +101,7 @@ class Mailbox:
             try:
                 found.append(self.wait(f"{prefix}/{rank}", deadline - time.monotonic()))
             except StoreError:
-                found.append({"error": f"it has not stored its part within {timeout_s:.0f} s", "late": True})
+                found.append({"error": f"it has sent nothing within {timeout_s:.0f} s", "late": True})
         return found
 
     def combine(

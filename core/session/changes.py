@@ -161,8 +161,8 @@ class StepCount:
 
 
 def _by_scaler() -> bool:
-    """Return whether one of the present calls is a gradient scaler's."""
+    """Return whether one of the present calls is an enabled gradient scaler's."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), GradScaler):
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and bool(frame.f_locals["self"].is_enabled())

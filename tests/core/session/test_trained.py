@@ -470,18 +470,19 @@ def test_optimizers_that_step_in_the_backward_pass_and_were_not_given_are_told(t
             checkpointer.save(1, wait=True)
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_gradient_scaler_that_was_not_given_is_told(tmp_path, given, recwarn):
+@pytest.mark.parametrize(("given", "enabled"), [(True, True), (False, True), (False, False)])
+def test_a_gradient_scaler_that_scales_and_was_not_given_is_told(tmp_path, given, enabled, recwarn):
     model = nn.Linear(5, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
     objects = {"scaler": scaler} if given else {}
     with Checkpointer(str(tmp_path), model, optimizer, scheme="lossless", **objects) as checkpointer:
         scaler.scale(model(torch.ones(2, 5)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
         checkpointer.save(1, wait=True)
-    assert any("GradScaler that was not given" in str(one.message) for one in recwarn) != given
+    told = any("GradScaler that was not given" in str(one.message) for one in recwarn)
+    assert told == (enabled and not given)
 
 
 def test_a_scheduler_that_was_not_given_is_told(tmp_path):

@@ -52,7 +52,7 @@ def test_a_rank_that_fails_or_is_late_costs_one_save(tmp_path: Path) -> None:
     shown = "\n".join(told[0][1])
     assert "saving step 2 to" in shown
     assert "rank 2: StoreError: disk full" in shown
-    assert "rank 1: it has not stored its part within 1 s" in shown
+    assert "rank 1: it has sent nothing within 1 s" in shown
     assert shrinkpoint.load(tmp_path / "run")["step"] == 7
 
 

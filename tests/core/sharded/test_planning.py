@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,7 @@ def planned(
     broken: int | None = None,
     config: SaverConfig = CONFIG,
     prepare: Callable[[int, Planner], None] = lambda rank, planner: None,
+    measures: bool = True,
 ) -> list[Any]:
     """What each rank has planned, or its error; and the losses that were measured.
 
@@ -111,6 +113,7 @@ def planned(
         broken: a rank with a weight that is no number.
         config: of all ranks.
         prepare: gets a rank's planner before it plans.
+        measures: whether there is a loss.
     """
     world, kept = 2, {}
     contexts = [context(rank, broken=rank == broken) for rank in range(world)]
@@ -135,7 +138,9 @@ def planned(
             return losses.measure(rank, weights)
 
         try:
-            found[rank] = ranks.plan_together(planner, contexts[rank], measure, guard=guard)
+            way, given = SimpleNamespace(exact=False), measure if measures else None
+            job: Any = SimpleNamespace(way=way, measure=given, resume=None)
+            found[rank] = ranks.plan(planner, contexts[rank], job, guard)
         except Exception as error:  # noqa: BLE001 - compared
             ranks.fail(error)
             found[rank] = error
@@ -212,9 +217,10 @@ def test_what_breaks_the_bound_is_exact_on_all() -> None:
     assert "stored exactly" in second.reason
 
 
+@pytest.mark.parametrize("measures", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_guard_that_refuses_does_so_for_all(rank: int) -> None:
-    first, second, _ = planned(1e-9, refuses=rank)
+def test_a_guard_that_refuses_does_so_for_all(rank: int, measures: bool) -> None:
+    first, second, _ = planned(1e-9, refuses=rank, measures=measures)
     assert first.is_exact
     assert second.is_exact
     assert second.reason == f"rank {rank} refuses: stored exactly"
