@@ -10,16 +10,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shrinkpoint.cli.diff import diff
-from shrinkpoint.cli.export import export
-from shrinkpoint.cli.importing import import_run
-from shrinkpoint.cli.ls import ls
+from shrinkpoint.cli.files import export, import_run, try_schemes
+from shrinkpoint.cli.look import diff, ls, show
 from shrinkpoint.cli.output import console
 from shrinkpoint.cli.prune import compact, prune, undelete
 from shrinkpoint.cli.report import report
-from shrinkpoint.cli.show import show
+from shrinkpoint.cli.runs import answering
 from shrinkpoint.cli.stores import stores
-from shrinkpoint.cli.trial import try_schemes
 from shrinkpoint.cli.verify import verify
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import quieted, waiting_for
@@ -84,9 +81,9 @@ def _globals(
 
 
 for _command in (ls, show, report, diff, verify, export, compact, prune, undelete, stores):
-    app.command()(_command)
-app.command("import")(import_run)
-app.command("try")(try_schemes)
+    app.command()(answering(_command))
+app.command("import")(answering(import_run))
+app.command("try")(answering(try_schemes, of_stores=False))
 
 
 @app.command("compile")

@@ -1,6 +1,5 @@
-"""Prints results: rich tables for people, JSON for scripts."""
+"""Prints results for people: tables, and numbers in short."""
 
-import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,33 +28,26 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
-def print_json(value: Any) -> None:
-    """Print one JSON document on stdout."""
-    print(json.dumps(value, indent=2, allow_nan=False))
-
-
 def print_table(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    rows: Sequence[Mapping[str, object]],
     *,
     left: Sequence[str] = (),
     optional: Sequence[str] = (),
     crop: str | None = None,
 ) -> None:
-    """Print a table; where `optional` or `crop` is given, each row is one line.
+    """Print a table, if there are rows; where `optional` or `crop` is given, each row is one line.
 
     Args:
-        columns: their titles.
-        rows: a text for each column.
+        rows: texts and numbers by the titles of their columns, which are the same in all rows.
         left: columns that are left-aligned; the others contain numbers.
         optional: columns that are left out, the first of them first, where the terminal is too narrow.
         crop: the column whose texts lose their middle where that is not enough.
     """
-    out, shown = console(), list(columns)
-    widths = {
-        column: max(map(cell_len, (column, *(row[index] for row in rows))))
-        for index, column in enumerate(columns)
-    }
+    if not rows:
+        return
+    out, shown = console(), list(rows[0])
+    texts = [{column: number(value) for column, value in row.items()} for row in rows]
+    widths = {column: max(map(cell_len, (column, *(row[column] for row in texts)))) for column in shown}
 
     def excess() -> int:
         return sum(widths[column] + 2 for column in shown) - 2 - out.width
@@ -70,17 +62,15 @@ def print_table(
         table.add_column(
             column, justify="left" if column in left else "right", no_wrap=fixed, overflow="fold"
         )
-    for row in rows:
-        texts = dict(zip(columns, row, strict=True))
-        table.add_row(*(_cropped(texts[name], room) if name == crop else texts[name] for name in shown))
+    for row in texts:
+        table.add_row(*(_cropped(row[name], room) if name == crop else row[name] for name in shown))
     out.print(table)
 
 
 def _cropped(text: str, room: int) -> str:
-    if len(text) <= max(room, _LEAST):
-        return text
-    begins = (max(room, _LEAST) - 1) // 2
-    return f"{text[:begins]}…{text[len(text) - max(room, _LEAST) + begins + 1 :]}"
+    room = max(room, _LEAST)
+    begins = (room - 1) // 2
+    return text if len(text) <= room else f"{text[:begins]}…{text[len(text) - room + begins + 1 :]}"
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
@@ -177,8 +167,10 @@ def number(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def age(wall_time: float) -> str:
-    """Return the time since then; the writer's clock may be ahead of this one."""
+def age(wall_time: float | None) -> str:
+    """Return the time since then, or a dash; the writer's clock may be ahead of this one."""
+    if wall_time is None:
+        return "-"
     seconds = max(0.0, time.time() - wall_time)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:

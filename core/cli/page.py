@@ -3,14 +3,16 @@
 import base64
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
+from types import MappingProxyType
 from typing import Any
 
-from shrinkpoint.cli.output import number
+from shrinkpoint.cli.output import bytes_text, number, ratio_text
 
 GENERATOR = '<meta name="generator" content="shrinkpoint report">'
 """By which a page of ours is recognised."""
@@ -25,21 +27,8 @@ _DRAWN = 1e100
 _UNITS = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
 
 Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Column:
-    """Describe one column of a table, and whether a figure draws it."""
-
-    title: str
-    key: str
-    text: Callable[[Any], str] = number
-    """Of a number; anything else is shown as it is."""
-    drawn: bool = False
-    dashed: bool = False
-    ends: tuple[str, str] | None = None
-    """The keys of its interval."""
-    words: bool = False
+Columns = Mapping[str, str]
+"""The titles of columns, by their keys in a row."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +47,38 @@ def finite(value: object) -> float | None:
     return float(value) if known else None  # type: ignore[arg-type]
 
 
+def _percent(rise: float) -> str:
+    return f"{100 * rise:.3g}%"
+
+
+def seconds_text(spent: float) -> str:
+    """Return a time spent."""
+    return f"{spent:.2g} s" if spent < 99.5 else f"{spent:.0f} s"
+
+
+def when(seconds: float) -> str:
+    """Return a time of day."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "at an unknown time"
+
+
+_SECONDS = ("blocked_s", "search_s", "encode_s", "copies_sum", "evaluations_sum", "adoptions_sum")
+_TEXTS: Mapping[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("bytes", "raw_bytes", "chain_bytes", "raw_sum", "disk_sum"), bytes_text),
+    **dict.fromkeys(("ratio", "ratio_sum"), ratio_text),
+    **dict.fromkeys(("degradation", "degradation_low", "degradation_high", "allowed", "cost_high"), _percent),
+    **dict.fromkeys(_SECONDS, seconds_text),
+    "share": "{:.1%}".format,
+    "bits_per_element": "{:.2f}".format,
+    "wall_time": when,
+}
+"""How the numbers under a key are written; others as `number` does."""
+_DASHED = ("raw_bytes", "raw_sum", "baseline", "allowed")
+"""Keys whose curves are dashed."""
+
+
 # ---- axes
 
 
@@ -69,14 +90,14 @@ class _Axis:
     log: bool = False
 
     @classmethod
-    def over(cls, numbers: Sequence[float], *, log: bool, floor: float | None) -> "_Axis":
+    def over(cls, numbers: Sequence[float], *, log: bool) -> "_Axis":
         low, high = min(numbers), max(numbers)
         if log and low > 1 / _DRAWN and high / low >= _FAR:
             first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
             powers = range(first, last + 1, math.ceil((last - first) / _TICKS))
             return cls(10.0**first, 10.0**last, tuple(10.0**power for power in powers), log=True)
-        if floor is not None:
-            low, high = min(low, floor), max(high, floor)
+        if not log:
+            low, high = min(low, 0.0), max(high, 0.0)
         if high - low <= 1e-12 * max(abs(low), abs(high)):
             low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
         size = _nice((high - low) / _TICKS)
@@ -120,41 +141,34 @@ def _step_text(step: float) -> str:
 
 
 def figure(
-    title: str, rows: Sequence[Row], columns: Sequence[Column], *, axis: Callable[[float], str], **how: Any
-) -> str:
-    """Return the drawn columns as curves over ``step``, with the table of all; `how` is for `curves`."""
-    lines = []
-    for column in columns:
-        low, high = column.ends or ("", "")
-        ends = ((row["step"], finite(row.get(low)), finite(row.get(high))) for row in rows if column.ends)
-        intervals = [(step, a, b) for step, a, b in ends if a is not None and b is not None]
-        points = [(row["step"], finite(row.get(column.key))) for row in rows]
-        if column.drawn:
-            lines.append(Line(column.title, points, intervals, column.dashed))
-    steps = _Axis.of_steps(row["step"] for row in rows)
-    shown = table(rows, [Column("step", "step"), *columns], steps=steps)
-    return curves(title, lines, shown, axis=axis, **how)
-
-
-def curves(
     title: str,
-    lines: Sequence[Line],
-    shown: str,
-    *,
-    axis: Callable[[float], str],
+    rows: Sequence[Row],
+    drawn: Columns,
+    more: Columns = MappingProxyType({}),
     log: bool = False,
-    floor: float | None = None,
     note: str = "",
 ) -> str:
+    """Return numbers as curves over ``step``, with the intervals that there are, and a table of these and more; see `curves`."""
+    lines = []
+    for key, name in drawn.items():
+        points = [(row["step"], finite(row.get(key))) for row in rows]
+        ends = ((row["step"], finite(row.get(f"{key}_low")), finite(row.get(f"{key}_high"))) for row in rows)
+        intervals = [(step, low, high) for step, low, high in ends if low is not None and high is not None]
+        lines.append(Line(name, points, intervals, key in _DASHED))
+    steps = _Axis.of_steps(row["step"] for row in rows)
+    shown = table(rows, {"step": "step", **drawn, **more}, steps=steps)
+    return curves(title, lines, shown, next(iter(drawn)), log=log, note=note)
+
+
+def curves(title: str, lines: Sequence[Line], shown: str, key: str, *, log: bool, note: str) -> str:
     """Return a figure of up to eight lines.
 
     Args:
         title: with the unit.
         lines: those without a number are left out.
         shown: the figure's table.
-        axis: the text of a number at the axis.
-        log: whether the axis may be logarithmic.
-        floor: a number that the axis shows in any case.
+        key: as of a column, for how the axis writes its numbers.
+        log: whether the axis may be logarithmic; it begins at 0 otherwise.
         note: a sentence below the title.
     """
     lines = [line for line in lines if any(y is not None for _, y in line.points)][: 2 * COLOURS]
@@ -162,7 +176,7 @@ def curves(
         return _framed(title, note, '<p class="none">There are no numbers for this figure.</p>')
     numbers = [y for line in lines for _, y in line.points if y is not None]
     numbers += [end for line in lines for _, *ends in line.intervals for end in ends]
-    ys = _Axis.over(numbers, log=log, floor=floor)
+    ys = _Axis.over(numbers, log=log)
     xs = _Axis.of_steps(x for line in lines for x, _ in line.points)
     drawn, keys = [_path("grid", f"M0 {ys.y(tick)}H{_WIDE:g}") for tick in ys.ticks], ""
     for at, line in enumerate(lines):
@@ -172,7 +186,7 @@ def curves(
     scale = '<span class="scale">logarithmic scale</span>' if ys.log else ""
     plot = _svg(title, _HIGH, f'{"".join(drawn)}<line class="cursor" y1="0" y2="{_HIGH:g}"/>')
     body = (
-        f'<p class="keys">{keys}{scale}</p><div class="plot"><div class="ys">{ys.labels("bottom", axis)}</div>{plot}'
+        f'<p class="keys">{keys}{scale}</p><div class="plot"><div class="ys">{ys.labels("bottom", _TEXTS.get(key, number))}</div>{plot}'
         f'<div class="unit">step</div><div class="xs">{xs.labels("left", _step_text)}</div></div><output></output>'
     )
     return _framed(title, note, body + folded("Table", shown))
@@ -219,42 +233,36 @@ def strips(title: str, rows: Sequence[tuple[str, str, Sequence[float]]], more: s
 # ---- tables and texts
 
 
-def table(
-    rows: Sequence[Row], columns: Sequence[Column], *, share: str = "", steps: _Axis | None = None
-) -> str:
+def table(rows: Sequence[Row], columns: Columns, *, share: str = "", steps: _Axis | None = None) -> str:
     """Return a table that its reader may sort; with bars by the numbers under `share`, or places on a figure's axis.
 
-    Columns without any value are left out.
+    Columns without any value are left out, and those without a number are words.
     """
-    columns = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
-    styles = [' class="words"' if column.words else "" for column in columns]
-    pairs = list(zip(columns, styles, strict=True))
-    head = "".join(f"<th{style}><button>{escape(column.title)}</button></th>" for column, style in pairs)
+    styles = {
+        key: "" if any(finite(row.get(key)) is not None for row in rows) else ' class="words"'
+        for key in columns
+        if any(row.get(key) is not None for row in rows)
+    }
+    titles = ((style, escape(columns[key])) for key, style in styles.items())
+    head = "".join(f"<th{style}><button>{title}</button></th>" for style, title in titles)
     most, body = max((finite(row.get(share)) or 0.0 for row in rows), default=0.0) or 1.0, ""
     for row in rows:
         place = "" if steps is None else f' data-x="{steps.share(row["step"]):.4f}"'
         width = 100 * (finite(row.get(share)) or 0.0) / most
         bar = f'<i class="bar" style="width:{width:.1f}%"></i>' if share else ""
         cells = []
-        for column, style in pairs:
-            value = row.get(column.key)
-            known = finite(value)
-            text = column.text(value) if known is not None else "-" if value is None else str(value)
-            key = "" if known is None else f' data-v="{known:.9g}"'
-            cells.append(f"<td{style}{key}>{escape(text)}")
+        for key, style in styles.items():
+            value, known = row.get(key), finite(row.get(key))
+            data = "" if known is None else f' data-v="{known:.9g}"'
+            text = "-" if value is None else str(value) if known is None else _TEXTS.get(key, number)(value)
+            cells.append(f"<td{style}{data}>{escape(text)}")
         cells[0] += bar
         body += f"<tr{place}>{'</td>'.join(cells)}</td></tr>"
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def bars(
-    title: str,
-    rows: Sequence[Row],
-    columns: Sequence[Column],
-    *,
-    share: str = "",
-    note: str = "",
-    none: str = "None.",
+    title: str, rows: Sequence[Row], columns: Columns, share: str = "", note: str = "", none: str = "None."
 ) -> str:
     """Return a table with bars, which is its own figure."""
     shown = table(rows, columns, share=share) if rows else f'<p class="none">{escape(none)}</p>'
@@ -301,11 +309,11 @@ def document(title: str, below: str, parts: Iterable[str]) -> str:
     page, style, script = (
         Path(__file__).with_name(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
     )
-    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    texts = {
-        "title": escape(title),
-        "style": style,
-        "script": script,
-        "parts": "".join([paragraph(below), *parts]),
-    }
-    return Template(page).substitute(texts, generator=GENERATOR, allowed=allowed)
+    return Template(page).substitute(
+        title=escape(title),
+        style=style,
+        script=script,
+        parts="".join([paragraph(below), *parts]),
+        generator=GENERATOR,
+        allowed=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )

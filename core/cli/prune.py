@@ -1,27 +1,14 @@
 """``shrinkpoint prune``, ``undelete`` and ``compact``: which checkpoints are kept, and what they take."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
 
 from shrinkpoint.cli.output import bytes_text, console
-from shrinkpoint.cli.runs import (
-    Answer,
-    OptionsOf,
-    Seq,
-    Step,
-    Url,
-    Yes,
-    answering,
-    describe_manifest,
-    keys_of,
-    of_stores,
-    open_run,
-    opened,
-)
+from shrinkpoint.cli.runs import Answer, Seq, Step, Url, Yes, addressed, describe_manifest, keys_of, open_run
 from shrinkpoint.engine.retention import RetentionPolicy, record_of
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
@@ -31,6 +18,14 @@ from shrinkpoint.store.keys import pin_key
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
+_UNDONE = "Nothing was changed: give --yes to do it"
+# Seconds until the commits that one pass removed are older than "now" for the next: clock ticks of file systems and S3.
+_CLOCK_TICKS = (0.02, 1.1, 1.1)
+
+_Grace = Annotated[
+    float, typer.Option("--grace", min=0, help="Seconds that removed data is kept for active readers.")
+]
+
 
 class Mode(str, Enum):
     """Which value of a metric is best."""
@@ -39,15 +34,8 @@ class Mode(str, Enum):
     max = "max"
 
 
-# Seconds until the commits that one pass removed are older than "now" for the next: clock ticks of file systems and S3.
-_CLOCK_TICKS = (0.02, 1.1, 1.1)
-
-
-@of_stores
-@answering
 def prune(
     url: Url,
-    options_of: OptionsOf,
     keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the newest N.")] = None,
     keep_every: Annotated[int | None, typer.Option(min=1, help="Keep the first of every M steps.")] = None,
     keep_best: Annotated[int | None, typer.Option(min=1, help="Keep the K best by --metric.")] = None,
@@ -61,20 +49,25 @@ def prune(
     step: Step = None,
     seq: Seq = None,
     yes: Yes = False,
-    grace: Annotated[
-        float, typer.Option("--grace", min=0, help="Seconds that removed data is kept for active readers.")
-    ] = DEFAULT_GRACE_S,
+    grace: _Grace = DEFAULT_GRACE_S,
 ) -> Answer:
     """Remove the checkpoints that no rule keeps; pinned ones and the newest sound one, which is read for it, always stay."""
-    policy = _policy(keep_last, keep_every, keep_best, metric, mode, pins=bool(pin or unpin))
+    removes = any((keep_last, keep_every, keep_best))
+    if keep_best is not None and metric is None:
+        raise ConfigError(
+            "--keep-best must know its metric: give --metric too, for example --metric val_loss"
+        )
+    if metric is not None and keep_best is None:
+        raise ConfigError(f"--metric {metric} is for --keep-best: say how many of the best to keep")
+    if not (removes or pin or unpin):
+        raise ConfigError(
+            "say what to keep: --keep-last N, --keep-every M, --keep-best K, --pin NAME, or several of these"
+        )
     if pin is None and (step, seq) != (None, None):
         raise ConfigError("--step and --seq say which checkpoint --pin keeps: give --pin NAME too")
-    pinned = None
-    if pin is None:
-        run = open_run(url, options_of(url))
-    else:
-        run, address = opened(url, options_of, step, seq)
-        pinned = address.find(run.manifests())
+    address = addressed(url, step, seq)
+    run = open_run(url if pin is None else address.url)
+    pinned = None if pin is None else address.find(run.manifests())
     report: dict[str, Any] = {"done": yes}
     pins = run.pins(without=unpin)
     if unpin is not None:
@@ -91,7 +84,10 @@ def prune(
                 writer.unpin(unpin)
             if pin is not None and pinned is not None:
                 writer.pin(pin, pinned)
-    if policy is not None:
+    if removes:
+        policy = RetentionPolicy(
+            keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, mode=mode.value
+        )
         keep, remove = _plan(run, policy, metric, set(pins.values()))
         report |= _report(run, keep, remove)
         if yes:
@@ -99,48 +95,10 @@ def prune(
     return Answer(report, lambda: _print(report, run.display))
 
 
-def _policy(
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_best: int | None,
-    metric: str | None,
-    mode: Mode,
-    *,
-    pins: bool,
-) -> RetentionPolicy | None:
-    """Make the rule of what to keep; None where only pins are set or released."""
-    if keep_best is not None and metric is None:
-        raise ConfigError(
-            "--keep-best must know its metric: give --metric too, for example --metric val_loss"
-        )
-    if metric is not None and keep_best is None:
-        raise ConfigError(f"--metric {metric} is for --keep-best: say how many of the best to keep")
-    if keep_last is None and keep_every is None and keep_best is None:
-        if pins:
-            return None
-        raise ConfigError(
-            "say what to keep: --keep-last N, --keep-every M, --keep-best K, --pin NAME, or several of these"
-        )
-    return RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, mode=mode.value)
-
-
 def _plan(
     run: RunStore, policy: RetentionPolicy, metric: str | None, pinned: set[int]
 ) -> tuple[list[Manifest], list[Manifest]]:
-    """Divide the checkpoints into those that are kept and those that go."""
-    manifests = run.manifests()
-    records = [record_of(manifest, metric) for manifest in manifests]
-    if metric is not None and all(record.metric is None for record in records):
-        names = sorted({name for manifest in manifests for name in describe_manifest(manifest)["metrics"]})
-        raise ConfigError(
-            f"--metric {metric}: no checkpoint of {run.display} has it; they have {', '.join(names) or 'none'}"
-        )
-    wanted = policy.select(records, pinned) | _newest_sound(run)
-    return [m for m in manifests if m.seq in wanted], [m for m in manifests if m.seq not in wanted]
-
-
-def _newest_sound(run: RunStore) -> set[int]:
-    """Find what a run resumes from by reading it: a damaged file may have the right size.
+    """Divide the checkpoints into those that are kept and those that go.
 
     Raises:
         ChainError: there are checkpoints, and none is sound; then nothing is removed.
@@ -148,10 +106,19 @@ def _newest_sound(run: RunStore) -> set[int]:
     from shrinkpoint.coding.selective import decode_checkpoint
     from shrinkpoint.config import SaverConfig
 
-    threads = SaverConfig().encoder_threads
+    manifests = run.manifests()
+    records = [record_of(manifest, metric) for manifest in manifests]
+    if metric is not None and all(record.metric is None for record in records):
+        names = sorted({name for manifest in manifests for name in describe_manifest(manifest)["metrics"]})
+        raise ConfigError(
+            f"--metric {metric}: no checkpoint of {run.display} has it; they have {', '.join(names) or 'none'}"
+        )
+    wanted, threads = policy.select(records, pinned), SaverConfig().encoder_threads
     with waiting_for("looking for the newest sound checkpoint"):
+        # by reading it: a damaged file may have the right size
         found = run.newest_readable(lambda manifest: decode_checkpoint(run, manifest, threads=threads))
-    return set() if found is None else {found[0].seq}
+    wanted |= set() if found is None else {found[0].seq}
+    return [m for m in manifests if m.seq in wanted], [m for m in manifests if m.seq not in wanted]
 
 
 def _report(run: RunStore, keep: Sequence[Manifest], remove: Sequence[Manifest]) -> dict[str, Any]:
@@ -159,16 +126,19 @@ def _report(run: RunStore, keep: Sequence[Manifest], remove: Sequence[Manifest])
     freed = {key: sizes[key] for key in keys_of(run, remove) if key in sizes and key not in needed}
     own = {m.chain[-1].key for m in keep}
     chains = {ref.key: ref.total for m in keep for ref in m.chain[:-1] if ref.key not in own}
-    deltas = [m for m in keep if any(ref.key in chains for ref in m.chain)]
     return {
-        "keep": [{"seq": m.seq, "step": m.step} for m in keep],
-        "remove": [{"seq": m.seq, "step": m.step} for m in remove],
+        "keep": _listed(keep),
+        "remove": _listed(remove),
         "containers_freed": len(freed),
         "bytes_freed": sum(freed.values()),
         "containers_of_chains": len(chains),
         "bytes_of_chains": sum(chains.values()),
-        "deltas_with_chains": [{"seq": m.seq, "step": m.step} for m in deltas],
+        "deltas_with_chains": _listed(m for m in keep if any(ref.key in chains for ref in m.chain)),
     }
+
+
+def _listed(manifests: Iterable[Manifest]) -> list[dict[str, int]]:
+    return [{"seq": manifest.seq, "step": manifest.step} for manifest in manifests]
 
 
 def _collect(
@@ -177,12 +147,11 @@ def _collect(
     wanted, seen = {manifest.seq for manifest in keep}, [*keep, *remove]
     # It commits nothing, so that it asks for no condition, which would mean to write: the disk may be full.
     with run.writer(mode="single-writer") as writer:
-        collected = writer.collect(wanted, seen=seen, grace_s=grace)
-        for pause in _CLOCK_TICKS if grace == 0 else ():
-            if not collected.waiting:
-                break
+        for pause in (0.0, *(_CLOCK_TICKS if grace == 0 else ())):
             time.sleep(pause)
             collected = writer.collect(wanted, seen=seen, grace_s=grace)
+            if not collected.waiting:
+                break
     return {"containers_waiting": collected.waiting, "unreadable": list(collected.damaged)}
 
 
@@ -195,15 +164,14 @@ def _print(report: Mapping[str, Any], shown: str) -> None:
         out.print(f"{'pinned' if done else 'would pin'} {where}")
     if "keep" not in report:
         if not done:
-            out.print("Nothing was changed: give --yes to do it")
+            out.print(_UNDONE)
         return
     for word in ("keep", "remove"):
-        steps = ", ".join(str(entry["step"]) for entry in report[word]) or "none"
-        out.print(f"{word:<7} {len(report[word])} checkpoints; steps: {steps}")
+        out.print(f"{word:<7} {_steps(report[word])}")
     freed = f"{report['containers_freed']} containers, {bytes_text(report['bytes_freed'])}"
     waiting = report.get("containers_waiting")
     if not done:
-        out.print(f"would free {freed} in {shown}. Nothing was changed: give --yes to do it")
+        out.print(f"would free {freed} in {shown}. {_UNDONE}")
     else:
         waits = f". {waiting} containers wait for the end of their grace: the next collection deletes them"
         out.print(f"removed from {shown}; {f'frees {freed}{waits}' if waiting else f'freed {freed}'}")
@@ -217,17 +185,15 @@ def _print(report: Mapping[str, Any], shown: str) -> None:
         out.print(f"kept, with all that it may need: unreadable {key}")
 
 
-@of_stores
-@answering
-def undelete(
-    url: Url,
-    options_of: OptionsOf,
-    step: Step = None,
-    seq: Seq = None,
-    yes: Yes = False,
-) -> Answer:
+def _steps(listed: Sequence[Mapping[str, int]], where: str = "") -> str:
+    steps = ", ".join(str(entry["step"]) for entry in listed) or "none"
+    return f"{len(listed)} checkpoints{where}; steps: {steps}"
+
+
+def undelete(url: Url, step: Step = None, seq: Seq = None, yes: Yes = False) -> Answer:
     """Bring back removed checkpoints, all or one, for as long as their data waits for the end of its grace."""
-    run, address = opened(url, options_of, step, seq)
+    address = addressed(url, step, seq)
+    run = open_run(address.url)
     there = run.removed()
     wanted = [m for m in there if address.step in (None, m.step) and address.seq in (None, m.seq)]
     if not wanted:
@@ -239,35 +205,24 @@ def undelete(
         with run.writer() as writer:
             for manifest in wanted:
                 writer.undelete(manifest)
-    report = {"done": yes, "undelete": [{"seq": m.seq, "step": m.step} for m in wanted]}
-    which = f"{len(wanted)} checkpoints to {run.display}; steps: {', '.join(str(m.step) for m in wanted)}"
-    text = (
-        f"brought back {which}. Pin those that a training with retention must not remove"
-        if yes
-        else f"would bring back {which}. Nothing was changed: give --yes to do it"
-    )
+    report: dict[str, Any] = {"done": yes, "undelete": _listed(wanted)}
+    steps = _steps(report["undelete"], f" to {run.display}")
+    text = f"would bring back {steps}. {_UNDONE}"
+    if yes:
+        text = f"brought back {steps}. Pin those that a training with retention must not remove"
     return Answer(report, lambda: console().print(text))
 
 
-@of_stores
-@answering
 def compact(
-    url: Url,
-    options_of: OptionsOf,
-    step: Step = None,
-    seq: Seq = None,
-    yes: Yes = False,
-    grace: Annotated[
-        float,
-        typer.Option("--grace", min=0, help="Seconds that the old chain's data is kept for active readers."),
-    ] = DEFAULT_GRACE_S,
+    url: Url, step: Step = None, seq: Seq = None, yes: Yes = False, grace: _Grace = DEFAULT_GRACE_S
 ) -> Answer:
     """Store a delta again as a base with the same values; fences off a running training."""
     from shrinkpoint.config import SaverConfig
     from shrinkpoint.engine.compaction import compact as commit
     from shrinkpoint.engine.compaction import rebase
 
-    run, address = opened(url, options_of, step, seq)
+    address = addressed(url, step, seq)
+    run = open_run(address.url)
     manifest = address.find(run.manifests())
     report: dict[str, Any] = {"step": manifest.step, "seq": manifest.seq, "done": False}
     where = f"step {manifest.step}"
@@ -277,20 +232,19 @@ def compact(
         return Answer(report, lambda: console().print(text))
     with waiting_for(f"storing {where} as a base"):
         rebased = rebase(run, manifest, threads=SaverConfig().encoder_threads)
-    size = len(rebased.container)
+    size, length = len(rebased.container), len(manifest.chain)
     report |= {
-        "chain_length": len(manifest.chain),
+        "chain_length": length,
         "chain_bytes": manifest.stored_bytes,
         "base_bytes": size,
         "stored_exactly": list(rebased.stored_exactly),
         "already_base": False,
     }
-    text = f"{where}: {len(manifest.chain)} containers of {bytes_text(manifest.stored_bytes)} together become one of {bytes_text(size)}"
+    text = f"{where}: {length} containers of {bytes_text(manifest.stored_bytes)} together become one of {bytes_text(size)}"
     if yes:
         compacted = commit(run, rebased, grace_s=grace)
         report |= {"done": True, "new_seq": compacted.manifest.seq, "pins": list(compacted.pins)}
         text += f"; it is commit {compacted.manifest.seq} now"
     else:
-        warning = "A training that is running in this run would be fenced off: stop it first"
-        text += f". Nothing was changed: give --yes to do it\n{warning}"
+        text += f". {_UNDONE}\nA training that is running in this run would be fenced off: stop it first"
     return Answer(report, lambda: console().print(text))

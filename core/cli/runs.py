@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -10,12 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.output import print_json
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.retention import adopted_of, is_weights_only, lineage_of
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
 from shrinkpoint.schemes.exactness import explained
-from shrinkpoint.store.connect import StorageOptions as Options
 from shrinkpoint.store.connect import looks_like_file, open_objects
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectStore
@@ -57,8 +56,6 @@ _Pairs = Annotated[
         help="One such option, repeatable; dots nest: -o client_kwargs.region_name=eu-west-1.",
     ),
 ]
-OptionsOf = Callable[[str], Any]
-"""Gives the options of a URL's store; see `of_stores`."""
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of a table.")]
 Step = Annotated[
     int | None, typer.Option("--step", min=0, help="The checkpoint of this step; default: the newest.")
@@ -67,23 +64,8 @@ Seq = Annotated[int | None, typer.Option("--seq", min=0, help="The checkpoint wi
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only print what would be done.")]
 
 
-def addressed(url: str, step: int | None = None, seq: int | None = None) -> Address:
-    """Return the run, and which of its checkpoints ``URL#step=N`` or the options name.
-
-    Raises:
-        ConfigError: several of these name one.
-    """
-    address = Address.parse(url)
-    if address is not None and (step is not None or seq is not None):
-        raise ConfigError(f"{url} names a checkpoint already: leave --step and --seq out")
-    if step is not None and seq is not None:
-        raise ConfigError(f"--step {step} and --seq {seq} exclude each other: give one of them")
-    return address or Address(url=url, step=step, seq=seq)
-
-
-def name_of(address: Address) -> str:
-    """Return what `shrinkpoint.load` calls this checkpoint, or this file."""
-    return address.url if looks_like_file(address.url) else str(address)
+_given: ContextVar[tuple[str | None, Sequence[str]]] = ContextVar("_given", default=(None, ()))
+"""The command's ``--storage-options``, and its ``-o``."""
 
 
 @dataclass(frozen=True)
@@ -98,56 +80,48 @@ class Answer:
     """Whether something is amiss: the exit code is 1."""
 
 
-def answering(command: Callable[..., Answer]) -> Callable[..., None]:
-    """Give a command ``--json``, and print its answer."""
+def answering(command: Callable[..., Answer], *, of_stores: bool = True) -> Callable[..., None]:
+    """Give a command ``--json`` and, if it opens stores, the options for these; and print its answer."""
 
     @wraps(command)
-    def answered(*, as_json: bool, **more: Any) -> None:
+    def answered(
+        *, as_json: bool, storage_options: str | None = None, option: list[str] | None = None, **more: Any
+    ) -> None:
+        pairs = option or []
+        if "output" in more:  # of `report`, where -o names the page, too
+            more["output"] = [more["output"], *(text for text in pairs if "=" not in text)][-1]
+            pairs = [text for text in pairs if "=" in text]
+        _given.set((storage_options, pairs))
         answer = command(**more)
         if as_json:
-            print_json(answer.report)
+            print(json.dumps(answer.report, indent=2, allow_nan=False))
         else:
             answer.show()
         if answer.failed:
             raise typer.Exit(1)
 
-    return _with(answered, [*signature(command).parameters.values()], {"as_json": (_AsJson, False)})
-
-
-def of_stores(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command ``--storage-options`` and ``-o``, and the function `options_of`, which reads them."""
-
-    @wraps(command)
-    def opening(*, storage_options: str | None, option: list[str] | None, **more: Any) -> None:
-        pairs = list(option or ())
-        if "output" in more:  # of `report`, where -o names the page, too
-            more["output"] = [more["output"], *(text for text in pairs if "=" not in text)][-1]
-            pairs = [text for text in pairs if "=" in text]
-        command(**more, options_of=lambda url: _options_of(url, storage_options, pairs))
-
-    own = [each for name, each in signature(command).parameters.items() if name != "options_of"]
-    return _with(opening, own, {"storage_options": (_StorageOptions, None), "option": (_Pairs, None)})
-
-
-def _with(command: Any, own: list[Parameter], added: Mapping[str, tuple[Any, Any]]) -> Callable[..., None]:
-    """Let typer see the parameters that a command takes besides its own."""
+    added: dict[str, tuple[Any, Any]] = {"as_json": (_AsJson, False)}
+    if of_stores:
+        added |= {"storage_options": (_StorageOptions, None), "option": (_Pairs, None)}
     new = [
         Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)
         for name, (kind, default) in added.items()
     ]
-    command.__signature__ = Signature([*own, *new])
-    command.__annotations__ |= {name: kind for name, (kind, _) in added.items()}
-    return command  # type: ignore[no-any-return]
+    # typer reads both
+    answered.__signature__ = Signature([*signature(command).parameters.values(), *new])  # type: ignore[attr-defined]
+    answered.__annotations__ |= {name: kind for name, (kind, _) in added.items()}
+    return answered
 
 
-def _options_of(url: str, text: str | None, pairs: Sequence[str]) -> Any:
-    """Return the options of ``--storage-options`` and ``-o``; the latter take precedence.
+def options_of(url: str) -> Any:
+    """Return the options of a URL's store, of ``--storage-options`` and ``-o``; the latter take precedence.
 
     Options from the environment apply to remote stores only; a local folder has none.
 
     Raises:
         ConfigError: not a JSON object, or not KEY=VALUE.
     """
+    text, pairs = _given.get()
     if text and text == os.environ.get(_VARIABLE) and "://" not in url:
         text = None
     try:
@@ -156,17 +130,11 @@ def _options_of(url: str, text: str | None, pairs: Sequence[str]) -> Any:
         raise ConfigError(
             f'--storage-options is not JSON ({error}): write it as \'{{"key": "value"}}\''
         ) from None
-    if isinstance(options, list) and len(split_urls(url)) > 1:
-        if not all(one is None or isinstance(one, dict) for one in options):
-            raise ConfigError("--storage-options must be a list of JSON objects, or null for a folder")
-        if pairs:
-            raise ConfigError(
-                "-o is for all stores alike: put it into the objects of the list that --storage-options is"
-            )
+    if isinstance(options, list) and len(split_urls(url)) > 1 and not pairs:
         return options
     if not isinstance(options, dict):
         raise ConfigError(
-            "--storage-options must be a JSON object, as in '{\"anon\": true}', or a list of them for several stores"
+            "--storage-options must be a JSON object, as in '{\"anon\": true}'; for several stores a list of them, without -o"
         )
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -181,6 +149,23 @@ def _options_of(url: str, text: str | None, pairs: Sequence[str]) -> Any:
         # all else is text: an access key may look like a number
         inner[last] = {"true": True, "false": False, "null": None}.get(value, value)
     return options
+
+
+def addressed(url: str, step: int | None = None, seq: int | None = None) -> Address:
+    """Return the run, and which of its checkpoints ``URL#step=N`` or the options name.
+
+    Raises:
+        ConfigError: several of these name one.
+    """
+    address = Address.parse(url)
+    if address is not None and (step is not None or seq is not None):
+        raise ConfigError(f"{url} names a checkpoint already: leave --step and --seq out")
+    return address or Address(url=url, step=step, seq=seq)
+
+
+def name_of(address: Address) -> str:
+    """Return what `shrinkpoint.load` calls this checkpoint, or this file."""
+    return address.url if looks_like_file(address.url) else str(address)
 
 
 # shorter than in training, since a user waits at the terminal
@@ -198,7 +183,7 @@ def keys_of(store: RunStore, manifests: Iterable[Manifest]) -> set[str]:
     return found
 
 
-def open_run(url: str, options: Options) -> RunStore:
+def open_run(url: str) -> RunStore:
     """Open the run at `url`; nothing is written.
 
     Raises:
@@ -213,24 +198,14 @@ def open_run(url: str, options: Options) -> RunStore:
         raise NoCheckpointError(
             f"{url} is a file, not a run: `show`, `verify` and `export` read single containers"
         )
-    objects = _objects(url, options)
+    objects = _objects(url)
     store = RunStore(url, objects=objects, retry=RetryPolicy(attempts=1))
     if not (store.exists() or objects.list("commits/", limit=1)):
         raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")
     return store
 
 
-def opened(url: str, options_of: OptionsOf, step: int | None, seq: int | None) -> tuple[RunStore, Address]:
-    """Open the run that a command's arguments name; returns it, and which of its checkpoints they name.
-
-    Raises:
-        ConfigError, MissingDependencyError, NoCheckpointError, StoreError: as `open_run`; or the arguments contradict each other.
-    """
-    address = addressed(url, step, seq)
-    return open_run(address.url, options_of(address.url)), address
-
-
-def runs_below(url: str, options: Options) -> list[str]:
+def runs_below(url: str) -> list[str]:
     """List the names of the runs in a folder that is none itself, in alphabetical order.
 
     Raises:
@@ -238,18 +213,18 @@ def runs_below(url: str, options: Options) -> list[str]:
     """
     if Address.parse(url) is not None or looks_like_file(url) or len(split_urls(url)) > 1:
         return []  # `open_run` says why
-    objects = _objects(url, options)
+    objects = _objects(url)
     if objects.list("format.json", limit=1) or objects.list("commits/", limit=1):
         return []
     end = "/format.json"
     return sorted(info.key[: -len(end)] for info in objects.list("") if info.key.endswith(end))
 
 
-def _objects(url: str, options: Options) -> ObjectStore:
-    return RetryingObjects(open_objects(url, options), _PATIENCE)
+def _objects(url: str) -> ObjectStore:
+    return RetryingObjects(open_objects(url, options_of(url)), _PATIENCE)
 
 
-def load(address: Address, options: Any) -> "tuple[Decoded, int, Manifest | None]":
+def load(address: Address) -> "tuple[Decoded, int, Manifest | None]":
     """Read the checkpoint or file that `addressed` has found; by default a run's newest sound one.
 
     Returns:
@@ -266,7 +241,7 @@ def load(address: Address, options: Any) -> "tuple[Decoded, int, Manifest | None
         decoded = decode_chain(chain, threads=SaverConfig().encoder_threads)
         return decoded.header, (decoded, chain)
 
-    _, (decoded, chain), manifest = read_chain(name_of(address), options, read)
+    _, (decoded, chain), manifest = read_chain(name_of(address), options_of(address.url), read)
     if manifest is not None:
         return decoded, manifest.chain[-1].total, manifest
     file = chain[-1]()
@@ -289,7 +264,7 @@ def find_damage(store: RunStore, manifest: Manifest, sizes: Mapping[str, int]) -
     return None
 
 
-def _exact(noted: object, size: int) -> list[dict[str, Any]]:
+def describe_exact(noted: object, size: int) -> list[dict[str, Any]]:
     """Return the tensors that a lossy scheme has stored exactly, with the reasons' messages."""
     parts = [part for part in noted if isinstance(part, dict)] if isinstance(noted, list) else []
     return [
@@ -320,7 +295,7 @@ def describe_manifest(manifest: Manifest) -> dict[str, Any]:
         "ratio": raw / size if isinstance(raw, int) and size else None,
         **{name: save.get(name) for name in _NOTED},
         **{name: _dict(save.get(name)) for name in ("resumed", "resumed_high", "metrics")},
-        "exact": _exact(save.get("exact"), size),
+        "exact": describe_exact(save.get("exact"), size),
         "adopted": None if adopted is None else adopted.planned,
         "lineage": lineage_of(manifest.meta),
         "weights_only": is_weights_only(manifest.meta),

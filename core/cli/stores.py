@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shrinkpoint.cli.output import bytes_text, console, counted, print_table
-from shrinkpoint.cli.runs import Answer, OptionsOf, answering, keys_of, of_stores, open_run
+from shrinkpoint.cli.runs import Answer, keys_of, open_run
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.store.striped.heal import Healed, Survey, survey
@@ -16,8 +16,6 @@ from shrinkpoint.store.striped.heal import heal as heal_objects
 from shrinkpoint.store.urls import split_urls, url_text
 
 
-@of_stores
-@answering
 def stores(
     urls: Annotated[
         list[str],
@@ -25,7 +23,6 @@ def stores(
             metavar="URL...", help="The stores of the run in their order, apart or with commas between them."
         ),
     ],
-    options_of: OptionsOf,
     heal: Annotated[
         bool,
         typer.Option(
@@ -52,8 +49,7 @@ def stores(
     given = _replaced([str(one) for url in urls for one in split_urls(url)], replace or ())
     if len(given) < 2:
         raise ConfigError(f"{given[0]} is one store: give all of the run's stores, as in A B C or A,B,C")
-    url = url_text(given)
-    run = open_run(url, options_of(url))
+    run = open_run(url_text(given))
     manifests, objects = run.manifests(), run.stores
     assert objects is not None
     needed = keys_of(run, manifests)
@@ -81,15 +77,19 @@ def _replaced(urls: list[str], pairs: Sequence[str]) -> list[str]:
 
 
 def _print_survey(found: Survey) -> None:
-    rows = []
-    for state in found.stores:
-        reached, newest = state.problem is None, f"{state.last_step} (seq {state.last_seq})"
-        counts = (str(state.records_missing) if reached else "-", str(state.shards_missing))
-        files = f"{state.files} ({bytes_text(state.bytes)})" if reached else "-"
-        newest = "-" if state.last_step is None else newest
-        rows.append((str(state.number), state.shown, newest, *counts, files, state.problem or "ok"))
-    columns = ("store", "url", "newest step", "records missing", "shards missing", "shards present", "state")
-    print_table(columns, rows, left=("url", "state"))
+    rows = [
+        {
+            "store": state.number,
+            "url": state.shown,
+            "newest step": None if state.last_step is None else f"{state.last_step} (seq {state.last_seq})",
+            "records missing": state.records_missing if state.problem is None else None,
+            "shards missing": state.shards_missing,
+            "shards present": None if state.problem else f"{state.files} ({bytes_text(state.bytes)})",
+            "state": state.problem or "ok",
+        }
+        for state in found.stores
+    ]
+    print_table(rows, left=("url", "state"))
     out = console()
     for key in found.unrestorable:
         out.print(f"LOST {key}: too few shards are left in the stores that answer")

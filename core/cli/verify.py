@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shrinkpoint.cli.output import console
-from shrinkpoint.cli.runs import (
-    Answer,
-    OptionsOf,
-    Seq,
-    Step,
-    Target,
-    addressed,
-    answering,
-    of_stores,
-    open_run,
-)
+from shrinkpoint.cli.runs import Answer, Seq, Step, Target, addressed, open_run, options_of
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import waiting_for
@@ -29,55 +19,46 @@ if TYPE_CHECKING:
     from shrinkpoint.store.run import RunStore
 
 
-@of_stores
-@answering
 def verify(
     url: Target,
-    options_of: OptionsOf,
     step: Step = None,
     seq: Seq = None,
     everything: Annotated[bool, typer.Option("--all", help="Verify every checkpoint of the run.")] = False,
 ) -> Answer:
     """Fetch and decode checkpoints and compare every digest; exits with 1 when something is damaged."""
     address = addressed(url, step, seq)
-    url = address.url
-    options = options_of(url)
-    named = not address.is_newest
-    if everything and named:
+    if everything and not address.is_newest:
         raise ConfigError("--all and --step or --seq exclude each other: give one of them")
-    if looks_like_file(url):
-        with waiting_for(f"verifying {url}"):
-            shown, results = url, [_verify_file(url, read_file(url, options))]
+    if looks_like_file(shown := address.url):
+        with waiting_for(f"verifying {shown}"):
+            results = [_verify_file(shown, read_file(shown, options_of(shown)))]
     else:
-        run = open_run(url, options)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ShrinkpointWarning)  # what is unreadable is among the results
-            results = verify_run(run, address, everything=everything, with_unreadable=not named)
-        shown = run.display
+        run = open_run(shown)
+        results, shown = verify_run(run, None if everything else address), run.display
     damaged = sum(not result["sound"] for result in results)
     report = {"url": shown, "sound": len(results) - damaged, "damaged": damaged, "results": results}
     return Answer(report, lambda: _print(results, damaged, shown), bool(damaged))
 
 
-def verify_run(
-    run: "RunStore", address: Address, *, everything: bool, with_unreadable: bool
-) -> list[dict[str, Any]]:
-    """Read and decode the checkpoint of an address, or every one; returns a result for each.
+def verify_run(run: "RunStore", address: Address | None = None) -> list[dict[str, Any]]:
+    """Read and decode the checkpoint of an address, or every one; returns a result for each, and for what is unreadable.
 
     Raises:
         NoCheckpointError: there is none.
     """
-    manifests = run.manifests()
-    unreadable = [_result(d.key, d.reason) for d in run.damaged]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShrinkpointWarning)  # what is unreadable is among the results
+        manifests = run.manifests()
+    unreadable = [_result(damaged.key, damaged.reason) for damaged in run.damaged]
     if not manifests and not unreadable:
         raise NoCheckpointError(f"{run.display} is a run without a checkpoint yet: nothing to verify")
-    chosen = manifests if everything else [address.find(manifests)] if manifests else []
+    chosen = manifests if address is None else [address.find(manifests)] if manifests else []
     results = []
     with waiting_for("verifying") as waiting:
         for count, manifest in enumerate(chosen):
             waiting.say(f"verifying step {manifest.step} ({count + 1} of {len(chosen)})")
             results.append(_verify_one(run, manifest))
-    return results + (unreadable if with_unreadable else [])
+    return results + (unreadable if address is None or address.is_newest else [])
 
 
 def _verify_one(run: "RunStore", manifest: "Manifest") -> dict[str, Any]:
