@@ -12,10 +12,9 @@ from typer.core import TyperGroup
 
 from shrinkpoint.cli.files import export, import_run, try_schemes
 from shrinkpoint.cli.look import diff, ls, show
-from shrinkpoint.cli.output import console
 from shrinkpoint.cli.prune import compact, prune, undelete
 from shrinkpoint.cli.report import report
-from shrinkpoint.cli.runs import answering
+from shrinkpoint.cli.runs import Answer, answering
 from shrinkpoint.cli.stores import stores
 from shrinkpoint.cli.verify import verify
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
@@ -69,8 +68,7 @@ def _globals(
     read_anyway: Annotated[
         bool,
         typer.Option(
-            "--read-anyway",
-            help="Of a run in several stores, read from those that answer, though newer checkpoints may be in the others.",
+            "--read-anyway", help="Read from the stores that answer; others may have newer checkpoints."
         ),
     ] = False,
     version: Annotated[
@@ -80,14 +78,7 @@ def _globals(
     """Take the options before the command's name, which `_Commands.invoke` reads."""
 
 
-for _command in (ls, show, report, diff, verify, export, compact, prune, undelete, stores):
-    app.command()(answering(_command))
-app.command("import")(answering(import_run))
-app.command("try")(answering(try_schemes, of_stores=False))
-
-
-@app.command("compile")
-def _compile(scheme: Annotated[str, typer.Option("--scheme", help="Whose coders.")] = "auto") -> None:
+def _compile(scheme: Annotated[str, typer.Option(help="Whose coders.")] = "auto") -> Answer:
     """Compile the coders now, up to a minute of one core; otherwise the first training on a machine does it."""
     from shrinkpoint.engine.warmup import compile_coders, is_compiled
     from shrinkpoint.runtime.kernel_cache import kernels_are_interpreted
@@ -95,8 +86,7 @@ def _compile(scheme: Annotated[str, typer.Option("--scheme", help="Whose coders.
     if kernels_are_interpreted():
         raise ShrinkpointError("NUMBA_DISABLE_JIT is set, so numba compiles nothing: unset it")
     if is_compiled(scheme):
-        console().print(f"the coders of scheme {scheme} are compiled already")
-        return
+        return Answer({"scheme": scheme}, [f"the coders of scheme {scheme} are compiled already"])
     started = time.perf_counter()
     with waiting_for(f"compiling the coders of scheme {scheme}, which takes a minute or two"):
         lasts = compile_coders(scheme)
@@ -105,7 +95,15 @@ def _compile(scheme: Annotated[str, typer.Option("--scheme", help="Whose coders.
             "the compiled coders cannot be kept: numba finds no folder that it may write to;"
             " let NUMBA_CACHE_DIR name one, here and where training runs"
         )
-    console().print(f"compiled the coders of scheme {scheme} in {time.perf_counter() - started:.0f} s")
+    took = f"{time.perf_counter() - started:.0f} s"
+    return Answer({"scheme": scheme}, [f"compiled the coders of scheme {scheme} in {took}"])
+
+
+for _command in (ls, show, report, diff, verify, export, compact, prune, undelete, stores):
+    app.command()(answering(_command))
+app.command("import")(answering(import_run))
+app.command("try")(answering(try_schemes, of_stores=False))
+app.command("compile")(answering(_compile, of_stores=False))
 
 
 def main() -> None:

@@ -5,14 +5,15 @@ import os
 import pkgutil
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from shrinkpoint.cli.output import bytes_text, console, counted, print_table
+from shrinkpoint.cli.output import bytes_text, counted, percent_text, table
 from shrinkpoint.cli.runs import Answer, Seq, Step, Target, addressed, load, name_of, options_of
 from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import waiting_for
@@ -22,15 +23,8 @@ if TYPE_CHECKING:
     from shrinkpoint.io.importing import Imported
     from shrinkpoint.io.trial import Result
 
-_WEIGHTS_ALONE = "the step log has the weights alone: no optimizer state"
 _SAMPLE = 12_000_000
 _WARM = 100_000
-_UNTRAINED = ", or not trained by the optimizer"
-
-
-def _print_notes(notes: Iterable[str]) -> None:
-    for note in notes:
-        console(stderr=True).print(f"note: {note}")
 
 
 # ---- export
@@ -42,7 +36,7 @@ def export(
         str,
         typer.Argument(
             metavar="OUT",
-            help="OUT.ckpt or OUT.pt: everything; OUT.safetensors: the weights; a folder OUT: PEFT's adapters, or the files of an imported folder.",
+            help="*.ckpt or *.pt: everything; *.safetensors: the weights; a folder: PEFT's adapters, or the files of an imported one.",
         ),
     ],
     step: Step = None,
@@ -51,14 +45,13 @@ def export(
     max_shard_size: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE",
-            help="Of OUT.safetensors: several files of up to this size, as 5GB, and an index, as from_pretrained reads them.",
+            metavar="SIZE", help="Of *.safetensors: several files of up to this, as 5GB, and an index."
         ),
     ] = None,
     step_log_url: Annotated[
         str | None,
         typer.Option(
-            help="The folder of the run's small step log, if it is not in the run: --step may name a logged step.",
+            help="The folder of the small step log whose step --step names, if it is not in the run."
         ),
     ] = None,
 ) -> Answer:
@@ -95,17 +88,12 @@ def export(
             raise
         weights = load_weights(name, storage_options=options, step_log_url=step_log_url)
         exported, logged = write(TrainingState.capture({"model": weights}), target, force=force), True
-        exported = replace(exported, step=address.step)
-    notes = [*([_WEIGHTS_ALONE] if logged else []), *exported.notes]
-    report = asdict(exported) | {"path": str(exported.path), "files": [*map(str, exported.files)]}
-    report |= {"logged": logged, "notes": notes}
-
-    def show() -> None:
-        _print_notes(notes)
-        size = f"{exported.tensors} tensors, {bytes_text(exported.bytes)}"
-        console().print(f"wrote {exported.path}: step {exported.step}, {size}")
-
-    return Answer(report, show)
+        notes = "the step log has the weights alone: no optimizer state", *exported.notes
+        exported = replace(exported, step=address.step, notes=notes)
+    found = {"path": str(exported.path), "files": [*map(str, exported.files)], "logged": logged}
+    size = f"{exported.tensors} tensors, {bytes_text(exported.bytes)}"
+    text = f"wrote {exported.path}: step {exported.step}, {size}"
+    return Answer(asdict(exported) | found, [text], notes=exported.notes)
 
 
 # ---- import
@@ -115,8 +103,7 @@ def import_run(
     checkpoints: Annotated[
         list[str],
         typer.Argument(
-            metavar="CHECKPOINTS...",
-            help="Files or folders of one training, or patterns in quotes: 'old/*.ckpt'.",
+            metavar="FILES", help="Checkpoints of one training, or patterns in quotes: 'old/*.ckpt'."
         ),
     ],
     url: Annotated[str, typer.Argument(metavar="RUN", help="The run to make: a new folder, or URL.")],
@@ -157,22 +144,19 @@ def import_run(
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here, and stores nothing twice", file=sys.stderr)
         raise typer.Exit(130) from None
-    return Answer({"url": url} | asdict(done), lambda: _print_imported(done, url, scheme))
+    return Answer({"url": url} | asdict(done), _of_imported(done, url, scheme), notes=done.notes)
 
 
-def _print_imported(done: "Imported", url: str, scheme: str) -> None:
-    _print_notes(done.notes)
-    out, ratio = console(), done.original_bytes / max(done.bytes, 1)
+def _of_imported(done: "Imported", url: str, scheme: str) -> Iterator[str]:
+    ratio = done.original_bytes / max(done.bytes, 1)
     there = f"; {counted(len(done.present), 'checkpoint')} already stored" if done.present else ""
-    out.print(f"imported {counted(len(done.imported), 'checkpoint')} into {url}{there}")
-    out.print(f"{bytes_text(done.bytes)} instead of {bytes_text(done.original_bytes)}, {ratio:.1f}x")
+    yield f"imported {counted(len(done.imported), 'checkpoint')} into {url}{there}"
+    yield f"{bytes_text(done.bytes)} instead of {bytes_text(done.original_bytes)}, {ratio:.1f}x"
     if scheme == "lossless":
-        out.print(
-            "Each was read back and is its original, bit by bit: the originals may be deleted. None was."
-        )
+        yield ("Each was read back and is its original, bit by bit: the originals may be deleted. None was.")
         return
-    out.print("Each was read back. Weights and moments are rounded, all else is the original's, bit by bit.")
-    out.print(f"What a restore costs: shrinkpoint ls {url}. No original was deleted.")
+    yield "Each was read back. Weights and moments are rounded, all else is the original's, bit by bit."
+    yield f"What a restore costs: shrinkpoint ls {url}. No original was deleted."
 
 
 def _matching(pattern: str) -> list[str]:
@@ -235,8 +219,8 @@ def try_schemes(
             tried(row, small, state, step, more)  # compiles its coders
             results[row] = tried(row, parts, state, step, more)
     exact = [
-        {"reason": explained(code) + (_UNTRAINED if code == "buffer" else ""), "tensors": len(specs),
-         "bytes": sum(spec.nbytes for spec in specs), "such_as": max(specs, key=lambda spec: spec.nbytes).name}
+        {"reason": explained(code) + (", or not trained by the optimizer" if code == "buffer" else ""),
+         "tensors": len(specs), "bytes": sum(spec.nbytes for spec in specs), "such_as": max(specs, key=lambda spec: spec.nbytes).name}
         for code, specs in left_exact(state).items()
     ]  # fmt: skip
     whole = one.state if isinstance(one.state, Mapping) else {}
@@ -245,13 +229,13 @@ def try_schemes(
         "tensors": len(state.specs), "all_of_it": not parts[0].points, "schemes": {row: asdict(found) for row, found in results.items()},
         "exact": exact, "no_tensors": sorted(str(key) for key in whole if not TrainingState.capture(whole[key]).specs),
     }  # fmt: skip
-    return Answer(report, lambda: _print_trial(report, results))
+    return Answer(report, _of_trial(report, results))
 
 
-def _print_trial(report: Mapping[str, Any], results: "Mapping[str, Result]") -> None:
-    out, size = console(), report["state_bytes"]
+def _of_trial(report: Mapping[str, Any], results: "Mapping[str, Result]") -> Iterator[str | Table]:
+    size = report["state_bytes"]
     steps = " and ".join("unknown" if step is None else str(step) for step in report["steps"])
-    out.print(
+    yield (
         f"{report['kind']} checkpoint, {'steps' if len(report['steps']) > 1 else 'step'} {steps}: {counted(report['tensors'], 'tensor')}, {bytes_text(size)}"
         + ("" if report["all_of_it"] else "; a sample of it was coded")
     )
@@ -260,30 +244,28 @@ def _print_trial(report: Mapping[str, Any], results: "Mapping[str, Result]") -> 
             "scheme": row,
             "base": _ratio(found.base),
             "delta": _ratio(found.delta),
-            "weights": _percent(found.weights),
-            "moments": _percent(found.moments),
+            "weights": percent_text(found.weights),
+            "moments": percent_text(found.moments),
             "s/GB": f"{found.cpu_s_per_gb:.0f}",
             "kept": f"{found.kept:.2f}x",
         }
         for row, found in results.items()
     ]
-    print_table(rows, left=["scheme"])
+    yield from table(rows, left=["scheme"])
     best = results["auto, usual"]
     delta = "" if best.delta is None else f", {bytes_text(size * best.delta[0])} as a delta"
-    out.print(
-        f"With auto, usual: {bytes_text(size)} become {bytes_text(size * best.base[0])} as a base{delta}."
-    )
+    yield (f"With auto, usual: {bytes_text(size)} become {bytes_text(size * best.base[0])} as a base{delta}.")
     if best.delta is None:
-        out.print("Most checkpoints of a run are deltas: name a later one, too, to see them.")
-    out.print("weights, moments: relative error. s/GB: CPU seconds. kept: host memory that")
-    out.print("the next delta needs, of the state's size. auto, mild: without a loss to")
-    out.print("measure; auto, usual: where it begins with one, and adapts.")
+        yield "Most checkpoints of a run are deltas: name a later one, too, to see them."
+    yield "weights, moments: relative error. s/GB: CPU seconds. kept: host memory that"
+    yield "the next delta needs, of the state's size. auto, mild: without a loss to"
+    yield "measure; auto, usual: where it begins with one, and adapts."
     for part in report["exact"]:
-        out.print(
+        yield (
             f"exact: {counted(part['tensors'], 'tensor')}, {bytes_text(part['bytes'])}: {part['reason']}, such as {part['such_as']}"
         )
     if report["no_tensors"]:
-        out.print(f"no tensors, stored as they are: {', '.join(report['no_tensors'])}")
+        yield f"no tensors, stored as they are: {', '.join(report['no_tensors'])}"
 
 
 def _ratio(found: tuple[float, float, float] | None) -> str:
@@ -291,7 +273,3 @@ def _ratio(found: tuple[float, float, float] | None) -> str:
         return "-"
     mean, low, high = (f"{1 / value:.1f}" if 1 / value < 10 else f"{1 / value:.0f}" for value in found)
     return f"{mean}x" + (f" ({high}-{low})" if found[1] != found[2] else "")
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.3g}%"

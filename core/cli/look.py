@@ -8,20 +8,19 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from shrinkpoint.cli.output import (
     adopted_text,
     age,
     bytes_text,
-    console,
     counted,
     degradation_text,
     exact_texts,
     in_all_text,
     interval_text,
-    print_pairs,
-    print_table,
     ratio_text,
+    table,
 )
 from shrinkpoint.cli.runs import (
     Answer,
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from shrinkpoint.container.reader import Header, Record
     from shrinkpoint.steps.reader import LogOverview
 
+_COLUMNS = ("seq", "step", "kind", "bytes", "ratio", "chain", "degradation", "age")
 _SHOWN_METRICS = 3
 _NAMED_STEPS, _NAMED_VALUES = 4, 10
 _IDENTICAL, _DIFFERS = "bit-identical", "differs"
@@ -69,9 +69,9 @@ def ls(url: Url) -> Answer:
     if below := runs_below(url):
         runs = [_overview(name, survey(open_run(f"{url.rstrip('/')}/{name}"))[1]) for name in below]
         runs.sort(key=lambda run: -(run["wall_time"] or 0.0))
-        return Answer({"url": url, "runs": runs}, lambda: _print_runs(runs))
+        return Answer({"url": url, "runs": runs}, _of_runs(runs))
     _, found = survey(open_run(url))
-    return Answer(found, lambda: _print_run(found, url))
+    return Answer(found, _of_run(found))
 
 
 def survey(run: RunStore) -> tuple[list[Manifest], dict[str, Any]]:
@@ -142,7 +142,7 @@ def _overview(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _print_runs(runs: Sequence[Mapping[str, Any]]) -> None:
+def _of_runs(runs: Sequence[Mapping[str, Any]]) -> Iterator[str | Table]:
     rows = [
         {
             "run": run["run"],
@@ -155,16 +155,17 @@ def _print_runs(runs: Sequence[Mapping[str, Any]]) -> None:
         }
         for run in runs
     ]
-    print_table(rows, left=("run",), optional=("instead of", "checkpoints"), crop="run")
+    yield from table(rows, left=("run",), optional=("instead of", "checkpoints"), crop="run")
     for run in runs:
         if run["damaged"]:
             damaged = counted(run["damaged"], "checkpoint")
-            console().print(f"{run['run']}: {damaged} DAMAGED; `shrinkpoint ls` of this run says how")
+            yield f"{run['run']}: {damaged} DAMAGED; `shrinkpoint ls` of this run says how"
 
 
-def _print_run(found: Mapping[str, Any], url: str) -> None:
-    checkpoints, others = found["checkpoints"], found["unlisted_containers"]
-    metrics = list(dict.fromkeys(name for checkpoint in checkpoints for name in checkpoint["metrics"]))
+def _of_run(found: Mapping[str, Any]) -> Iterator[str | Table]:
+    checkpoints = found["checkpoints"]
+    names = dict.fromkeys(name for checkpoint in checkpoints for name in checkpoint["metrics"])
+    metrics = [name for name in names if name not in _COLUMNS]
     metrics.sort(key=lambda name: ("loss" in name) + ("val" in name))  # what is likeliest missed comes last
     metrics = metrics[-_SHOWN_METRICS:]
     rows = [
@@ -182,40 +183,37 @@ def _print_run(found: Mapping[str, Any], url: str) -> None:
         for each in checkpoints
     ]
     repeated = len({checkpoint["step"] for checkpoint in checkpoints}) < len(rows)
-    print_table(rows, left=("kind",), optional=metrics if repeated else ("seq", *metrics))
-    out, whole = console(), _overview("", found)
-    for remark in remarks_on(checkpoints, found["unreadable"]):
-        out.print(remark)
+    yield from table(rows, left=("kind",), optional=metrics if repeated else ("seq", *metrics))
+    yield from remarks_on(checkpoints, found["unreadable"])
+    whole = _overview("", found)
     size, count = f"{bytes_text(whole['stored_bytes'])} on disk", counted(len(checkpoints), "checkpoint")
     if whole["ratio"] is not None:
         size += f" instead of {bytes_text(whole['raw_bytes'])}, {ratio_text(whole['ratio'])}"
-    out.print(f"{count} in {found['url']}: {size}")
-    cost = in_all_text(checkpoints)
-    if cost is not None:
-        out.print(f"a restore may raise the loss by at most {cost}, the run's reserve included")
-    if others:
-        size = f"{counted(others, 'container')}, {bytes_text(found['unlisted_bytes'])}"
+    yield f"{count} in {found['url']}: {size}"
+    if (cost := in_all_text(checkpoints)) is not None:
+        yield f"a restore may raise the loss by at most {cost}, the run's reserve included"
+    yield from more_in(found)
+
+
+def more_in(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what else is stored in a run than its checkpoints: containers of others, and a step log."""
+    if found["unlisted_containers"]:
+        size = f"{counted(found['unlisted_containers'], 'container')}, {bytes_text(found['unlisted_bytes'])}"
         unreadable = ", or of those that are unreadable" if found["unreadable"] else ""
-        out.print(
+        yield (
             f"and {size}, that none of these needs: of removed checkpoints, which wait for the end of their grace (`shrinkpoint undelete`"
             f" brings them back), or of a save in progress{unreadable}"
         )
-    if found["step_log"] is not None:
-        out.print(logged_text(found["step_log"], url))
-
-
-def logged_text(log: Mapping[str, Any], url: str) -> str:
-    """Return what a run's step log is good for, from its overview."""
-    size = f"{counted(log['segments'], 'segment')}, {bytes_text(log['bytes'])}"
-    if log["kind"] is None:
-        return f"and a step log of {size}, whose newest segments are damaged"
-    reached = "" if log["last_step"] is None else f" up to step {log['last_step']}"
-    use = (
-        f"`shrinkpoint export {url} FILE --step N` writes the weights of any logged step"
-        if log["kind"] == "small"
-        else "a resume replays it"
-    )
-    return f"and a step log ({log['kind']!r}){reached}: {size}; {use}"
+    if (log := found["step_log"]) is not None:
+        size = f"{counted(log['segments'], 'segment')}, {bytes_text(log['bytes'])}"
+        if log["kind"] is None:
+            yield f"and a step log of {size}, whose newest segments are damaged"
+            return
+        reached = "" if log["last_step"] is None else f" up to step {log['last_step']}"
+        use = "a resume replays it"
+        if log["kind"] == "small":
+            use = f"`shrinkpoint export {found['url']} FILE --step N` writes the weights of any logged step"
+        yield f"and a step log ({log['kind']!r}){reached}: {size}; {use}"
 
 
 def remarks_on(
@@ -298,8 +296,8 @@ def show(
         by_layer = dict(sorted(by_layer.items(), key=lambda layer: -(layer[1][key] or 0.0)))
     if layers:
         rows = [_sums_row("layer", *layer) for layer in by_layer.items()]
-        return Answer(report, lambda: print_table(rows, left=["layer"], optional=["elements"], crop="layer"))
-    return Answer(report, lambda: _print_checkpoint(report, everything=everything))
+        return Answer(report, table(rows, left=["layer"], optional=["elements"], crop="layer"))
+    return Answer(report, _of_checkpoint(report, everything=everything))
 
 
 def contents_of(header: "Header", size: int) -> dict[str, Any]:
@@ -367,7 +365,7 @@ def layers_of(tensors: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]
     return _sums_by(tensors, lambda tensor: (tensor["parameter"] or "").rpartition(".")[0] or "(no layer)")
 
 
-def _print_checkpoint(report: Mapping[str, Any], *, everything: bool) -> None:
+def _of_checkpoint(report: Mapping[str, Any], *, everything: bool) -> Iterator[str | Table]:
     rows = [
         {
             "tensor": tensor["name"],
@@ -382,22 +380,26 @@ def _print_checkpoint(report: Mapping[str, Any], *, everything: bool) -> None:
         if everything or tensor["elements"] > 1
     ]
     left = ("tensor", "role", "dtype", "shape", "codec", "exact, because")
-    print_table(rows, left=left, optional=(left[-1], "dtype", "role", "bits/element"), crop="tensor")
+    yield from table(rows, left=left, optional=(left[-1], "dtype", "role", "bits/element"), crop="tensor")
     left_out = len(report["tensors"]) - len(rows)
     if left_out:
-        console().print(f"and {counted(left_out, 'scalar')} (--all shows them)")
+        yield f"and {counted(left_out, 'scalar')} (--all shows them)"
     if report["references"]:
-        console().print(
-            f"and references to {counted(report['references'], 'frozen tensor')}, whose values are not stored"
-        )
-    console().print()
+        frozen = counted(report["references"], "frozen tensor")
+        yield f"and references to {frozen}, whose values are not stored"
+    yield ""
     totals = [_sums_row("role", *total) for total in report["totals"].items()]
     nothing = dict.fromkeys(("role", "elements", "bytes", "bits/element", "ratio"), "")
     header = nothing | {"role": "header and index", "bytes": bytes_text(report["overhead_bytes"])}
     whole = {"role": "whole file", "bytes": bytes_text(report["bytes"]), "ratio": ratio_text(report["ratio"])}
-    print_table([*totals, header, nothing | whole], left=("role",))
-    console().print()
-    print_pairs(_facts(report))
+    yield from table([*totals, header, nothing | whole], left=("role",))
+    yield ""
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for fact in _facts(report):
+        facts.add_row(*fact)
+    yield facts
 
 
 def _sums_row(title: str, name: str, total: Mapping[str, Any]) -> dict[str, object]:
@@ -456,7 +458,7 @@ def diff(
     data = [{"name": path, "a": left, "b": right} for path, left, right in leaves]
     in_a, in_b = (_side(*side) for side in loaded)
     report = {"a": in_a, "b": in_b, "tensors": _tensors(one, other), "data": data}
-    return Answer(report, lambda: _print_difference(report, everything=everything))
+    return Answer(report, _of_difference(report, everything=everything))
 
 
 def _side(url: str, decoded: "Decoded", size: int, manifest: Manifest | None) -> dict[str, Any]:
@@ -524,25 +526,24 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, dict) and value.get("$") in ("tensor", "ndarray")
 
 
-def _print_difference(report: Mapping[str, Any], *, everything: bool) -> None:
-    out = console()
+def _of_difference(report: Mapping[str, Any], *, everything: bool) -> Iterator[str | Table]:
     sides = [
         {"": side.upper()}
         | {fact: report[side][fact] for fact in ("step", "kind", "bytes", "loss", "url")}
         | {"bytes": bytes_text(report[side]["bytes"])}
         for side in ("a", "b")
     ]
-    print_table(sides, left=("", "kind", "url"), crop="url")
-    out.print()
+    yield from table(sides, left=("", "kind", "url"), crop="url")
+    yield ""
     rows = [_row(row) for row in report["tensors"] if everything or row["state"] != _IDENTICAL]
     left = ("tensor", "role", "dtype", "shape", "difference")
-    print_table(rows, left=left, optional=("dtype", "role", "shape"), crop="tensor")
+    yield from table(rows, left=left, optional=("dtype", "role", "shape"), crop="tensor")
     for data in report["data"][:_NAMED_VALUES]:
-        out.print(f"{data['name']}: {_brief(data['a'])} in A, {_brief(data['b'])} in B")
+        yield f"{data['name']}: {_brief(data['a'])} in A, {_brief(data['b'])} in B"
     if len(report["data"]) > _NAMED_VALUES:
-        out.print(f"... and {len(report['data']) - _NAMED_VALUES} more values of the plain data differ")
+        yield f"... and {len(report['data']) - _NAMED_VALUES} more values of the plain data differ"
     same = sum(row["state"] == _IDENTICAL for row in report["tensors"])
-    out.print(f"{same} of {len(report['tensors'])} tensors are bit-identical")
+    yield f"{same} of {len(report['tensors'])} tensors are bit-identical"
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""Prints results for people: tables, and numbers in short."""
+"""Results for people: tables, and numbers in short."""
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -28,14 +28,14 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
-def print_table(
+def table(
     rows: Sequence[Mapping[str, object]],
     *,
     left: Sequence[str] = (),
     optional: Sequence[str] = (),
     crop: str | None = None,
-) -> None:
-    """Print a table, if there are rows; where `optional` or `crop` is given, each row is one line.
+) -> Iterator[Table]:
+    """Yield a table, if there are rows; where `optional` or `crop` is given, each row is one line.
 
     Args:
         rows: texts and numbers by the titles of their columns, which are the same in all rows.
@@ -45,42 +45,30 @@ def print_table(
     """
     if not rows:
         return
-    out, shown = console(), list(rows[0])
+    shown, width = list(rows[0]), console().width
     texts = [{column: number(value) for column, value in row.items()} for row in rows]
     widths = {column: max(map(cell_len, (column, *(row[column] for row in texts)))) for column in shown}
 
     def excess() -> int:
-        return sum(widths[column] + 2 for column in shown) - 2 - out.width
+        return sum(widths[column] + 2 for column in shown) - 2 - width
 
     for column in optional:
         if excess() > 0:
             shown.remove(column)
     room = widths[crop] - max(excess(), 0) if crop else 0
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    made = Table(box=None, pad_edge=False, header_style="bold")
     for column in shown:
         fixed = column not in left or crop is not None or bool(optional)
-        table.add_column(
-            column, justify="left" if column in left else "right", no_wrap=fixed, overflow="fold"
-        )
+        made.add_column(column, justify="left" if column in left else "right", no_wrap=fixed, overflow="fold")
     for row in texts:
-        table.add_row(*(_cropped(row[name], room) if name == crop else row[name] for name in shown))
-    out.print(table)
+        made.add_row(*(_cropped(row[name], room) if name == crop else row[name] for name in shown))
+    yield made
 
 
 def _cropped(text: str, room: int) -> str:
     room = max(room, _LEAST)
     begins = (room - 1) // 2
     return text if len(text) <= room else f"{text[:begins]}…{text[len(text) - room + begins + 1 :]}"
-
-
-def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
-    """Names and values, one pair a line."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in pairs:
-        table.add_row(name, value)
-    console().print(table)
 
 
 def bytes_text(size: float) -> str:
@@ -102,6 +90,11 @@ def interval_text(mean: object, high: object) -> str:
     if not isinstance(mean, (int, float)):
         return "-"
     return f"{mean:+.2%}" + (f" (<{high:.2%})" if isinstance(high, (int, float)) and high != mean else "")
+
+
+def percent_text(share: float | None) -> str:
+    """Return a share in percent, three digits; or a dash."""
+    return "-" if share is None else f"{100 * share:.3g}%"
 
 
 def _cost_text(noted: Mapping[str, Any]) -> str:

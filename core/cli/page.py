@@ -12,7 +12,7 @@ from string import Template
 from types import MappingProxyType
 from typing import Any
 
-from shrinkpoint.cli.output import bytes_text, number, ratio_text
+from shrinkpoint.cli.output import bytes_text, counted, number, percent_text, ratio_text
 
 GENERATOR = '<meta name="generator" content="shrinkpoint report">'
 """By which a page of ours is recognised."""
@@ -47,10 +47,6 @@ def finite(value: object) -> float | None:
     return float(value) if known else None  # type: ignore[arg-type]
 
 
-def _percent(rise: float) -> str:
-    return f"{100 * rise:.3g}%"
-
-
 def seconds_text(spent: float) -> str:
     """Return a time spent."""
     return f"{spent:.2g} s" if spent < 99.5 else f"{spent:.0f} s"
@@ -68,7 +64,9 @@ _SECONDS = ("blocked_s", "search_s", "encode_s", "copies_sum", "evaluations_sum"
 _TEXTS: Mapping[str, Callable[[Any], str]] = {
     **dict.fromkeys(("bytes", "raw_bytes", "chain_bytes", "raw_sum", "disk_sum"), bytes_text),
     **dict.fromkeys(("ratio", "ratio_sum"), ratio_text),
-    **dict.fromkeys(("degradation", "degradation_low", "degradation_high", "allowed", "cost_high"), _percent),
+    **dict.fromkeys(
+        ("degradation", "degradation_low", "degradation_high", "allowed", "cost_high"), percent_text
+    ),
     **dict.fromkeys(_SECONDS, seconds_text),
     "share": "{:.1%}".format,
     "bits_per_element": "{:.2f}".format,
@@ -218,14 +216,15 @@ def _framed(title: str, note: str, body: str) -> str:
     return f"<figure><h3>{escape(title)}</h3>{paragraph(note) if note else ''}{body}</figure>"
 
 
-def strips(title: str, rows: Sequence[tuple[str, str, Sequence[float]]], more: str) -> str:
-    """Return for each name a text, and marks at its steps; and more below all of them."""
-    xs, lines = _Axis.of_steps(at for _, _, ats in rows for at in ats), ""
-    for at, (name, text, steps) in enumerate(rows):
+def strips(title: str, rows: Mapping[str, Sequence[float]], more: str) -> str:
+    """Return marks at the steps of each name's checkpoints; and more below all of them."""
+    xs, lines = _Axis.of_steps(step for steps in rows.values() for step in steps), ""
+    for at, (name, steps) in enumerate(rows.items()):
         places = sorted({round(_WIDE / 2 * xs.share(step)) * 2 for step in steps})
         marks = _path(f"c{at % COLOURS} dots", "".join(f"M{place} 10h0" for place in places))
         drawn = _svg(name, 20, _path("grid", f"M0 10H{_WIDE:g}") + marks)
-        lines += f"<dt>{escape(name)} <small>{escape(text)}</small></dt><dd>{drawn}</dd>"
+        count = counted(len(steps), "checkpoint")
+        lines += f"<dt>{escape(name)} <small>{count}</small></dt><dd>{drawn}</dd>"
     labels = f'<dd class="xs">{xs.labels("left", _step_text)}</dd>'
     return _framed(title, "", f'<dl class="strips">{lines}{labels}</dl>{more}')
 

@@ -1,13 +1,13 @@
 """``shrinkpoint prune``, ``undelete`` and ``compact``: which checkpoints are kept, and what they take."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.output import bytes_text, console
+from shrinkpoint.cli.output import bytes_text
 from shrinkpoint.cli.runs import Answer, Seq, Step, Url, Yes, addressed, describe_manifest, keys_of, open_run
 from shrinkpoint.engine.retention import RetentionPolicy, record_of
 from shrinkpoint.errors import ConfigError, NoCheckpointError
@@ -42,8 +42,7 @@ def prune(
     metric: Annotated[str | None, typer.Option(help="The metric for --keep-best.")] = None,
     mode: Annotated[Mode, typer.Option(help="Which value of it is best.")] = Mode.min,
     pin: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Keep the checkpoint of --step or --seq until --unpin NAME."),
+        str | None, typer.Option(metavar="NAME", help="Keep that of --step or --seq until --unpin NAME.")
     ] = None,
     unpin: Annotated[str | None, typer.Option(metavar="NAME", help="Release this pin.")] = None,
     step: Step = None,
@@ -54,9 +53,7 @@ def prune(
     """Remove the checkpoints that no rule keeps; pinned ones and the newest sound one, which is read for it, always stay."""
     removes = any((keep_last, keep_every, keep_best))
     if keep_best is not None and metric is None:
-        raise ConfigError(
-            "--keep-best must know its metric: give --metric too, for example --metric val_loss"
-        )
+        raise ConfigError("--keep-best must know its metric: give --metric too, as --metric val_loss")
     if metric is not None and keep_best is None:
         raise ConfigError(f"--metric {metric} is for --keep-best: say how many of the best to keep")
     if not (removes or pin or unpin):
@@ -92,7 +89,7 @@ def prune(
         report |= _report(run, keep, remove)
         if yes:
             report |= _collect(run, keep, remove, grace)
-    return Answer(report, lambda: _print(report, run.display))
+    return Answer(report, _told(report, run.display))
 
 
 def _plan(
@@ -155,34 +152,34 @@ def _collect(
     return {"containers_waiting": collected.waiting, "unreadable": list(collected.damaged)}
 
 
-def _print(report: Mapping[str, Any], shown: str) -> None:
-    out, done = console(), report["done"]
+def _told(report: Mapping[str, Any], shown: str) -> Iterator[str]:
+    done = report["done"]
     if (released := report.get("unpinned")) is not None:
-        out.print(f"{'released' if done else 'would release'} pin {released}")
+        yield f"{'released' if done else 'would release'} pin {released}"
     if (pinned := report.get("pinned")) is not None:
         where = f"step {pinned['step']} (seq {pinned['seq']}) as {pinned['name']}"
-        out.print(f"{'pinned' if done else 'would pin'} {where}")
+        yield f"{'pinned' if done else 'would pin'} {where}"
     if "keep" not in report:
         if not done:
-            out.print(_UNDONE)
+            yield _UNDONE
         return
     for word in ("keep", "remove"):
-        out.print(f"{word:<7} {_steps(report[word])}")
+        yield f"{word:<7} {_steps(report[word])}"
     freed = f"{report['containers_freed']} containers, {bytes_text(report['bytes_freed'])}"
     waiting = report.get("containers_waiting")
     if not done:
-        out.print(f"would free {freed} in {shown}. {_UNDONE}")
+        yield f"would free {freed} in {shown}. {_UNDONE}"
     else:
         waits = f". {waiting} containers wait for the end of their grace: the next collection deletes them"
-        out.print(f"removed from {shown}; {f'frees {freed}{waits}' if waiting else f'freed {freed}'}")
+        yield f"removed from {shown}; {f'frees {freed}{waits}' if waiting else f'freed {freed}'}"
     if not report["containers_freed"] and report["containers_of_chains"]:
         chains = f"{report['containers_of_chains']} containers, {bytes_text(report['bytes_of_chains'])}"
         command = f"shrinkpoint compact {shown} --seq {report['deltas_with_chains'][0]['seq']} --yes"
-        out.print(
+        yield (
             f"{chains}, are there only because kept deltas need them: `{command}` makes one a base of its own, after which they can go"
         )
     for key in report.get("unreadable", ()):
-        out.print(f"kept, with all that it may need: unreadable {key}")
+        yield f"kept, with all that it may need: unreadable {key}"
 
 
 def _steps(listed: Sequence[Mapping[str, int]], where: str = "") -> str:
@@ -210,7 +207,7 @@ def undelete(url: Url, step: Step = None, seq: Seq = None, yes: Yes = False) -> 
     text = f"would bring back {steps}. {_UNDONE}"
     if yes:
         text = f"brought back {steps}. Pin those that a training with retention must not remove"
-    return Answer(report, lambda: console().print(text))
+    return Answer(report, [text])
 
 
 def compact(
@@ -229,7 +226,7 @@ def compact(
     if manifest.kind == "base":
         report["already_base"] = True
         text = f"{where} (seq {manifest.seq}) is a base already: nothing to do"
-        return Answer(report, lambda: console().print(text))
+        return Answer(report, [text])
     with waiting_for(f"storing {where} as a base"):
         rebased = rebase(run, manifest, threads=SaverConfig().encoder_threads)
     size, length = len(rebased.container), len(manifest.chain)
@@ -247,4 +244,4 @@ def compact(
         text += f"; it is commit {compacted.manifest.seq} now"
     else:
         text += f". {_UNDONE}\nA training that is running in this run would be fenced off: stop it first"
-    return Answer(report, lambda: console().print(text))
+    return Answer(report, [text])

@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from shrinkpoint.cli import page
-from shrinkpoint.cli.look import contents_of, damaged_in, layers_of, logged_text, remarks_on, survey
-from shrinkpoint.cli.output import bytes_text, console, counted, in_all_text
+from shrinkpoint.cli.look import contents_of, damaged_in, layers_of, more_in, remarks_on, survey
+from shrinkpoint.cli.output import bytes_text, counted, in_all_text
 from shrinkpoint.cli.page import finite, seconds_text, when
 from shrinkpoint.cli.runs import Answer, Url, open_run, runs_below
 from shrinkpoint.cli.verify import verify_run
@@ -94,14 +95,11 @@ def report(
     text = page.document(shown.rstrip("/").rpartition("/")[2], made, parts)
     size = write_whole(target, lambda file: file.write_text(text, "utf-8", "replace"), force=True)
     count, damaged = sum(len(run.rows) for run in runs), sum(damaged_in(run.found) for run in runs)
-
-    def show() -> None:
-        console().print(f"wrote {target}: {counted(count, 'checkpoint')}, {bytes_text(size)}")
-        if verify and damaged:
-            console().print(f"{counted(damaged, 'checkpoint')} DAMAGED: the page says how")
-
+    lines = [f"wrote {target}: {counted(count, 'checkpoint')}, {bytes_text(size)}"]
+    if verify and damaged:
+        lines.append(f"{counted(damaged, 'checkpoint')} DAMAGED: the page says how")
     found = {"path": str(target), "bytes": size, "checkpoints": count, "damaged": damaged}
-    return Answer(found, show, verify and damaged > 0)
+    return Answer(found, lines, verify and damaged > 0)
 
 
 def _read(url: str, name: str, *, verify: bool) -> _Run:
@@ -292,21 +290,17 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _settings(rows: Sequence[Mapping[str, Any]]) -> str:
-    steps: dict[str, list[float]] = {}
-    for row in rows:
-        steps.setdefault(str(row["configuration"] or "not noted"), []).append(row["step"])
+    names = [str(row["configuration"] or "not noted") for row in rows]
+    most, steps = dict(Counter(names).most_common(_SETTINGS)), dict[str, list[float]]()
+    for row, name in zip(rows, names, strict=True):
+        steps.setdefault(name if name in most else "others", []).append(row["step"])
     changes = [
         rows[0],
         *(row for last, row in pairwise(rows) if last["configuration"] != row["configuration"]),
     ]
-    most = sorted(steps, key=lambda name: -len(steps[name]))[:_SETTINGS]
-    shown = [(name, counted(len(of), "checkpoint"), of) for name, of in steps.items() if name in most]
-    others = [step for name, of in steps.items() if name not in most for step in of]
-    if others:
-        shown.append((f"{len(steps) - len(most)} others", counted(len(others), "checkpoint"), others))
     columns = {"step": "from step", "configuration": "settings", "reason": "why"}
     listed = page.table(_thinned(changes, _CHANGES), columns)
-    return page.strips("Settings over time", shown, page.folded("Table of changes", listed))
+    return page.strips("Settings over time", steps, page.folded("Table of changes", listed))
 
 
 def _contents(contents: Mapping[str, Any], limit: int) -> Iterator[str]:
@@ -330,12 +324,7 @@ def _contents(contents: Mapping[str, Any], limit: int) -> Iterator[str]:
 
 
 def _health(run: _Run) -> str:
-    lines, others = remarks_on(reversed(run.rows), run.found["unreadable"]), run.found["unlisted_containers"]
-    if others:
-        size = f"{counted(others, 'container')}, {bytes_text(run.found['unlisted_bytes'])}"
-        lines.append(f"{size}, of removed checkpoints or of a save in progress")
-    if run.found["step_log"] is not None:
-        lines.append(logged_text(run.found["step_log"], run.found["url"]))
+    lines = [*remarks_on(reversed(run.rows), run.found["unreadable"]), *more_in(run.found)]
     if len(lines) > _REMARKS:
         lines[_REMARKS:] = [f"and {len(lines) - _REMARKS} more: `shrinkpoint ls` has all"]
     seen = _VERIFIED if run.verified else "Files and their sizes were looked at; --verify reads every byte."

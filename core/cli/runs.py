@@ -10,7 +10,9 @@ from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
+from shrinkpoint.cli.output import console
 from shrinkpoint.engine.address import Address
 from shrinkpoint.engine.retention import adopted_of, is_weights_only, lineage_of
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
@@ -28,19 +30,13 @@ if TYPE_CHECKING:
 
 _VARIABLE = "SHRINKPOINT_STORAGE_OPTIONS"
 
-Url = Annotated[
-    str, typer.Argument(metavar="URL", help="The run: a folder, s3://bucket/prefix, any fsspec URL.")
-]
+Url = Annotated[str, typer.Argument(metavar="URL", help="The run: a folder, s3://bucket/prefix, fsspec URL.")]
 Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="URL", help="A run, one checkpoint of it (URL#step=N, URL#best), or a container file."
-    ),
+    str, typer.Argument(metavar="URL", help="A run, a checkpoint of it (URL#step=N, URL#best), or a file.")
 ]
 _StorageOptions = Annotated[
     str | None,
     typer.Option(
-        "--storage-options",
         metavar="JSON",
         envvar=_VARIABLE,
         show_envvar=True,
@@ -53,14 +49,12 @@ _Pairs = Annotated[
         "--option",
         "-o",
         metavar="KEY=VALUE",
-        help="One such option, repeatable; dots nest: -o client_kwargs.region_name=eu-west-1.",
+        help="One such; dots nest: -o client_kwargs.region_name=eu-west-1.",
     ),
 ]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of a table.")]
-Step = Annotated[
-    int | None, typer.Option("--step", min=0, help="The checkpoint of this step; default: the newest.")
-]
-Seq = Annotated[int | None, typer.Option("--seq", min=0, help="The checkpoint with this commit number.")]
+Step = Annotated[int | None, typer.Option(min=0, help="The checkpoint of this step; default: the newest.")]
+Seq = Annotated[int | None, typer.Option(min=0, help="The checkpoint with this commit number.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only print what would be done.")]
 
 
@@ -74,10 +68,12 @@ class Answer:
 
     report: Mapping[str, Any]
     """As ``--json`` prints it."""
-    show: Callable[[], object]
-    """Prints it for people."""
+    shown: Iterable[str | Table]
+    """The same for people, line by line."""
     failed: bool = False
     """Whether something is amiss: the exit code is 1."""
+    notes: Iterable[str] = ()
+    """For people, on stderr."""
 
 
 def answering(command: Callable[..., Answer], *, of_stores: bool = True) -> Callable[..., None]:
@@ -96,7 +92,10 @@ def answering(command: Callable[..., Answer], *, of_stores: bool = True) -> Call
         if as_json:
             print(json.dumps(answer.report, indent=2, allow_nan=False))
         else:
-            answer.show()
+            for note in answer.notes:
+                console(stderr=True).print(f"note: {note}")
+            for line in answer.shown:
+                console().print(line)
         if answer.failed:
             raise typer.Exit(1)
 
@@ -252,15 +251,13 @@ def load(address: Address) -> "tuple[Decoded, int, Manifest | None]":
 def find_damage(store: RunStore, manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
     """Say what a listing shows to be missing or cut of a checkpoint's chain; None does not verify the bytes."""
     try:
-        needed = store.refs(manifest)
+        for ref in store.refs(manifest):
+            if (size := sizes.get(ref.key)) is None:
+                return f"{ref.key} is missing"
+            if size != ref.size:
+                return f"{ref.key} has {size} bytes instead of {ref.size}"
     except (ChainError, FormatError) as error:
         return str(error)
-    for ref in needed:
-        size = sizes.get(ref.key)
-        if size is None:
-            return f"{ref.key} is missing"
-        if size != ref.size:
-            return f"{ref.key} has {size} bytes instead of {ref.size}"
     return None
 
 

@@ -1,13 +1,13 @@
 """``shrinkpoint stores``: the several stores of a run, what they lack, and writing it again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from shrinkpoint.cli.output import bytes_text, console, counted, print_table
+from shrinkpoint.cli.output import bytes_text, counted, table
 from shrinkpoint.cli.runs import Answer, keys_of, open_run
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.runtime.progress import waiting_for
@@ -20,21 +20,19 @@ def stores(
     urls: Annotated[
         list[str],
         typer.Argument(
-            metavar="URL...", help="The stores of the run in their order, apart or with commas between them."
+            metavar="URL...", help="The run's stores in their order, apart or with commas between them."
         ),
     ],
     heal: Annotated[
         bool,
         typer.Option(
-            "--heal", help="Read everything, and write again what is missing or damaged; a blank store joins."
+            "--heal", help="Read all, and write again what is missing or damaged; a blank store joins."
         ),
     ] = False,
     replace: Annotated[
         list[str] | None,
         typer.Option(
-            "--replace",
-            metavar="N=URL",
-            help="With --heal: put an empty place in that of the store with this number, from 1; repeatable.",
+            metavar="N=URL", help="With --heal: an empty place instead of store N, from 1; repeatable."
         ),
     ] = None,
 ) -> Answer:
@@ -43,9 +41,7 @@ def stores(
     With --heal what is missing is written again; the run may be saved to meanwhile. Exits with 1 where something is amiss.
     """
     if replace and not heal:
-        raise ConfigError(
-            "--replace puts a new store in the place of another when the run is healed: give --heal too"
-        )
+        raise ConfigError("--replace puts a new store in the place of another with --heal: give that too")
     given = _replaced([str(one) for url in urls for one in split_urls(url)], replace or ())
     if len(given) < 2:
         raise ConfigError(f"{given[0]} is one store: give all of the run's stores, as in A B C or A,B,C")
@@ -56,13 +52,13 @@ def stores(
     if not heal:
         found = survey(objects, manifests, needed)
         amiss = bool(found.unrestorable) or any(state.problem for state in found.stores)
-        return Answer({"url": run.display} | asdict(found), lambda: _print_survey(found), amiss)
+        return Answer({"url": run.display} | asdict(found), _of_survey(found), amiss)
     with waiting_for("healing") as waiting:
         healed = heal_objects(
             objects, needed, lambda done, of, key: waiting.say(f"healing, {done} of {of} objects")
         )
-    show = partial(_print_healed, healed, run.display, replaced=bool(replace))
-    return Answer({"url": run.display} | asdict(healed), show, bool(healed.lost))
+    more = [f"from now on, give {run.display}"] if replace else []
+    return Answer({"url": run.display} | asdict(healed), [*_of_healed(healed), *more], bool(healed.lost))
 
 
 def _replaced(urls: list[str], pairs: Sequence[str]) -> list[str]:
@@ -76,7 +72,7 @@ def _replaced(urls: list[str], pairs: Sequence[str]) -> list[str]:
     return urls
 
 
-def _print_survey(found: Survey) -> None:
+def _of_survey(found: Survey) -> Iterator[str | Table]:
     rows = [
         {
             "store": state.number,
@@ -89,32 +85,28 @@ def _print_survey(found: Survey) -> None:
         }
         for state in found.stores
     ]
-    print_table(rows, left=("url", "state"))
-    out = console()
+    yield from table(rows, left=("url", "state"))
     for key in found.unrestorable:
-        out.print(f"LOST {key}: too few shards are left in the stores that answer")
+        yield f"LOST {key}: too few shards are left in the stores that answer"
     spare = counted(found.redundancy, "store") if found.redundancy else "no further store"
-    out.print(f"{spare} may be lost now; parity {found.parity}")
+    yield f"{spare} may be lost now; parity {found.parity}"
     if found.redundancy < found.parity:
-        out.print(
+        yield (
             "`shrinkpoint stores --heal` writes what is missing, where all stores answer or are replaced (--replace N=URL)"
         )
 
 
-def _print_healed(healed: Healed, shown: str, *, replaced: bool) -> None:
-    out = console()
+def _of_healed(healed: Healed) -> Iterator[str]:
     for number in healed.joined:
-        out.print(f"store {number} was blank and belongs to the run now")
+        yield f"store {number} was blank and belongs to the run now"
     leftovers = f"; {healed.orphans} leftovers of interrupted saves are left alone" if healed.orphans else ""
     wrote = f"{counted(healed.records, 'record')} and {counted(healed.shards, 'shard')}"
-    out.print(f"wrote what was missing: {wrote}; repaired {healed.repaired} that were damaged{leftovers}")
+    yield f"wrote what was missing: {wrote}; repaired {healed.repaired} that were damaged{leftovers}"
     if healed.outdated:
         steps = ", ".join(map(str, healed.outdated))
-        out.print(
+        yield (
             f"checkpoints of steps {steps} were removed while a store was away that still lists them: the next collection"
             " removes them there"
         )
     for key, why in healed.lost.items():
-        out.print(f"LOST {key}: {why}")
-    if replaced:
-        out.print(f"from now on, give {shown}")
+        yield f"LOST {key}: {why}"

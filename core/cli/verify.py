@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.output import console
 from shrinkpoint.cli.runs import Answer, Seq, Step, Target, addressed, open_run, options_of
 from shrinkpoint.engine.address import Address
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError, ShrinkpointWarning
@@ -37,7 +36,8 @@ def verify(
         results, shown = verify_run(run, None if everything else address), run.display
     damaged = sum(not result["sound"] for result in results)
     report = {"url": shown, "sound": len(results) - damaged, "damaged": damaged, "results": results}
-    return Answer(report, lambda: _print(results, damaged, shown), bool(damaged))
+    whole = f"{f'{damaged} of {len(results)} damaged' if damaged else 'all sound'}: {shown}"
+    return Answer(report, [*map(_line, results), whole], bool(damaged))
 
 
 def verify_run(run: "RunStore", address: Address | None = None) -> list[dict[str, Any]]:
@@ -96,12 +96,6 @@ def _result(key: str, error: str | None = None, decoded: bool = True, **known: A
     empty = dict.fromkeys(("seq", "step", "kind", "tensors", "state_digest"))
     sound = error is None
     return {"key": key, **empty, **known, "decoded": decoded and sound, "sound": sound, "error": error}
-
-
-def _print(results: list[dict[str, Any]], damaged: int, shown: str) -> None:
-    for result in results:
-        console().print(_line(result))
-    console().print(f"{f'{damaged} of {len(results)} damaged' if damaged else 'all sound'}: {shown}")
 
 
 def _line(result: Mapping[str, Any]) -> str:
