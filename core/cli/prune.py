@@ -89,7 +89,7 @@ def prune(
         report |= _report(run, keep, remove)
         if yes:
             report |= _collect(run, keep, remove, grace)
-    return Answer(report, _told(report, run.display))
+    return Answer(report, _of_pruned(report, run.display))
 
 
 def _plan(
@@ -152,7 +152,7 @@ def _collect(
     return {"containers_waiting": collected.waiting, "unreadable": list(collected.damaged)}
 
 
-def _told(report: Mapping[str, Any], shown: str) -> Iterator[str]:
+def _of_pruned(report: Mapping[str, Any], shown: str) -> Iterator[str]:
     done = report["done"]
     if (released := report.get("unpinned")) is not None:
         yield f"{'released' if done else 'would release'} pin {released}"
