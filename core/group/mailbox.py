@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_JOIN_S = 120.0
+_JOIN_S = 30.0  # the first rank listens already; torch may try for twice as long
 _ANSWER_S = 60.0
 
 
@@ -158,6 +158,6 @@ def _store(host: str, port: int, *, serves: bool = False) -> "TCPStore":
         )
     except RuntimeError as error:
         raise StoreError(
-            f"the ranks' messages: {host}:{port} cannot be reached ({str(error).splitlines()[0][:200]}). Set MASTER_ADDR to the"
-            " first rank's address, as torchrun does"
+            f"the ranks' messages: {host}:{port} cannot be reached ({str(error).splitlines()[0][:200]}). The first rank has ended, or"
+            " MASTER_ADDR is not its address, as torchrun sets it"
         ) from error
