@@ -68,7 +68,7 @@ EXPERIMENTS = [
         "steps_errors", "steps.py --sections errors", "steps.py --sections errors --small --seeds 1 --before 30", 15, "LowDiff 8"
     ),
     Experiment(
-        "schemes_few", f"schemes.py --models gpt --every 50 --only '{_SCHEMES}' --workers 2 --cache {{cache}}",
+        "schemes_few", f"schemes.py --models gpt --every 50 --seeds 2 --only '{_SCHEMES}' --workers 2 --cache {{cache}}",
         "schemes.py --quick --models conv --seeds 1 --only lossless --cache {cache}", 20, "Inshrinkerator 5, figure 1; ExCP",
     ),
     Experiment(
