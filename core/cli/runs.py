@@ -129,11 +129,13 @@ def options_of(url: str) -> Any:
         raise ConfigError(
             f'--storage-options is not JSON ({error}): write it as \'{{"key": "value"}}\''
         ) from None
-    if isinstance(options, list) and len(split_urls(url)) > 1 and not pairs:
+    are_listed = isinstance(options, list) and all(one is None or isinstance(one, dict) for one in options)
+    if are_listed and len(split_urls(url)) > 1 and not pairs:
         return options
     if not isinstance(options, dict):
         raise ConfigError(
-            "--storage-options must be a JSON object, as in '{\"anon\": true}'; for several stores a list of them, without -o"
+            "--storage-options must be a JSON object, as in '{\"anon\": true}', or of several stores a list of JSON objects;"
+            " -o is for all of them: leave it out with a list"
         )
     for pair in pairs:
         key, equals, value = pair.partition("=")

@@ -41,7 +41,7 @@ def stores(
     With --heal what is missing is written again; the run may be saved to meanwhile. Exits with 1 where something is amiss.
     """
     if replace and not heal:
-        raise ConfigError("--replace puts a new store in the place of another with --heal: give that too")
+        raise ConfigError("--replace puts a new store in the place of another: give --heal too")
     given = _replaced([str(one) for url in urls for one in split_urls(url)], replace or ())
     if len(given) < 2:
         raise ConfigError(f"{given[0]} is one store: give all of the run's stores, as in A B C or A,B,C")
