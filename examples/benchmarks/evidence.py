@@ -202,23 +202,30 @@ def figures(folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     for name, title, label, columns in (
-        ("rework", "Rework", "steps made again", ("rework, steps",)),
-        ("peers", "Peers", "seconds per GB of state, saved", ("save at 0.6 GB/s", "save at 0.1")),
+        ("rework", "Rework", "steps made again, 95 % intervals", {"rework, steps": ""}),
+        (
+            "peers",
+            "Peers",
+            "seconds per GB of state, saved over a link",
+            {"save at 0.6 GB/s": "0.6 GB/s", "save at 0.1": "0.1 GB/s"},
+        ),
     ):
-        rows = [row for row in read(folder / f"{name}.csv") if row["table"].startswith(title)]
+        found = [row for row in read(folder / f"{name}.csv") if row["table"].startswith(title)]
+        rows = [row for row in found if "-" not in [row[column] for column in columns]]
         if not rows:
             continue
         figure, axes = plt.subplots(figsize=(8, 0.5 + 0.35 * len(rows)))
-        for number, column in enumerate(columns):
+        for number, (column, label_of) in enumerate(columns.items()):
             numbers = [[float(n) for n in re.findall(r"-?[\d.]+", row[column])[:3]] or [0.0] for row in rows]
             at = [place + 0.4 * number for place in range(len(rows))]
             errors = [[max(0.0, n[0] - min(n)) for n in numbers], [max(0.0, max(n) - n[0]) for n in numbers]]
-            axes.barh(at, [n[0] for n in numbers], 0.38, xerr=errors, label=column)
+            axes.barh(at, [n[0] for n in numbers], 0.38, xerr=errors, label=label_of)
         names = [f"{row['what'].split(' with')[0]} {row.get('kept by') or ''}" for row in rows]
         axes.set_yticks(range(len(rows)), names)
         axes.invert_yaxis()
         axes.set_xlabel(label)
-        axes.legend()
+        if len(columns) > 1:
+            axes.legend()
         figure.savefig(folder / f"{name}.svg", bbox_inches="tight")
         plt.close(figure)
 
