@@ -11,12 +11,11 @@ import typer
 from typer.core import TyperGroup
 
 from shrinkpoint.cli.files import export, import_run, try_schemes
-from shrinkpoint.cli.look import diff, ls, show
+from shrinkpoint.cli.look import diff, ls, show, verify
 from shrinkpoint.cli.prune import compact, prune, undelete
 from shrinkpoint.cli.report import report
 from shrinkpoint.cli.runs import Answer, answering
 from shrinkpoint.cli.stores import stores
-from shrinkpoint.cli.verify import verify
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import quieted, waiting_for
 from shrinkpoint.store.connect import reading_anyway

@@ -13,12 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from shrinkpoint.cli import page
-from shrinkpoint.cli.look import contents_of, damaged_in, layers_of, more_in, remarks_on, survey
+from shrinkpoint.cli import look, page
 from shrinkpoint.cli.output import bytes_text, counted, in_all_text
 from shrinkpoint.cli.page import finite, seconds_text, when
 from shrinkpoint.cli.runs import Answer, Url, open_run, runs_below
-from shrinkpoint.cli.verify import verify_run
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, StoreError
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.version import __version__
@@ -94,7 +92,7 @@ def report(
     parts = _folder_parts(runs) if below else _run_parts(runs[0])
     text = page.document(shown.rstrip("/").rpartition("/")[2], made, parts)
     size = write_whole(target, lambda file: file.write_text(text, "utf-8", "replace"), force=True)
-    count, damaged = sum(len(run.rows) for run in runs), sum(damaged_in(run.found) for run in runs)
+    count, damaged = sum(len(run.rows) for run in runs), sum(look.damaged_in(run.found) for run in runs)
     lines = [f"wrote {target}: {counted(count, 'checkpoint')}, {bytes_text(size)}"]
     if verify and damaged:
         lines.append(f"{counted(damaged, 'checkpoint')} DAMAGED: the page says how")
@@ -107,11 +105,11 @@ def _read(url: str, name: str, *, verify: bool) -> _Run:
     from shrinkpoint.coding.selective import header_of
 
     run = open_run(url)
-    manifests, found = survey(run)
+    manifests, found = look.survey(run)
     rows = found["checkpoints"]
     if verify and rows:
         # of another listing than the rows
-        errors = {result["key"]: result["error"] for result in verify_run(run)}
+        errors = {result["key"]: result["error"] for result in look.verify_run(run)}
         for row in rows:
             row["damage"] = errors.get(row["key"], row["damage"])
     newest = next((at for at, row in enumerate(rows) if row["damage"] is None), None)
@@ -119,7 +117,7 @@ def _read(url: str, name: str, *, verify: bool) -> _Run:
     if newest is not None:
         with suppress(FormatError, ChainError):  # `verify` says so
             header = header_of(run, manifests[newest].chain[-1])
-            contents = contents_of(header, rows[newest]["bytes"])
+            contents = look.contents_of(header, rows[newest]["bytes"])
             contents["chain"] = [{"key": ref.key, "bytes": ref.total} for ref in manifests[newest].chain]
             tree = header.tree if isinstance(header.tree, dict) else {}
             wrote = "lightning" if "pytorch-lightning_version" in tree else str(tree.get("format"))
@@ -199,7 +197,7 @@ def _size_card(runs: Sequence[_Run]) -> str:
 
 
 def _safety_card(runs: Sequence[_Run]) -> str:
-    rows, damaged = [row for run in runs for row in run.rows], sum(damaged_in(run.found) for run in runs)
+    rows, damaged = [row for run in runs for row in run.rows], sum(look.damaged_in(run.found) for run in runs)
     count = len(rows) + sum(len(run.found["unreadable"]) for run in runs)
     if not count:
         return page.card("How safe", "no checkpoint yet", "Nothing was committed so far.", alarm=True)
@@ -304,7 +302,7 @@ def _settings(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _contents(contents: Mapping[str, Any], limit: int) -> Iterator[str]:
-    whole, layers = contents["bytes"] or 1, layers_of(contents["tensors"])
+    whole, layers = contents["bytes"] or 1, look.layers_of(contents["tensors"])
     which = f"The {limit} largest of {len(layers)}. " if len(layers) > limit else ""
     sizes = {"bytes": "bytes", "share": "share"}
     for what, totals, note in (
@@ -324,7 +322,7 @@ def _contents(contents: Mapping[str, Any], limit: int) -> Iterator[str]:
 
 
 def _health(run: _Run) -> str:
-    lines = [*remarks_on(reversed(run.rows), run.found["unreadable"]), *more_in(run.found)]
+    lines = [*look.remarks_on(reversed(run.rows), run.found["unreadable"]), *look.more_in(run.found)]
     if len(lines) > _REMARKS:
         lines[_REMARKS:] = [f"and {len(lines) - _REMARKS} more: `shrinkpoint ls` has all"]
     seen = _VERIFIED if run.verified else "Files and their sizes were looked at; --verify reads every byte."
@@ -385,7 +383,7 @@ def _folder_parts(runs: Sequence[_Run]) -> Iterator[str]:
 
 
 def _overview(run: _Run) -> Mapping[str, Any]:
-    damaged, costs = damaged_in(run.found), [finite(row["cost_high"]) for row in run.rows]
+    damaged, costs = look.damaged_in(run.found), [finite(row["cost_high"]) for row in run.rows]
     state = f"{damaged} damaged" if damaged else "verified" if run.verified else "complete"
     if run.newest is not None and run.newest["not_finite"]:
         state += ", newest not finite"
