@@ -79,7 +79,10 @@ EXPERIMENTS = [
     Experiment("bound_kept", "bound.py --table listed", "bound.py --table listed", 1, "as bound_few, from the kept hours"),
     Experiment("lossless", "lossless.py --steps 300", "lossless.py --steps 2 --every 1 --width 32 --layers 1", 5, "exact coders"),
     Experiment("auto_speed", "auto_speed.py", "auto_speed.py --width 32 --matrices 2 --small 3", 5, "speed of the coders"),
-    Experiment("memory", "memory.py", "memory.py --width 64 --layers 1 --vocabulary 300 --schemes lossless", 5, "memory of a save"),
+    Experiment(
+        "memory", "memory.py --schemes auto,lossless --scratch /tmp", "memory.py --width 64 --layers 1 --vocabulary 300 --schemes lossless",
+        10, "memory of a save",
+    ),
     Experiment("sharded_scale", "sharded_scale.py", "sharded_scale.py --width 64 --layers 1", 5, "7 to 405 billion parameters"),
 ]  # fmt: skip
 
@@ -146,7 +149,8 @@ def run(experiment: Experiment, folder: Path, quick: bool, patience: float) -> R
     except subprocess.TimeoutExpired:
         ended, text = f"stopped after {patience * experiment.minutes:g} minutes", ""
     if ended == "ok":
-        written(folder / f"{experiment.name}.csv", [*tables(text)])
+        ended = "ok" if (found := [*tables(text)]) else "printed no table"
+        written(folder / f"{experiment.name}.csv", found)
         print(text, flush=True)
     return {
         "experiment": experiment.name, "ended": ended, "seconds": f"{time.monotonic() - began:.0f}", "commit": head,

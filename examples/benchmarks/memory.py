@@ -7,7 +7,7 @@ waited for the snapshot. The evaluation is on the CPU, where its copy of the liv
 libraries take the same memory whatever the size: they are loaded before, by saves of a small model, and given apart.
 
 12 layers of width 512 are 38 M parameters. GPT-2 has a ``--vocabulary`` of 50257 and a width of 768: one tensor is then a third of the state.
-``--scratch FOLDER`` has a save put parts of it into a folder on a local disk (`Advanced.scratch_folder`).
+``--scratch FOLDER`` measures it once more with a folder on a local disk for parts of it (`Advanced.scratch_folder`).
 ``--resumed`` lets steps be tried from restored states, as the callbacks do: they need the whole state twice more for that moment.
 """
 
@@ -16,10 +16,11 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from typing import Any
 
 import torch
-from common import gpt_of, parsed, reset_peak, resident
+from common import gpt_of, parsed, reset_peak, resident, show
 from gpt import VOCABULARY, GPTConfig, build_optimizer, load_corpus, loss_on
 
 import shrinkpoint
@@ -96,18 +97,25 @@ def main() -> None:
     if options.case:
         print(json.dumps(measure(options)))
         return
-    print(f"{'scheme':15} {'save':6} {'ratio':>6} {'peak':>7} {'after':>7} {'blocked':>9}")
-    for scheme in options.schemes:
+    rows = []
+    for scheme, scratch in product(options.schemes, dict.fromkeys((None, options.scratch))):
         command = [sys.executable, __file__, "--case", scheme]
         command += [text for name in sizes for text in (f"--{name}", str(getattr(options, name)))]
         command += ["--resumed"] if options.resumed else []
-        command += ["--scratch", options.scratch] if options.scratch else []
+        command += ["--scratch", scratch] if scratch else []
         found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         for row in found["rows"]:
-            shares = f"{row['ratio']:6.1f} {row['peak']:6.2f}x {row['after']:6.2f}x"
-            print(f"{scheme:15} {row['kind']:6} {shares} {1000 * row['blocked']:6.0f} ms", flush=True)
+            numbers = (
+                f"{row['ratio']:.1f}",
+                f"{row['peak']:.2f}x",
+                f"{row['after']:.2f}x",
+                f"{1000 * row['blocked']:.0f}",
+            )
+            rows.append([f"{scheme}, scratch folder" if scratch else scheme, row["kind"], *numbers])
+            print(*rows[-1], flush=True)
     megabytes = (f"{found[name] / 1e6:.0f} MB" for name in ("state", "training", "libraries"))
-    print("x: {} of state; the training had {} resident, coders and libraries {}".format(*megabytes))
+    title = "x: {} of state; the training had {} resident, coders and libraries {}".format(*megabytes)
+    show("scheme | save | ratio | peak | after | blocked, ms", rows, title)
 
 
 if __name__ == "__main__":
