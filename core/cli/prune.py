@@ -75,20 +75,20 @@ def prune(
     if pin is not None and pinned is not None:
         report["pinned"] = {"name": pin, "seq": pinned.seq, "step": pinned.step}
         pins[pin] = pinned.seq
+    if removes:  # what is refused here leaves the pins alone
+        policy = RetentionPolicy(
+            keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, mode=mode.value
+        )
+        keep, remove = _plan(run, policy, metric, set(pins.values()))
+        report |= _report(run, keep, remove)
     if yes and (pin or unpin):
         with run.writer() as writer:
             if unpin is not None:
                 writer.unpin(unpin)
             if pin is not None and pinned is not None:
                 writer.pin(pin, pinned)
-    if removes:
-        policy = RetentionPolicy(
-            keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, mode=mode.value
-        )
-        keep, remove = _plan(run, policy, metric, set(pins.values()))
-        report |= _report(run, keep, remove)
-        if yes:
-            report |= _collect(run, keep, remove, grace)
+    if yes and removes:
+        report |= _collect(run, keep, remove, grace)
     return Answer(report, _of_pruned(report, run.display))
 
 

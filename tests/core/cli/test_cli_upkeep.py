@@ -218,6 +218,7 @@ def test_prune_leaves_a_training_under_way_alone(folder: Path, monkeypatch: pyte
         (["--keep-last", "1", "--step", "20"], "give --pin NAME too"),
         (["--keep-last", "1", "--metric", "val_loss"], "is for --keep-best"),
         (["--keep-best", "1", "--metric", "bleu"], "they have lr, val_loss"),
+        (["--pin", "x", "--seq", "2", "--keep-best", "1", "--metric", "bleu"], "they have lr, val_loss"),
         (["--keep-best", "1", "--metric", "lr", "--mode", "best"], "'max'"),
     ],
 )
