@@ -130,6 +130,8 @@ def import_run(
     paths = sorted({Path(found) for pattern in checkpoints for found in _matching(pattern)})
     if not paths:
         raise NoCheckpointError(f"nothing matches {' '.join(checkpoints)}")
+    if Path(url).is_file():
+        raise ConfigError(f"the last argument is the run to make, and {url} is a file")
     # frameworks are not imported, but torch is
     from shrinkpoint.io.importing import import_checkpoints
 
@@ -144,7 +146,13 @@ def import_run(
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here, and stores nothing twice", file=sys.stderr)
         raise typer.Exit(130) from None
-    return Answer({"url": url} | asdict(done), _of_imported(done, url, scheme), notes=done.notes)
+    notes = done.notes
+    if evaluate is not None and done.present:
+        notes = (
+            *notes,
+            "--evaluate was not used for what was stored before: import into a new run to measure it",
+        )
+    return Answer({"url": url} | asdict(done), _of_imported(done, url, scheme), notes=notes)
 
 
 def _of_imported(done: "Imported", url: str, scheme: str) -> Iterator[str]:
@@ -153,7 +161,8 @@ def _of_imported(done: "Imported", url: str, scheme: str) -> Iterator[str]:
     yield f"imported {counted(len(done.imported), 'checkpoint')} into {url}{there}"
     yield f"{bytes_text(done.bytes)} instead of {bytes_text(done.original_bytes)}, {ratio:.1f}x"
     if scheme == "lossless":
-        yield ("Each was read back and is its original, bit by bit: the originals may be deleted. None was.")
+        noted = " but for what is noted" if done.notes else ""
+        yield f"Each was read back and is its original, bit by bit{noted}: the originals may be deleted. None was."
         return
     yield "Each was read back. Weights and moments are rounded, all else is the original's, bit by bit."
     yield f"What a restore costs: shrinkpoint ls {url}. No original was deleted."

@@ -205,7 +205,7 @@ def more_in(found: Mapping[str, Any]) -> Iterator[str]:
         unreadable = ", or of those that are unreadable" if found["unreadable"] else ""
         yield (
             f"and {size}, that none of these needs: of removed checkpoints, which wait for the end of their grace (`shrinkpoint undelete`"
-            f" brings them back), or of a save in progress{unreadable}"
+            f" brings them back), or of a save or an import that is in progress or was killed{unreadable}"
         )
     if (log := found["step_log"]) is not None:
         size = f"{counted(log['segments'], 'segment')}, {bytes_text(log['bytes'])}"

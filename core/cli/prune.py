@@ -141,7 +141,7 @@ def _listed(manifests: Iterable[Manifest]) -> list[dict[str, int]]:
 def _collect(
     run: RunStore, keep: Sequence[Manifest], remove: Sequence[Manifest], grace: float
 ) -> dict[str, Any]:
-    wanted, seen = {manifest.seq for manifest in keep}, [*keep, *remove]
+    wanted, seen, before = {manifest.seq for manifest in keep}, [*keep, *remove], run.sizes()
     # It commits nothing, so that it asks for no condition, which would mean to write: the disk may be full.
     with run.writer(mode="single-writer") as writer:
         for pause in (0.0, *(_CLOCK_TICKS if grace == 0 else ())):
@@ -149,7 +149,11 @@ def _collect(
             collected = writer.collect(wanted, seen=seen, grace_s=grace)
             if not collected.waiting:
                 break
-    return {"containers_waiting": collected.waiting, "unreadable": list(collected.damaged)}
+    found: dict[str, Any] = {"containers_waiting": collected.waiting, "unreadable": list(collected.damaged)}
+    if not collected.waiting:  # also what a killed save has left
+        freed = before.keys() - run.sizes().keys()
+        found |= {"containers_freed": len(freed), "bytes_freed": sum(before[key] for key in freed)}
+    return found
 
 
 def _of_pruned(report: Mapping[str, Any], shown: str) -> Iterator[str]:

@@ -58,7 +58,9 @@ class _Run:
     contents: Mapping[str, Any] | None
     """See `contents_of`, of that one."""
     format: str
-    """Of its state; see `_WAYS`."""
+    """Of its state, see `_WAYS`; "folder" where it was imported from one."""
+    adapters: bool
+    """Whether it holds PEFT's adapters instead of a whole model."""
     verified: bool
 
 
@@ -94,7 +96,7 @@ def report(
     size = write_whole(target, lambda file: file.write_text(text, "utf-8", "replace"), force=True)
     count, damaged = sum(len(run.rows) for run in runs), sum(look.damaged_in(run.found) for run in runs)
     lines = [f"wrote {target}: {counted(count, 'checkpoint')}, {bytes_text(size)}"]
-    if verify and damaged:
+    if damaged:
         lines.append(f"{counted(damaged, 'checkpoint')} DAMAGED: the page says how")
     found = {"path": str(target), "bytes": size, "checkpoints": count, "damaged": damaged}
     return Answer(found, lines, verify and damaged > 0)
@@ -103,6 +105,8 @@ def report(
 def _read(url: str, name: str, *, verify: bool) -> _Run:
     """Return what is stored of a run."""
     from shrinkpoint.coding.selective import header_of
+    from shrinkpoint.io.ordinary import is_folder
+    from shrinkpoint.state.frozen import ADAPTERS
 
     run = open_run(url)
     manifests, found = look.survey(run)
@@ -113,7 +117,7 @@ def _read(url: str, name: str, *, verify: bool) -> _Run:
         for row in rows:
             row["damage"] = errors.get(row["key"], row["damage"])
     newest = next((at for at, row in enumerate(rows) if row["damage"] is None), None)
-    contents, wrote = None, ""
+    contents, wrote, adapters = None, "", False
     if newest is not None:
         with suppress(FormatError, ChainError):  # `verify` says so
             header = header_of(run, manifests[newest].chain[-1])
@@ -121,6 +125,7 @@ def _read(url: str, name: str, *, verify: bool) -> _Run:
             contents["chain"] = [{"key": ref.key, "bytes": ref.total} for ref in manifests[newest].chain]
             tree = header.tree if isinstance(header.tree, dict) else {}
             wrote = "lightning" if "pytorch-lightning_version" in tree else str(tree.get("format"))
+            wrote, adapters = "folder" if is_folder(tree) else wrote, bool(tree.get(ADAPTERS))
     ordered = sorted(zip(rows, manifests, strict=True), key=lambda each: (each[1].step, each[1].position))
     seen: set[str] = set()
     sums = dict.fromkeys(("disk_sum", "raw_sum", "copies_sum", "evaluations_sum", "adoptions_sum"), 0.0)
@@ -138,7 +143,7 @@ def _read(url: str, name: str, *, verify: bool) -> _Run:
         row["loss"] = next((loss for loss in losses if loss is not None), finite(row["baseline"]))
     shown = name or run.display.rstrip("/").rpartition("/")[2]
     best = None if newest is None else rows[newest]
-    return _Run(shown, found, [row for row, _ in ordered], best, contents, wrote, verify)
+    return _Run(shown, found, [row for row, _ in ordered], best, contents, wrote, adapters, verify)
 
 
 # ---- the page of one run
@@ -225,7 +230,7 @@ def _resume_card(run: _Run) -> str:
     if not bad:
         again = "Start the training's script again: with this URL it continues by itself."
         if run.format not in _WAYS:
-            again = "Export a checkpoint, as a file OUT.pt or the folder that it was, and give it to what wrote it."
+            again = f"Export a checkpoint as the {_out(run)[1]} that it was, and give that to what wrote it."
         return page.card("How to resume", f"from step {step}", again, code=_way(run))
     sound = [row["step"] for row in run.rows if not row["not_finite"] and row["damage"] is None]
     way = f"The last finite one is of step {sound[-1]}:" if sound else "The run has no finite one."
@@ -234,11 +239,17 @@ def _resume_card(run: _Run) -> str:
 
 
 def _way(run: _Run, step: int | None = None) -> str:
+    out = _out(run)[0]
     _, newest, other = _WAYS.get(
-        run.format, ("", "shrinkpoint export {url} OUT", "shrinkpoint export {at} OUT")
+        run.format, ("", f"shrinkpoint export {{url}} {out}", f"shrinkpoint export {{at}} {out}")
     )
     url, at = (json.dumps(text) for text in (run.found["url"], f"{run.found['url']}#step={step}"))
     return (newest if step is None else other).format(url=url, at=at, step=step)
+
+
+def _out(run: _Run) -> tuple[str, str]:
+    """Return the name of what an imported checkpoint is exported to, and what that is."""
+    return ("OUT", "folder") if run.format == "folder" else ("OUT.pt", "file")
 
 
 def _facts(run: _Run) -> Iterator[tuple[str, str]]:
@@ -331,12 +342,16 @@ def _health(run: _Run) -> str:
 
 def _uses(run: _Run, step: int) -> Mapping[str, str]:
     url, at = run.found["url"], f"{run.found['url']}#step={step}"
-    file = f"shrinkpoint export {shlex.quote(at)} model.ckpt"
+    weights, others = f"shrinkpoint.load_weights({json.dumps(at)})", {}
+    if run.format in _WAYS:
+        weights = f"model.load_state_dict({weights}{', strict=False' if run.adapters else ''})"
+        what, out = ("PEFT's files", "OUT") if run.adapters else ("An ordinary file", "model.ckpt")
+        others[what] = f"shrinkpoint export {shlex.quote(at)} {out}"
     return {
         "Continue from the newest checkpoint": _way(run),
-        "Go back to one": _way(run, step),
-        "Its weights alone": f"model.load_state_dict(shrinkpoint.load_weights({json.dumps(at)}))",
-        **({"An ordinary file": file} if run.format in _WAYS else {}),  # else the first two write one
+        "Go back to one": _way(run, run.rows[max(len(run.rows) - 2, 0)]["step"]),
+        "Its weights alone": weights if run.format in _WAYS else f"{weights}  # by their names in the file",
+        **others,  # of what was imported, the first two write it
         "Read and check every byte": f"shrinkpoint verify {shlex.quote(url)} --all",
     }
 
@@ -350,6 +365,8 @@ def _folder_parts(runs: Sequence[_Run]) -> Iterator[str]:
     bad = [run.name for run in runs if run.newest is not None and run.newest["not_finite"]]
     state = counted(len(bad or runs), "run")
     texts = ["A script that is started again with its run's URL continues by itself."]
+    if any(run.format not in _WAYS for run in runs):
+        texts = ["How each continues is said below."]
     if bad:
         state += " not finite"
         texts[:0] = [
@@ -360,7 +377,7 @@ def _folder_parts(runs: Sequence[_Run]) -> Iterator[str]:
     note = "The last written first. A click on a column's title sorts by it."
     columns = {
         "run": "run", "step": "newest step", "checkpoints": "checkpoints", "bytes": "on disk", "ratio_sum": "ratio", "loss": "loss",
-        "cost_high": "a restore costs", "state": "state", "wall_time": "last written",
+        "cost_high": "a restore costs, at most", "state": "state", "wall_time": "last written",
     }  # fmt: skip
     table = page.bars("All runs", [_overview(run) for run in runs], columns, "bytes", note)
     yield page.section("Runs", [table])

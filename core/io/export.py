@@ -572,7 +572,7 @@ def _adapters_of(header: "Header", root: Path) -> dict[Path, tuple[Any, dict[str
     described = header.tree.get(ADAPTERS, {}).get("adapters", {}) if isinstance(header.tree, dict) else {}
     if not described:
         raise ConfigError(
-            f"the checkpoint has no adapters of PEFT: name a file, as {root}.safetensors, for its weights"
+            f"the checkpoint has no adapters of PEFT, and was no folder: name {root}.pt for all of it, or {root}.safetensors for its weights"
         )
     names, found = model_names(header), {}
     for prefix, adapters in described.items():

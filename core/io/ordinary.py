@@ -47,6 +47,21 @@ _LAYERS = {
 _KNOWN = {"amsgrad", "bias_correction", "correct_bias", "dampening"}
 _UNKNOWN = "the file does not say which optimizer this is; a training that is saved by shrinkpoint is asked"
 
+_RUNS = {
+    "posix",
+    "nt",
+    "os",
+    "subprocess",
+    "builtins",
+    "sys",
+    "shutil",
+    "socket",
+    "runpy",
+    "pty",
+    "webbrowser",
+}
+"""Modules of functions that no checkpoint calls."""
+
 _arrays = cast("Any", np.zeros(0).__reduce__()[0])
 _scalars = cast("Any", np.float64(0).__reduce__()[0])
 _SAFE: list[Any] = [
@@ -131,6 +146,10 @@ def _unpickled(file: Any, shown: str) -> Any:
         if refused is None or not isinstance(error, pickle.UnpicklingError):
             text = f"{shown} is damaged, cut short, or not a file of torch.save: {_first_line(error)}"
             raise FormatError(text) from error
+        if refused[1].partition(".")[0] in _RUNS:
+            raise FormatError(
+                f"{shown} is a pickle that calls {refused[1]} when it is loaded: not read. Do not load it"
+            ) from error
         raise FormatError(
             f"{shown} is a pickle that needs {refused[1]}, which is no plain value and may execute code: not read. If you trust it, let the"
             " program that wrote it save plain values instead; or allow a class, in Python: torch.serialization.add_safe_globals([...]),"
@@ -192,7 +211,7 @@ def _folder(path: Path) -> tuple[str, Any, int | None]:
     if not is_folder(names) or any(name.endswith(f"/{_PROGRESS}") for name in names):
         raise NoCheckpointError(
             f"{path} is a folder of none or several checkpoints ({', '.join(names[:3]) or 'empty'}): name files, folders of Hugging Face's"
-            f" Trainer or of torch.distributed.checkpoint, or a pattern in quotes, as '{path}/*.ckpt' or '{path}/checkpoint-*'"
+            f" Trainer or of torch.distributed.checkpoint, or, to import, a pattern in quotes, as '{path}/*{Path(names[0]).suffix if names else '.ckpt'}' or '{path}/checkpoint-*'"
         )
     files = {name: _contents(path / name) for name in names}
     try:
