@@ -532,6 +532,8 @@ class Saver:
         if self._chain is not None:
             self._chain.close()
         self._warmup.stop()
+        if self._group.is_first:
+            self._under_way.end()
         return True
 
     def require_stored(self) -> None:

@@ -12,7 +12,7 @@ from shrinkpoint.engine.compaction import without_optimizer
 from shrinkpoint.engine.request import Way
 from shrinkpoint.errors import SaveFailedError, StoreError
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.runtime.progress import say, waiting_for
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.objects import CredentialsError
 from shrinkpoint.warn import warn
@@ -89,7 +89,7 @@ class SaveUnderWay:
         self.compiling = False
         """Whether it waits for coders to be compiled."""
         self._step, self._since = 0, 0.0
-        self._warn_at = 1
+        self._warn_at = self._told = 1
         self._waited_until: float | None = None  # after the last planned save that training waited for
         self._warned_of_waiting = False
 
@@ -118,6 +118,15 @@ class SaveUnderWay:
         warn(
             f"{count} skipped, since that of step {self._step} {how_long}{why}. Training does not wait for it; Advanced(busy='wait') would"
         )
+
+    def end(self) -> None:
+        """Say once how many saves were skipped in all, unless that was the one that was warned of."""
+        if self.skipped > self._told:
+            self._told = self.skipped
+            say(
+                f"{self.skipped} saves were skipped, each since the one before was still being written: save less often, or let training wait"
+                " by Advanced(busy='wait')"
+            )
 
     def waiting(self, where: str, whose: str = "") -> AbstractContextManager[object]:
         """Says that it is waited for, once that takes more than two seconds.

@@ -340,7 +340,9 @@ def reference(monkeypatch):
     free.set()
 
 
-def test_skipped_saves_are_told_once_and_the_last_is_made_up_for(tmp_path, reference):
+def test_skipped_saves_are_told_once_counted_at_the_end_and_the_last_is_made_up_for(
+    tmp_path, reference, capsys
+):
     run = Run(tmp_path, every=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ShrinkpointWarning)
@@ -352,6 +354,7 @@ def test_skipped_saves_are_told_once_and_the_last_is_made_up_for(tmp_path, refer
     assert saved_steps(run) == [1, 9]
     [message] = [str(warning.message) for warning in caught]
     assert re.match(r"a save is skipped, since that of step 1 .* under way.*busy='wait'", message)
+    assert "shrinkpoint: 8 saves were skipped" in capsys.readouterr().err
 
 
 def test_weights_that_changed_after_the_last_step_are_not_saved_as_its(tmp_path):
