@@ -266,7 +266,8 @@ def _of_trial(report: Mapping[str, Any], results: "Mapping[str, Result]") -> Ite
     yield (f"With auto, usual: {bytes_text(size)} become {bytes_text(size * best.base[0])} as a base{delta}.")
     if best.delta is None:
         yield "Most checkpoints of a run are deltas: name a later one, too, to see them."
-    yield "weights, moments: relative error. s/GB: CPU seconds. kept: host memory that"
+    yield "weights, moments: error relative to the values, not of the loss, which only"
+    yield "a training measures. s/GB: CPU seconds. kept: host memory that"
     yield "the next delta needs, of the state's size. auto, mild: without a loss to"
     yield "measure; auto, usual: where it begins with one, and adapts."
     for part in report["exact"]:
