@@ -89,7 +89,7 @@ class SaveUnderWay:
         self.compiling = False
         """Whether it waits for coders to be compiled."""
         self._step, self._since = 0, 0.0
-        self._warn_at = self._told = 1
+        self._warn_at = self._said = 1
         self._waited_until: float | None = None  # after the last planned save that training waited for
         self._warned_of_waiting = False
 
@@ -121,8 +121,8 @@ class SaveUnderWay:
 
     def end(self) -> None:
         """Say once how many saves were skipped in all, unless that was the one that was warned of."""
-        if self.skipped > self._told:
-            self._told = self.skipped
+        if self.skipped > self._said:
+            self._said = self.skipped
             say(
                 f"{self.skipped} saves were skipped, each since the one before was still being written: save less often, or let training wait"
                 " by Advanced(busy='wait')"

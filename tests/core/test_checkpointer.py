@@ -340,9 +340,7 @@ def reference(monkeypatch):
     free.set()
 
 
-def test_skipped_saves_are_told_once_counted_at_the_end_and_the_last_is_made_up_for(
-    tmp_path, reference, capsys
-):
+def test_skipped_saves_are_told_once_and_the_last_is_made_up_for(tmp_path, reference, capsys):
     run = Run(tmp_path, every=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ShrinkpointWarning)
