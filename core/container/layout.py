@@ -343,7 +343,7 @@ def _check_magic(data: bytes) -> None:
         )
     raise FormatError(
         f"not a shrinkpoint container: it starts with {start!r}. Give a file of shrinkpoint.save or a run's *.shrink;"
-        " those of torch.save are for torch.load"
+        " those of torch.save are for torch.load, and for `shrinkpoint try` and `import`"
     )
 
 

@@ -169,7 +169,13 @@ class Catalog:
         runs = sorted({key[: -len("/format.json")] for key in keys if key.endswith("/format.json")})
         if runs:
             return f"below it are the runs {_some(runs)}. Add one of these to the URL"
-        return f"it holds {_some(keys)}. Check the URL"
+        found = any(key.endswith((".ckpt", ".pt", ".bin", ".safetensors")) for key in keys)
+        way = (
+            "`shrinkpoint try` and `import` are for checkpoints of other programs"
+            if found
+            else "Check the URL"
+        )
+        return f"it holds {_some(keys)}. {way}"
 
     # ---- its checkpoints
 

@@ -284,6 +284,8 @@ def test_a_prefix_without_a_run_says_what_is_there(tmp_path: Path, command: str)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"")
     assert "it holds cat.jpg" in run(command, str(tmp_path / "photos"), code=1).stderr
+    (tmp_path / "photos" / "epoch=1.ckpt").touch()
+    assert "`shrinkpoint try` and `import`" in run(command, str(tmp_path / "photos"), code=1).stderr
     assert sorted(os.listdir(tmp_path)) == ["photos"]
     assert os.listdir(tmp_path / "photos") == ["cat.jpg"]
     assert "comma" not in run(command, str(tmp_path / "nowhere"), code=1).stderr
