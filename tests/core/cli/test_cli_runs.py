@@ -287,7 +287,7 @@ def test_a_prefix_without_a_run_says_what_is_there(tmp_path: Path, command: str)
     (tmp_path / "photos" / "epoch=1.ckpt").touch()
     assert "`shrinkpoint try` and `import`" in run(command, str(tmp_path / "photos"), code=1).stderr
     assert sorted(os.listdir(tmp_path)) == ["photos"]
-    assert os.listdir(tmp_path / "photos") == ["cat.jpg"]
+    assert sorted(os.listdir(tmp_path / "photos")) == ["cat.jpg", "epoch=1.ckpt"]
     assert "comma" not in run(command, str(tmp_path / "nowhere"), code=1).stderr
     told = run(command, f"{tmp_path / 'a'},b", code=1).stderr
     assert "the comma is part of the name" in " ".join(told.split())
