@@ -144,7 +144,7 @@ def import_run(
                 paths, url, scheme=scheme, evaluate=function, storage_options=options, say=waiting.say
             )
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here, and stores nothing twice", file=sys.stderr)
+        print("interrupted: the same command continues from here, and stores nothing twice", file=sys.stderr)
         raise typer.Exit(130) from None
     notes = done.notes
     if evaluate is not None and done.present:

@@ -46,7 +46,7 @@ _WAYS = {
 
 @dataclass(frozen=True)
 class _Run:
-    """What is stored of a run."""
+    """Contain what a page shows of a run."""
 
     name: str
     found: Mapping[str, Any]
@@ -60,7 +60,7 @@ class _Run:
     format: str
     """Of its state, see `_WAYS`; "folder" where it was imported from one."""
     adapters: bool
-    """Whether it holds PEFT's adapters instead of a whole model."""
+    """True of PEFT's adapters, which are not a whole model."""
     verified: bool
 
 

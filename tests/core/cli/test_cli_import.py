@@ -315,7 +315,7 @@ def test_an_interrupted_import_is_continued(tmp_path: Path, how: signal.Signals)
         _, said = process.communicate()
         if how == signal.SIGINT:
             assert process.returncode == 130
-            assert b"the same command goes on" in said
+            assert b"the same command continues" in said
     done = run_json("import", str(tmp_path / "old" / "*.pt"), str(url))
     assert done["present"] == list(range(10, 10 * len(done["present"]) + 10, 10))
     assert len(done["present"]) >= 2
