@@ -30,7 +30,6 @@ ResumedSteps = Callable[[object, Sequence[int]], Sequence[Loss]]
 Two calls take the same batches and the same random numbers; neither leaves a trace in the training.
 """
 
-_LOOK_EVERY_S = 0.2
 _PAUSE_S = 0.01
 _Answer = Sequence[tuple[float, ...]]
 _Request = Callable[[Evaluate | None, ResumedSteps | None], _Answer]
@@ -72,6 +71,7 @@ class EvaluationDesk:
     """Whether an evaluation has changed what cannot be put back."""
     takes_steps = True
     """Whether there was always memory for the state that trial steps begin from."""
+    _look_every_s = 0.2
 
     def __init__(self) -> None:
         # taken by itself on the training thread: between a condition's own methods Ctrl-C may come
@@ -183,18 +183,20 @@ class EvaluationDesk:
                 raise EvaluationUnavailableError(f"no more evaluations: {self._closed}")
             self._request, self._answer = request, None
             self._changed.notify_all()
-            # a main thread that ended without `close` serves no request, and the interpreter waits for this thread
             while not self._changed.wait_for(
-                lambda: self._answer is not None or not self._open, _LOOK_EVERY_S
+                lambda: self._answer is not None or not self._open, self._look_every_s
             ):
-                if not threading.main_thread().is_alive():
-                    self._open = False
+                self._open = not self._is_left()
             answer = self._take_answer()
         if isinstance(answer, BaseException):
             raise EvaluationUnavailableError(f"evaluating the model failed: {answer!r}") from answer
         if answer is None:
             raise EvaluationUnavailableError(f"no more evaluations: {self._closed}")
         return answer
+
+    def _is_left(self) -> bool:
+        """Whether nobody serves requests any more: a main thread may end without `close`, and the interpreter waits for this thread."""
+        return not threading.main_thread().is_alive()
 
     @property
     def waiting(self) -> bool:

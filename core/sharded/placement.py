@@ -123,7 +123,7 @@ class ShardedPlacement(Placement):
         if self._mailbox is None:
             mailbox = Mailbox(group)
             self.desk.mailbox = group.on_every(mailbox.another)
-            self._mailbox = mailbox
+            self._mailbox = self.desk.background = mailbox
         self.ranks.connect(self._mailbox, session)
         self.desk.reopen()
 

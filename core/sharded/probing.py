@@ -8,13 +8,14 @@ evaluation has failed must enter no further collective: others may still be in o
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shrinkpoint.engine.ranks import OwnedWeights
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.group.group import Distributed
 from shrinkpoint.group.mailbox import Mailbox
 from shrinkpoint.quality.evaluation import EvaluationDesk, EvaluationUnavailableError, losses_of
@@ -30,6 +31,8 @@ _LONGEST_S = 1800.0
 """Seconds that a rank waits for the others' losses, as long as none is known to have failed: torch's own limit of collectives."""
 _FIRST_LOOK_S = 0.002
 _LONGEST_PAUSE_S = 0.2
+_RANKS_PER_S = 500
+"""That the first rank's store is asked by at most."""
 _IDLE, _PLANNING, _WAITING = 0, 1, 2
 
 
@@ -44,8 +47,11 @@ class SharedDesk(EvaluationDesk):
     def __init__(self, group: Distributed, *, patience_s: float) -> None:
         super().__init__()
         self._group, self._patience_s = group, patience_s
+        self._look_every_s = max(self._look_every_s, group.size / _RANKS_PER_S)
         self.mailbox: Mailbox | None = None
         """To the others, for the training thread alone."""
+        self.background: Mailbox | None = None
+        """To the others, for the background thread alone."""
         self._is_active = False
         self._shards: Shards | None = None
         self._live: TrainingState | None = None
@@ -101,9 +107,21 @@ class SharedDesk(EvaluationDesk):
         return self._shards
 
     def close(self, why: str = "training has ended") -> None:
-        """See `EvaluationDesk.close`; no collective."""
+        """See `EvaluationDesk.close`; no collective. Other ranks, which may wait for this one's training, measure the save no more."""
         super().close(why)
+        if self._is_active and self.mailbox is not None:
+            with suppress(StoreError):  # the first rank is gone, and with it the save
+                self.mailbox.post(_left_key(self._number), {})
         self._is_active = False
+
+    def _is_left(self) -> bool:
+        if super()._is_left():
+            return True
+        assert self.background is not None
+        if self.background.has(_left_key(self._number)):
+            self._closed = "training has ended on another rank"
+            return True
+        return False
 
     def poll(self, *, late: bool = False) -> tuple[float, bool]:
         """See `EvaluationDesk.poll`.
@@ -265,7 +283,12 @@ class SharedDesk(EvaluationDesk):
     def messages(self, number: int) -> list[str]:
         """Return the messages of a save's evaluations, which all ranks have read when the next save begins."""
         keys = [_loss_key(number, count) for count in range(1, self._made.get(number, 0) + 1)]
-        return keys + [f"{key}/{rank}" for key in keys for rank in range(1, self._group.size)]
+        keys += [f"{key}/{rank}" for key in keys for rank in range(1, self._group.size)]
+        return [*keys, _left_key(number)]
+
+
+def _left_key(number: int) -> str:
+    return f"{number}/left"
 
 
 def _loss_key(number: int, count: int) -> str:

@@ -1,5 +1,6 @@
 """What ranks do in the tests of evaluations on shards."""
 
+import contextlib
 import hashlib
 import math
 import random
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import support.baseline_schemes  # noqa: F401 - for a scheme of theirs
 import torch
+import torch.distributed as dist
 from support.options import grouped
 from support.sharded import OPTIMIZERS, Toy, batch, build, full_state, train, warm
 from torch import nn
@@ -395,3 +397,25 @@ def leaves(rank: int, world: int, url: str, action: Callable[[], None] | None = 
     checkpointer.save(1)
     checkpointer.saver.close()
     return [(report.step, report.measured) for report in checkpointer.reports()]
+
+
+def fails_alone(rank: int, world: int, url: str, failed: int) -> Any:
+    """The training of one rank ends by an error while a save waits for evaluations, and the other's waits for that rank."""
+    model, optimizer = build("fsdp", world, rank, **SIZE)
+    train(model, optimizer, 0)
+    checkpointer = shrinkpoint.Checkpointer(
+        url,
+        model,
+        optimizer,
+        evaluate=lambda: losses_on(model, [0]),
+        advanced=shrinkpoint.Advanced(busy="wait", threads=1, commit_timeout_s=20),
+    )
+    checkpointer.resume()
+    with warnings.catch_warnings(), contextlib.suppress(ZeroDivisionError), checkpointer:
+        checkpointer.save(1)
+        if rank != failed:
+            dist.barrier()  # as a collective of its training's
+        raise ZeroDivisionError
+    if rank == failed:
+        dist.barrier()
+    return [(report.step, report.measured, report.reason) for report in checkpointer.reports()]

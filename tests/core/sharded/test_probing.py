@@ -9,6 +9,7 @@ from support.sharded_probing import (
     bounded,
     digest,
     failing,
+    fails_alone,
     leaves,
     shards_and_whole,
     stepped,
@@ -279,3 +280,14 @@ def test_a_rank_that_alone_leaves_an_evaluation_ends_the_training_on_all(tmp_pat
 def test_a_training_that_leaves_stores_its_save_unmeasured(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     assert launch(leaves, 2, tmp_path, url) == [[(1, "exact")]] * 2
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_rank_whose_training_fails_alone_costs_no_running_save(failed: int, tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    answers = launch(fails_alone, 2, tmp_path, url, failed)
+    [own], [other] = answers
+    assert own == other
+    assert own[:2] == (1, "exact")
+    assert "no more evaluations: training has ended" in own[2]
+    assert [manifest.step for manifest in shrinkpoint.Saver(url).store.manifests()] == [1]
