@@ -97,7 +97,7 @@ class _Axis:
         if not log:
             low, high = min(low, 0.0), max(high, 0.0)
         if high - low <= 1e-12 * max(abs(low), abs(high)):
-            low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
+            low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 0.01)
         size = _nice((high - low) / _TICKS)
         first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
         return cls(first * size, last * size, tuple(at * size for at in range(first, last + 1)))

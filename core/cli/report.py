@@ -139,8 +139,10 @@ def _read(url: str, name: str, *, verify: bool) -> _Run:
         row |= {total: finite(value) or None for total, value in sums.items()}
         row["ratio_sum"] = row["raw_sum"] / row["disk_sum"] if row["raw_sum"] and row["disk_sum"] else None
         row |= {_METRIC + metric: value for metric, value in row["metrics"].items()}
-        losses = [finite(row["metrics"][metric]) for metric in _losses_of(row["metrics"])]
-        row["loss"] = next((loss for loss in losses if loss is not None), finite(row["baseline"]))
+    which = next(iter(_losses_of(dict.fromkeys(metric for row in rows for metric in row["metrics"]))), None)
+    for row in rows:
+        row["loss"] = finite(row["baseline"] if which is None else row["metrics"].get(which))
+        row["which"] = "measured at the save" if which is None else which
     shown = name or run.display.rstrip("/").rpartition("/")[2]
     best = None if newest is None else rows[newest]
     return _Run(shown, found, [row for row, _ in ordered], best, contents, wrote, adapters, verify)
@@ -257,7 +259,8 @@ def _facts(run: _Run) -> Iterator[tuple[str, str]]:
     schemes = ", ".join(dict.fromkeys(str(row["scheme"]) for row in run.rows if row["scheme"]))
     if run.format in _WAYS:
         yield "written by", _WAYS[run.format][0]
-    steps = f"{len(run.rows)}, steps {first['step']} to {last['step']}"
+    steps = "1, step" if first is last else f"{len(run.rows)}, steps {first['step']} to"
+    steps += f" {last['step']}"
     yield "checkpoints", f"{steps}, scheme {schemes}" if schemes else steps
     sessions = len({row["session"] for row in run.rows})
     turns = f", by {sessions} processes in turn" if sessions > 1 else ""
@@ -376,7 +379,7 @@ def _folder_parts(runs: Sequence[_Run]) -> Iterator[str]:
     yield f'<div class="cards">{_size_card(runs)}{_safety_card(runs)}{resume}</div>'
     note = "The last written first. A click on a column's title sorts by it."
     columns = {
-        "run": "run", "step": "newest step", "checkpoints": "checkpoints", "bytes": "on disk", "ratio_sum": "ratio", "loss": "loss",
+        "run": "run", "step": "newest step", "checkpoints": "checkpoints", "bytes": "on disk", "ratio_sum": "ratio", "loss": "last loss", "which": "which loss",
         "cost_high": "a restore costs, at most", "state": "state", "wall_time": "last written",
     }  # fmt: skip
     table = page.bars("All runs", [_overview(run) for run in runs], columns, "bytes", note)
@@ -407,6 +410,7 @@ def _overview(run: _Run) -> Mapping[str, Any]:
     return {
         **(run.rows[-1] if run.rows else {}),
         "run": run.name,
+        "loss": next((row["loss"] for row in reversed(run.rows) if row["loss"] is not None), None),
         "checkpoints": len(run.rows),
         "bytes": run.found["stored_bytes"],
         "cost_high": max((cost for cost in costs if cost is not None), default=None),

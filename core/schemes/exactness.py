@@ -27,7 +27,7 @@ _TEXTS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
         "moment": ("a moment, which the scheme does not change", _OURS),
         "momentum": ("a momentum without a second moment", _OURS),
         "narrow": (
-            "the loss allows less noise than its smallest step size makes",
+            "less noise is allowed than its smallest step size makes",
             "Saves farther apart allow more noise, as does a larger max_degradation",
         ),
         "needed": ("{}", "Only another optimizer, or other settings of it, make it smaller"),

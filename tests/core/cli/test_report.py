@@ -66,6 +66,7 @@ def test_the_way_to_resume_is_the_framework_s_own(tmp_path: Path) -> None:
     assert f'Checkpointer("{tmp_path / "run"}", model, optimizer).resume()' in page.words
     assert "checkpointer.resume(step=1)" in page.words
     assert "Every checkpoint is bit-exact." in page.words
+    assert "-100%" not in page.words  # what a restore costs has an axis that begins at nothing
 
 
 def test_a_checkpoint_of_an_imported_run_is_exported_first(tmp_path: Path) -> None:
@@ -164,6 +165,7 @@ def test_one_checkpoint_and_one_that_says_nothing_of_itself(memory: str, tmp_pat
     commit_run(memory, [noted(0)])
     page = page_of(memory, tmp_path / OUT)
     assert "from step 10" in page.words
+    assert "1, step 10" in page.words
     assert len(page.tables["Loss"]) == 2
     commit_run(
         f"{memory}-bare", [{}, {"raw_bytes": "x", "metrics": {"loss": "x"}, "measured": 3, "degradation": {}}]
@@ -181,11 +183,13 @@ def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
 def test_the_runs_of_a_folder_are_one_page(folder: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     shutil.copytree(folder, runs / "a")
-    commit_run(str(runs / "deep" / "<b>"), [noted(0), noted(1)])
+    # of a run's losses the one that says most, wherever it was noted
+    commit_run(str(runs / "deep" / "<b>"), [noted(0), noted(1, metrics={"train_loss": 9.0})])
     commit_run(str(runs / "none"), [])
     page = page_of(runs, runs / OUT)
     rows = {row[0]: row for row in page.tables["All runs"][1:]}
     assert {name: row[2] for name, row in rows.items()} == {"a": "5", "deep/<b>": "2", "none": "0"}
+    assert rows["deep/<b>"][5:7] == ["5", "val_loss"]
     assert "all 7 complete" in page.words
     assert page.words.count("How to resume") == 4
     assert {row[0] for row in page.tables["How many times smaller"][1:]} == {"a", "deep/<b>"}
