@@ -114,7 +114,7 @@ class CompressedCheckpoint(Callback):
         return self._session.run.best.last_path
 
     def state_dict(self) -> dict[str, Any]:
-        """Which training the checkpoints belong to: a checkpoint of Composer's own that is loaded again continues that one."""
+        """Return which training the checkpoints belong to: a checkpoint of Composer's own that is loaded again continues that one."""
         return self._session.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

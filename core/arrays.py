@@ -27,7 +27,7 @@ Integer = int | np.signedinteger[Any]
 
 
 def widened(tensor: "torch.Tensor") -> Float32s:
-    """The elements of a host tensor as flat fp32 in C order; dense fp32 is not copied, only float64 is rounded."""
+    """Return the elements of a host tensor as flat fp32 in C order; dense fp32 is not copied, only float64 is rounded."""
     import torch
 
     if (

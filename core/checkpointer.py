@@ -331,7 +331,7 @@ class Checkpointer:
             return self._save(step, metrics, planned=True) if due else None
 
     def _checked(self, step: int, metrics: Mapping[str, float] | None) -> int:
-        """The step as a plain int, before anything is changed; what the ranks save together refuses metrics on all of them."""
+        """Return the step as a plain int, before anything is changed; what the ranks save together refuses metrics on all of them."""
         if not self.saver.together:
             check_metrics(metrics)
         return plain_step(step)
@@ -459,7 +459,7 @@ class Checkpointer:
         warn(f"the last step, {step}, is not saved, for {why}")
 
     def _agreed_end(self, ending: Ending, step: int) -> int | None:
-        """The signal by which a rank was asked to end, if all end at this step; None where training goes on."""
+        """Return the signal by which a rank was asked to end, if all end at this step; None where training goes on."""
         try:
             return ending.is_at(step, signal=self._termination.number)
         except StoreError as error:

@@ -146,7 +146,7 @@ class SaveReport:
         return SaveReport(**{**fields, "exact": tuple(ExactPart(**part) for part in fields["exact"])})
 
     def to_json(self) -> dict[str, JSON]:
-        """The report in the form of a manifest's ``meta``; numbers that are not finite are null, since JSON cannot
+        """Return the report in the form of a manifest's ``meta``; numbers that are not finite are null, since JSON cannot
         express them."""
         kept = list(self.kept_exactly.items())
         more = {"...": f"and {len(kept) - _NAMED} more tensors"} if len(kept) > _NAMED else {}

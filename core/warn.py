@@ -30,7 +30,7 @@ _FEW = 8
 
 
 def brief(value: object) -> str:
-    """A value for a message: short, and without a tensor's elements, which may be gigabytes on a device."""
+    """Return a value for a message: short, and without a tensor's elements, which may be gigabytes on a device."""
     few = isinstance(value, list | tuple) and len(value) <= _FEW and all(isinstance(v, _PLAIN) for v in value)
     if isinstance(value, _PLAIN) or few:
         text = repr(value)
@@ -40,13 +40,13 @@ def brief(value: object) -> str:
 
 
 def meant(name: str, options: Collection[str]) -> str:
-    """The end of a message about an unknown option: the one that was probably meant, if there is such a one."""
+    """Return the end of a message about an unknown option: the one that was probably meant, if there is such a one."""
     near = get_close_matches(name, sorted(options), 1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 def refuses_unknown_options(kind: type[T]) -> type[T]:
-    """A dataclass of options that answers a mistyped keyword with a `ConfigError`; its signature stays the same."""
+    """Return a dataclass of options that answers a mistyped keyword with a `ConfigError`; its signature stays the same."""
     changed: Any = kind
     names = [item.name for item in fields(changed)]
     init = changed.__init__
@@ -116,7 +116,7 @@ def naming_this_line(job: Callable[[], None]) -> Callable[[], None]:
 
 
 def _place_of(frame: FrameType) -> _Place:
-    """The innermost line that is the user's: neither the package's nor a library's; where there is none, the given one."""
+    """Return the innermost line that is the user's: neither the package's nor a library's; where there is none, the given one."""
     found: FrameType | None = frame
     while found is not None and found.f_code.co_filename.startswith((*LIBRARIES, "<frozen")):
         found = found.f_back

@@ -104,7 +104,7 @@ def _cost_text(noted: Mapping[str, Any]) -> str:
 
 
 def in_all_text(noted: Iterable[Mapping[str, Any]]) -> str | None:
-    """What a restore of any of these checkpoints costs at most, with what no measurement sees; None where that is not known."""
+    """Return what a restore of any of these checkpoints costs at most, with what no measurement sees; None where that is not known."""
     highs = [one["cost_high"] for one in noted if isinstance(one.get("cost_high"), int | float)]
     return f"{max(highs):.2%}" if highs and max(highs) > 0 else None
 
@@ -125,7 +125,7 @@ def degradation_text(noted: Mapping[str, Any]) -> str:
 
 
 def adopted_text(noted: Mapping[str, Any]) -> str | None:
-    """Whether training went on from a checkpoint's restored values, and what that cost it; None in runs that do not adopt."""
+    """Return whether training went on from a checkpoint's restored values, and what that cost it; None in runs that do not adopt."""
     if noted.get("adopted") is None:
         return None
     if not noted["adopted"]:

@@ -30,7 +30,7 @@ Row: TypeAlias = tuple[Entry, ReferenceState, torch.Tensor]
 
 
 def required(wanted: Collection[str], stored: Iterable[Record]) -> set[str]:
-    """What of a chain's last checkpoint must be decoded to restore some of its tensors, these among them.
+    """Return what of a chain's last checkpoint must be decoded to restore some of its tensors, these among them.
 
     Args:
         wanted: names of tensors; those that the checkpoint lacks are passed over.
@@ -101,7 +101,7 @@ def decode_values(
     *,
     lasting: bool = False,
 ) -> Iterator[Row]:
-    """The tensors of a chain's last checkpoint, each compared with its digest: one parameter's are decoded when they are asked for.
+    """Yield the tensors of a chain's last checkpoint, each compared with its digest: one parameter's are decoded when they are asked for.
 
     Args:
         entries: its tensors, or those that are `required`.

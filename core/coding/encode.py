@@ -59,7 +59,7 @@ class _Row:
     """What it was quantized after."""
 
     def emitted(self, spec: TensorSpec, context: Context) -> tuple[EncodedTensor, Planes]:
-        """The tensor as it is stored: without a reference where a reader has another one than it was quantized after."""
+        """Return the tensor as it is stored: without a reference where a reader has another one than it was quantized after."""
         encoded, planes = self.staged.emit()
         if encoded.uses_reference and context.reference is not self.reference:
             alone = standing_alone(
@@ -177,7 +177,7 @@ def encode_state(
     def code_one(
         tensor: torch.Tensor, spec: TensorSpec, context: Context
     ) -> tuple[EncodedTensor, Planes, torch.Tensor, str | None]:
-        """The tensor as it is stored, its planes and its value; and why it is exact where the scheme wanted to code it."""
+        """Return the tensor as it is stored, its planes and its value; and why it is exact where the scheme wanted to code it."""
         why, maker = staged.refused.get(spec.name) if staged is not None else None, makers.get(spec.name)
         if why is None and maker is not None:
             try:
@@ -249,7 +249,7 @@ def standing_alone(
     context: Context,
     digest: str,
 ) -> tuple[EncodedTensor, Planes, torch.Tensor] | None:
-    """A stored tensor that needs no predecessor, with its planes and its value; None where its codec cannot do that.
+    """Return a stored tensor that needs no predecessor, with its planes and its value; None where its codec cannot do that.
 
     Args:
         codec: of the tensor.
@@ -281,7 +281,7 @@ def restored_values(
     parameters: Collection[str] | None = None,
     threads: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """What a reader would get of a snapshot under a scheme; nothing is kept, and the reference stays as it is.
+    """Return what a reader would get of a snapshot under a scheme; nothing is kept, and the reference stays as it is.
 
     Args:
         state: host tensors that nobody changes meanwhile.

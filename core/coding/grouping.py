@@ -20,7 +20,7 @@ _ORDER = {Role.EXP_AVG_SQ: 0, Role.EXP_AVG: 1, Role.MASTER: 2, Role.WEIGHT: 3}
 
 
 def matching(reference: ReferenceState | None, spec: TensorSpec) -> ReferenceState | None:
-    """The reference, unless the tensor changed its size since: most codecs' symbols of another shape explain nothing."""
+    """Return the reference, unless the tensor changed its size since: most codecs' symbols of another shape explain nothing."""
     if reference is not None and reference.codec in RESIZABLE:
         return reference
     per_element = 2 if spec.dtype.is_complex else 1
@@ -36,7 +36,7 @@ def keeps_bases_exact(codec: str) -> bool:
 
 
 def for_codec(context: Context, codec: str, spec: TensorSpec) -> Context:
-    """The context without what another codec has left as a reference, unless that holds the tensor's values."""
+    """Return the context without what another codec has left as a reference, unless that holds the tensor's values."""
     if context.reference is not None and context.reference.codec != codec:
         known = as_reference(context.reference, codec, spec) if keeps_bases_exact(codec) else None
         return replace(context, reference=known)
@@ -44,7 +44,7 @@ def for_codec(context: Context, codec: str, spec: TensorSpec) -> Context:
 
 
 def groups_of(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
-    """Tensors of one parameter together, in the order in which they are coded; reader and writer agree on it."""
+    """Return tensors of one parameter together, in the order in which they are coded; reader and writer agree on it."""
     groups: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         groups.setdefault(spec.tag.parameter or f"/{spec.name}", []).append(spec)
@@ -54,7 +54,7 @@ def groups_of(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
 
 
 def siblings_of(values: Mapping[str, V], spec: TensorSpec, group: Sequence[TensorSpec]) -> dict[str, V]:
-    """Earlier tensors of the same optimizer and parameter: its other moments.
+    """Return earlier tensors of the same optimizer and parameter: its other moments.
 
     A weight also gets its master, and an average its weight, the first one of its shape, wherever that stands.
     """

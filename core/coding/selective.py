@@ -175,7 +175,7 @@ def sources_of_run(
     *,
     whole: bool = False,
 ) -> list[Callable[[], AnySource]]:
-    """What opens each checkpoint of a checkpoint's chain, base first; it refuses another state than the manifest's.
+    """Return what opens each checkpoint of a checkpoint's chain, base first; it refuses another state than the manifest's.
 
     Args:
         store: the run.
@@ -208,7 +208,7 @@ def sources_of_run(
 
 
 def header_of(store: RunStore, ref: BlobRef, parts: Collection[int] | None = None) -> Header:
-    """What the header of one checkpoint of a chain says, or the headers of all its parts; nothing else is read.
+    """Return what the header of one checkpoint of a chain says, or the headers of all its parts; nothing else is read.
 
     Args:
         store: the run.
@@ -370,7 +370,7 @@ def _ahead(reads: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 
 def _batches(header: Header, names: Collection[str], limit: int) -> Iterator[set[str]]:
-    """Names that are decoded together, in the checkpoint's order; a parameter's tensors in one batch."""
+    """Yield names that are decoded together, in the checkpoint's order; a parameter's tensors in one batch."""
     batch: set[str] = set()
     size_now = 0
     for group in groups_of(record.spec for name, record in header.tensors.items() if name in names):
@@ -385,7 +385,7 @@ def _batches(header: Header, names: Collection[str], limit: int) -> Iterator[set
 
 
 def _stored(wanted: set[str], header: Header) -> set[str]:
-    """Names as they are stored: of the blocks, in the place of the tensors that these make up."""
+    """Return names as they are stored: of the blocks, in the place of the tensors that these make up."""
     if wanted <= header.tensors.keys():
         return wanted
     return {name for name, record in header.tensors.items() if name in wanted or record.spec.whole in wanted}

@@ -269,7 +269,7 @@ def _closed(value: Any) -> JSON:
 def table_to_store(
     metadata: Metadata, stored: Sequence[Sequence[MetadataIndex]], more: Mapping[str, int]
 ) -> JSON:
-    """Which boxes of which tensors a checkpoint has in which parts, for the header of its first part (docs/format.md, "Boxes").
+    """Return which boxes of which tensors a checkpoint has in which parts, for the header of its first part (docs/format.md, "Boxes").
 
     Tensors that lie alike, as those of equal shape mostly do, share a row: its size hardly depends on their number.
 
@@ -317,7 +317,7 @@ Table = tuple[Mapping[str, TensorSpec], Mapping[str, int]]
 
 
 def tables_of(headers: Sequence[Header], parts: Sequence[int]) -> list[Table] | None:
-    """What the tables in the headers of the first parts of a chain's checkpoints say; None where one has none.
+    """Return what the tables in the headers of the first parts of a chain's checkpoints say; None where one has none.
 
     Args:
         headers: of these parts.

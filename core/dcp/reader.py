@@ -95,7 +95,7 @@ class StorageReader(TorchStorageReader):
             )
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """Which tensors the checkpoint has, and which boxes of them lie where; called by torch on every rank.
+        """Return which tensors the checkpoint has, and which boxes of them lie where; called by torch on every rank.
 
         Raises:
             NoCheckpointError: there is no such checkpoint. ChainError, FormatError: it is damaged.
@@ -196,7 +196,7 @@ class StorageReader(TorchStorageReader):
 
 
 def _pickled(node: JSON, values: Mapping[str, torch.Tensor]) -> io.BytesIO:
-    """A value that is no tensor, in the form in which torch's planner takes it: in memory alone, and made here."""
+    """Return a value that is no tensor, in the form in which torch's planner takes it: in memory alone, and made here."""
     data = io.BytesIO()
     torch.save(decode_tree(node, values.__getitem__), data)
     data.seek(0)

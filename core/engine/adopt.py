@@ -332,7 +332,7 @@ CARRIED = "adopted before/"
 
 
 def carrying(state: TrainingState, noted: Mapping[str, torch.Tensor]) -> TrainingState:
-    """A state with these weights in addition, which its tree does not refer to: only `carried_in` finds them.
+    """Return a state with these weights in addition, which its tree does not refer to: only `carried_in` finds them.
 
     Args:
         state: that is stored.

@@ -319,7 +319,7 @@ class Background:
         return state, movement
 
     def _next_link(self) -> Link | None:
-        """The chain to extend, if any. It is forgotten here: coding uses up the reference, so that only one is in memory."""
+        """Return the chain to extend, if any. It is forgotten here: coding uses up the reference, so that only one is in memory."""
         link, self.link = self.link, None
         if link is None or self._ranks is not None or self._chain is None:
             return link

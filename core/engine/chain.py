@@ -158,7 +158,7 @@ class Chain:
         return Link(header.state_digest, reference, restored=self._restored, anchor=anchor)
 
     def _on_base(self, parent: Manifest, link: Link, digest: str) -> Link | None:
-        """A link to the chain's base, where much of that has not changed since, as frozen weights: a later base does without it."""
+        """Return a link to the chain's base, where much of that has not changed since, as frozen weights: a later base does without it."""
         base, last = (header_of(self._store, parent.chain[at]) for at in (0, -1))
         same = {
             name

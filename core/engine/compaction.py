@@ -239,7 +239,7 @@ def rebase_checkpoint(
 
 
 def without_optimizer(state: TrainingState) -> TrainingState:
-    """The same without the state of optimizers: their groups with rates and the like stay, so that fresh ones take them.
+    """Return the same without the state of optimizers: their groups with rates and the like stay, so that fresh ones take them.
 
     An optimizer's state is known by its form, the one of ``torch.optim.Optimizer.state_dict()``: a dict with ``state`` and
     ``param_groups``.

@@ -33,14 +33,14 @@ from shrinkpoint.warn import warn
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a name in a module's state is that of what its ``get_extra_state`` gives, which may be anything at any time."""
+    """Return whether a name in a module's state is that of what its ``get_extra_state`` gives, which may be anything at any time."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def comparable_state(
     stored: Mapping[str, Any], live: Mapping[str, Any], model: nn.Module
 ) -> tuple[dict[str, Any], list[str]]:
-    """A stored state as this model has its own, and warnings; of quantized weights the model's own tensors stand in it until `quantized_as`.
+    """Return a stored state as this model has its own, and warnings; of quantized weights the model's own tensors stand in it until `quantized_as`.
 
     Args:
         stored: the checkpoint's, with `plain_names`; meta tensors will do.
@@ -108,7 +108,7 @@ def quantized_as(stored: Mapping[str, Any], given: Mapping[str, Any], model: nn.
 
 
 def _quantized(model: nn.Module, stored: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Parameters of bitsandbytes' classes that are quantized in the checkpoint: name, module, parameter."""
+    """Yield parameters of bitsandbytes' classes that are quantized in the checkpoint: name, module, parameter."""
     with plain_names(model) as inner:
         modules = list(inner.named_modules(remove_duplicate=False))
     for prefix, module in modules:

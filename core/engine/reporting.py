@@ -96,7 +96,7 @@ def with_untried(report: SaveReport, why: str, where: str = "") -> SaveReport:
 
 
 def report_of(plan: Plan, encoded: EncodedState, state: TrainingState) -> SaveReport:
-    """The report of a save, or of a rank's part of one, before it is committed; times and bytes are not known yet.
+    """Return the report of a save, or of a rank's part of one, before it is committed; times and bytes are not known yet.
 
     Args:
         plan: by which it was encoded.
@@ -156,7 +156,7 @@ def by_role(sizes: Iterable[tuple[TensorSpec, int]]) -> dict[str, int]:
 
 
 def merged(parts: Sequence[SaveReport], untried: Sequence[str | None]) -> SaveReport:
-    """The report of a save of several ranks: settings of the first one that is not exact, sums of bytes, the most of times and errors, and the times that the first rank waited.
+    """Return the report of a save of several ranks: settings of the first one that is not exact, sums of bytes, the most of times and errors, and the times that the first rank waited.
 
     Args:
         parts: of each rank.

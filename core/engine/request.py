@@ -20,7 +20,7 @@ from shrinkpoint.warn import brief
 
 
 def plain_step(step: Any) -> int:
-    """A plain int: numpy's and torch's have no place in a container's header, and a tensor may be counted up in place.
+    """Return a plain int: numpy's and torch's have no place in a container's header, and a tensor may be counted up in place.
 
     Raises:
         ConfigError: it is no step.
@@ -82,7 +82,7 @@ def _number(name: Any, value: Any) -> float:
 
 
 def plain_timeout(timeout_s: Any) -> float | None:
-    """Seconds to wait at most; None is without limit.
+    """Return seconds to wait at most; None is without limit.
 
     Raises:
         ConfigError: it is no number.

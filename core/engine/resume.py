@@ -100,7 +100,7 @@ def require_same_ties(stored: Mapping[str, Any], model: nn.Module, url: str) -> 
 
 
 def _places(tensors: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:
-    """Where ordinary tensors with elements are, and how they are read there: that of tied ones is the same."""
+    """Return where ordinary tensors with elements are, and how they are read there: that of tied ones is the same."""
     plain = {
         name: value
         for name, value in tensors.items()
@@ -228,7 +228,7 @@ def _of(optimizer: Any, schedulers: Iterable[Any]) -> Iterator[Any]:
 
 
 def _way_to_rate(there: Mapping[str, Any], old: float, new: float, schedulers: Iterable[Any]) -> str:
-    """How to have another rate after all, by what the schedulers compute rates from; and the rate that there is otherwise."""
+    """Return how to have another rate after all, by what the schedulers compute rates from; and the rate that there is otherwise."""
     places = [", ".join(["lr", *(["initial_lr", "max_lr", "min_lr"] if "max_lr" in there else [])])]
     places[0] += " in optimizer.param_groups"
     scheduled = False
@@ -272,7 +272,7 @@ def _others(
 
 
 def _given(optimizer: torch.optim.Optimizer) -> set[str]:
-    """The names by which options are given to an optimizer; of one that is made otherwise, as of a configuration, all that it has."""
+    """Return the names by which options are given to an optimizer; of one that is made otherwise, as of a configuration, all that it has."""
     kinds = type(unwrapped(optimizer)).__mro__
     made = [vars(kind)["__init__"] for kind in kinds if "__init__" in vars(kind)]
     named = {name for method in made for name in inspect.signature(method).parameters}

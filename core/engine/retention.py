@@ -25,7 +25,7 @@ WEIGHTS_ONLY = "weights_only"
 
 
 def lineage_of(meta: Mapping[str, object]) -> str | None:
-    """Which training a checkpoint belongs to, by its manifest's meta; None where its writer did not note that.
+    """Return which training a checkpoint belongs to, by its manifest's meta; None where its writer did not note that.
 
     A training that was killed and resumed is the same one. Retention judges the checkpoints of its own training alone.
     """
@@ -34,7 +34,7 @@ def lineage_of(meta: Mapping[str, object]) -> str | None:
 
 
 def monitor_of(meta: Mapping[str, object]) -> tuple[str, Literal["min", "max"]] | None:
-    """The metric by which a checkpoint's training ranks, and whether the least or the greatest is the best; None without one."""
+    """Return the metric by which a checkpoint's training ranks, and whether the least or the greatest is the best; None without one."""
     noted = meta.get("monitor")
     match noted if isinstance(noted, list) else None:
         case [str(name), ("min" | "max") as mode]:
@@ -43,7 +43,7 @@ def monitor_of(meta: Mapping[str, object]) -> tuple[str, Literal["min", "max"]] 
 
 
 def anchors_of(manifest: Manifest) -> list[str]:
-    """The digests of the anchors that a chain begins with, itself among them if it is one; empty where its writer did not note them.
+    """Return the digests of the anchors that a chain begins with, itself among them if it is one; empty where its writer did not note them.
 
     Between two anchors each checkpoint builds on the one before; an anchor builds on the anchor before, and a base is one.
     """
@@ -56,12 +56,12 @@ def anchors_of(manifest: Manifest) -> list[str]:
 
 
 def is_weights_only(meta: Mapping[str, object]) -> bool:
-    """Whether the optimizer's state was left out of a checkpoint, or taken out later, by its manifest's meta."""
+    """Return whether the optimizer's state was left out of a checkpoint, or taken out later, by its manifest's meta."""
     return meta.get(WEIGHTS_ONLY) is True
 
 
 def not_finite_text(manifest: Manifest) -> str | None:
-    """What was not finite of a stored checkpoint, as its writer noted it; None where all was, or nothing is noted."""
+    """Return what was not finite of a stored checkpoint, as its writer noted it; None where all was, or nothing is noted."""
     noted = _save_of(manifest).get("not_finite")
     return noted if isinstance(noted, str) and noted else None
 
@@ -109,7 +109,7 @@ class Adopted:
 
 
 def adopted_of(manifest: Manifest) -> Adopted | None:
-    """What a checkpoint's manifest says; None where its training did not adopt, or the entry is malformed."""
+    """Return what a checkpoint's manifest says; None where its training did not adopt, or the entry is malformed."""
     search = manifest.meta.get("search")
     match manifest.meta.get(ADOPTION):
         case {
@@ -166,7 +166,7 @@ def keep_last(records: Iterable[Record], count: int) -> set[int]:
 
 
 def keep_every(records: Iterable[Record], steps: int) -> set[int]:
-    """Those of the first of every ``steps`` training steps: with 1000, the first from step 0, from 1000, from 2000, ...
+    """Return those of the first of every ``steps`` training steps: with 1000, the first from step 0, from 1000, from 2000, ...
 
     What it kept once it keeps as training goes on. A step that was saved twice, because the run was resumed before it,
     counts by its newest checkpoint.
@@ -180,7 +180,7 @@ def keep_every(records: Iterable[Record], steps: int) -> set[int]:
 
 
 def keep_best(records: Iterable[Record], count: int, mode: Mode) -> set[int]:
-    """Those of the ``count`` with the lowest (``"min"``) or highest (``"max"``) metric; of equals, that of the earliest step.
+    """Return those of the ``count`` with the lowest (``"min"``) or highest (``"max"``) metric; of equals, that of the earliest step.
 
     What is not finite comes after all that is: its metric may be one of before. As long as none has the metric, all are kept: the
     best one may be any of them.
@@ -308,7 +308,7 @@ def policy_of(config: "SaverConfig") -> RetentionPolicy | None:
 
 
 def best_of(manifests: Sequence[Manifest]) -> Manifest:
-    """The best checkpoint of the training that a run's newest one belongs to, by the monitor that its saves have noted.
+    """Return the best checkpoint of the training that a run's newest one belongs to, by the monitor that its saves have noted.
 
     Args:
         manifests: the run's, newest first.

@@ -69,7 +69,7 @@ def compile_coders(scheme: str) -> bool:
 
 
 def is_compiled(scheme: str) -> bool:
-    """Whether `compile_coders` has been here since the coders, numba or the processor last changed, or the installed wheel
+    """Return whether `compile_coders` has been here since the coders, numba or the processor last changed, or the installed wheel
     has its coders compiled (`precompile`).
 
     Raises:
@@ -104,7 +104,7 @@ def precompile(package: Path) -> int:
 
 
 def cache_folder() -> Path | None:
-    """Where the compiled coders are kept; None where none are: no folder that may be written to, ``NUMBA_DISABLE_JIT``."""
+    """Return where the compiled coders are kept; None where none are: no folder that may be written to, ``NUMBA_DISABLE_JIT``."""
     kept = _cache()
     return None if kept is None or kept.cache_path is None else Path(kept.cache_path)
 
@@ -187,7 +187,7 @@ class _SmallTraining:
 
 
 def _mark(scheme: str) -> str:
-    """The empty file that says that these sources were compiled for this processor; it is in numba's folder."""
+    """Return the empty file that says that these sources were compiled for this processor; it is in numba's folder."""
     import numba
     from numba.core.registry import cpu_target
 

@@ -48,7 +48,7 @@ class Ending:
         self._thread.start()
 
     def is_at(self, step: int, *, signal: int | None) -> int | None:
-        """Whether training ends at a step that this rank has come to; called at every step, on every rank.
+        """Return whether training ends at a step that this rank has come to; called at every step, on every rank.
 
         Args:
             step: training steps done so far.

@@ -94,7 +94,7 @@ class Mailbox:
             self._call(lambda key=key: self._store.delete_key(key), key)  # type: ignore[misc]
 
     def collect(self, prefix: str, timeout_s: float) -> list[dict[str, Any]]:
-        """Each rank's message under ``<prefix>/<rank>``; those that are not there in time say so as an ``error``."""
+        """Return each rank's message under ``<prefix>/<rank>``; those that are not there in time say so as an ``error``."""
         deadline = time.monotonic() + timeout_s
         found = []
         for rank in range(self.size):

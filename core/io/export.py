@@ -150,7 +150,7 @@ def check_place(path: str | os.PathLike[str]) -> Path:
 
 
 def to_loadable(state: Any) -> tuple[Any, tuple[str, ...]]:
-    """A nested state in the types that ``torch.load(weights_only=True)`` accepts, and the changes made.
+    """Return a nested state in the types that ``torch.load(weights_only=True)`` accepts, and the changes made.
 
     numpy scalars become Python numbers, numpy arrays tensors, namespaces dicts, frozensets sets. Durations (timedeltas)
     are left out of dicts, so that whoever reads the file takes its own default, and are seconds elsewhere.
@@ -262,7 +262,7 @@ def _write_torch(value: Any, plain: bool, path: Path) -> None:
 
 
 def model_tensors(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The model's weights and buffers by their names in the model, as `model_places`, in memory of their own.
+    """Return the model's weights and buffers by their names in the model, as `model_places`, in memory of their own.
 
     Raises:
         CannotRepresentError: see `model_places`; or one of them is sparse.

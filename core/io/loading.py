@@ -106,7 +106,7 @@ def load_weights(
     storage_options: StorageOptions = None,
     step_log_url: str | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The model's weights and buffers, for ``model.load_state_dict``; the optimizer's state is neither read nor decoded.
+    """Return the model's weights and buffers, for ``model.load_state_dict``; the optimizer's state is neither read nor decoded.
 
     Of a run that averages its weights in the model's place (Lightning's ``WeightAveraging``), these are the averages.
 
@@ -180,7 +180,7 @@ def _weights(
 
 
 def _model_nodes(header: Header) -> dict[str, JSON]:
-    """What stands in the tree for each entry of the model's state; of what is no tensor, what ``get_extra_state`` gave alone."""
+    """Return what stands in the tree for each entry of the model's state; of what is no tensor, what ``get_extra_state`` gave alone."""
     names, nodes = model_names(header), list(_dicts(header.tree))
     found = max(nodes, key=lambda items: len(items.keys() & names.keys()), default={})
     others = {
@@ -259,7 +259,7 @@ def _threads() -> int:
 def read_chain(
     url: RunUrl, storage_options: StorageOptions, read: Callable[[Chain], tuple[Header, T]]
 ) -> tuple[Header, T, Manifest | None]:
-    """The result of `read` on the chain that a URL names; a damaged newest checkpoint is passed over with a warning.
+    """Return the result of `read` on the chain that a URL names; a damaged newest checkpoint is passed over with a warning.
 
     Args:
         url: as of `load`.
@@ -345,7 +345,7 @@ def model_names(header: Header) -> dict[str, str]:
 
 
 def model_places(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The model's weights and buffers by their names in the model, and tied names by the name that has the tensor.
+    """Return the model's weights and buffers by their names in the model, and tied names by the name that has the tensor.
 
     The tensors are the state's own, which may be meta tensors. The model's part is found by the tensors' roles; an
     average stored in its place is taken instead. In a state that was

@@ -222,7 +222,7 @@ def _folder(path: Path) -> tuple[str, Any, int | None]:
 
 
 def _contents(file: Path) -> Any:
-    """The tensors of a file; the bytes of one without, such as the Trainer's arguments, which are a pickle of its classes."""
+    """Return the tensors of a file; the bytes of one without, such as the Trainer's arguments, which are a pickle of its classes."""
     if file.name != "training_args.bin" and file.suffix in _TENSORS:
         return _file(file)
     return file.read_bytes()

@@ -189,7 +189,7 @@ def _behaviour(once: torch.Tensor, twice: torch.Tensor, gradients: torch.Tensor)
 def _fitted(
     once: torch.Tensor, twice: torch.Tensor, terms: torch.Tensor, factors: torch.Tensor
 ) -> torch.Tensor | None:
-    """Coefficients of the terms that add up to the state; None where they do not, or do not scale with the
+    """Return coefficients of the terms that add up to the state; None where they do not, or do not scale with the
     gradients."""
     value = once.flatten()
     length = float(torch.linalg.vector_norm(value))

@@ -255,7 +255,7 @@ def _momentum_step(
     index: Any,
     firsts: Collection[str],
 ) -> tuple[float, float]:
-    """Lengths of the updates from a moment and from twice the moment, both with a zero gradient."""
+    """Return lengths of the updates from a moment and from twice the moment, both with a zero gradient."""
     lengths = []
     for factor in (1.0, 2.0):
         parameter = torch.nn.Parameter(_widened(weights[index]))
@@ -272,7 +272,7 @@ def _momentum_step(
 def _chosen(
     node: Mapping[str, Any], names: Mapping[int, str], true: TrainingState, parameters: Collection[str] | None
 ) -> dict[Any, torch.Tensor]:
-    """Weights by their number: those that have a moment, the smallest matrix first, then the smallest of all."""
+    """Return weights by their number: those that have a moment, the smallest matrix first, then the smallest of all."""
     weights = true.weights
     found: dict[Any, torch.Tensor] = {}
     for index, entry in node["state"].items():

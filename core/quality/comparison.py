@@ -82,7 +82,7 @@ class Comparison:
         return sum(self.baseline) / len(self.baseline)
 
     def summed(self, numbers: list[float]) -> list[float]:
-        """Numbers that this process has of its tensors, added to those of the other processes."""
+        """Return numbers that this process has of its tensors, added to those of the other processes."""
         found = self._combine({"all": [numbers]}, joined)
         return [sum(column) for column in zip(*found["all"], strict=True)]
 
@@ -117,7 +117,7 @@ class Comparison:
         return rise
 
     def _change(self, restored: Mapping[str, torch.Tensor]) -> tuple[frozenset[str], float]:
-        """Names of the weights whose restored values are not the true ones, and the Euclidean distance of all."""
+        """Return names of the weights whose restored values are not the true ones, and the Euclidean distance of all."""
         true = true_model(self._state)
         others = [(name, value) for name, value in restored.items() if value is not true[name]]
         names = [name for name, value in others if not torch.equal(value, true[name])]
@@ -232,7 +232,7 @@ def mirrored_model(
 
 
 def own_memory(state: TrainingState, weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Names of the weights whose memory neither the snapshot uses, nor another of them."""
+    """Return names of the weights whose memory neither the snapshot uses, nor another of them."""
     tensors = (*state.tensors.values(), *weights.values())
     uses = Counter(
         tensor.untyped_storage().data_ptr() for tensor in tensors if not isinstance(tensor, DiskTensor)

@@ -195,7 +195,7 @@ class EvaluationDesk:
         return answer
 
     def _is_left(self) -> bool:
-        """Whether nobody serves requests any more: a main thread may end without `close`, and the interpreter waits for this thread."""
+        """Return whether nobody serves requests any more: a main thread may end without `close`, and the interpreter waits for this thread."""
         return not threading.main_thread().is_alive()
 
     @property

@@ -55,7 +55,7 @@ class Verdict:
     """Why they could not be computed."""
 
     def at_fault(self, optimizers: int) -> frozenset[int]:
-        """Positions of the optimizers whose moments make the next updates differ too much.
+        """Return positions of the optimizers whose moments make the next updates differ too much.
 
         Where none does, that of the one that loses most; all where the updates are not known.
 
@@ -132,7 +132,7 @@ class Guard:
 
 
 def sampled_parameters(state: TrainingState) -> frozenset[str]:
-    """Parameters spread over the model, `_MOST_ELEMENTS` at most in all; at least one matrix if there is one."""
+    """Return parameters spread over the model, `_MOST_ELEMENTS` at most in all; at least one matrix if there is one."""
     weights = [spec for spec in state.specs.values() if spec.tag.role in WEIGHTS and spec.numel]
     sizes = {spec.tag.parameter: spec.numel for spec in weights if spec.tag.parameter is not None}
     if not sizes:

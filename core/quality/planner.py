@@ -59,7 +59,7 @@ class _Save:
     combine: Combine
 
     def weights(self) -> tuple[list[str], list[str]]:
-        """Names of the weights to be coded whose values are all finite (of a few of them), and of the others."""
+        """Return names of the weights to be coded whose values are all finite (of a few of them), and of the others."""
         names: dict[bool, list[str]] = {True: [], False: []}
         for name, spec in self.context.state.specs.items():
             if self.ladder.takes(spec):

@@ -59,7 +59,7 @@ class PackedPlanes(Mapping[str, npt.NDArray[np.generic]]):
 
 
 def bytes_in_memory(arrays: Planes) -> int:
-    """Bytes that arrays take in memory."""
+    """Return bytes that arrays take in memory."""
     if isinstance(arrays, (DiskArrays, PackedPlanes)):
         return arrays.nbytes
     return sum(array.nbytes for array in arrays.values())

@@ -52,7 +52,7 @@ class Delta:
 
 
 def as_reference(reference: ReferenceState | None, codec: str, spec: TensorSpec) -> ReferenceState | None:
-    """The reference of a closed-loop codec: its own planes, or the values of a tensor that was stored exactly.
+    """Return the reference of a closed-loop codec: its own planes, or the values of a tensor that was stored exactly.
 
     With the latter the checkpoint after an exact one is a delta instead of another base.
 

@@ -103,7 +103,7 @@ def emitted(restored: Float32s, spec: TensorSpec, *, nonzero: Float32s | None = 
 
 
 def normal(values: Float32s) -> Float32s:
-    """The same values with every subnormal and every negative zero as +0, so that all processes compute alike.
+    """Return the same values with every subnormal and every negative zero as +0, so that all processes compute alike.
 
     A process after ``torch.set_flush_denormal(True)`` reads and writes subnormals as zero; decided on the bits, the
     result is the same in both.
@@ -138,7 +138,7 @@ def second_root(
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a tensor: the first axis against all others; one row for what has a single axis."""
+    """Return rows and columns of a tensor: the first axis against all others; one row for what has a single axis."""
     if len(shape) < 2:
         return 1, math.prod(shape)
     return shape[0], math.prod(shape[1:])

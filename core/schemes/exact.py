@@ -64,7 +64,7 @@ class ExactCodec:
     def _choose(
         self, bits: Unsigned, previous: Unsigned | None, dtype: torch.dtype, known: int
     ) -> tuple[bool, float | None]:
-        """Whether the difference codes shorter, and to what multiple of the previous tensor, by a sample from the middle of the
+        """Return whether the difference codes shorter, and to what multiple of the previous tensor, by a sample from the middle of the
         `known` elements. New elements take about as much either way."""
         if previous is None or self.raw:
             return False, None
@@ -154,7 +154,7 @@ def _decay(here: Unsigned, before: Unsigned) -> float | None:
 
 
 def _scaled(previous: Unsigned | None, scale: float | None) -> Unsigned:
-    """The bit patterns of fp32 numbers times `scale`, rounded once; subnormals are zero, before and after."""
+    """Return the bit patterns of fp32 numbers times `scale`, rounded once; subnormals are zero, before and after."""
     assert previous is not None
     if scale is None:
         return previous
@@ -164,7 +164,7 @@ def _scaled(previous: Unsigned | None, scale: float | None) -> Unsigned:
 
 
 def _item_size(dtype: torch.dtype) -> int:
-    """Bytes per number: a complex element is two."""
+    """Return bytes per number: a complex element is two."""
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
 
 

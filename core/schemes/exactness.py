@@ -93,7 +93,7 @@ def advice(code: str) -> str | None:
 def exact_parts(
     stored: Iterable[tuple["TensorSpec", int]], reasons: Mapping[str, str]
 ) -> tuple[ExactPart, ...]:
-    """The exactly stored tensors by role and reason (role ``all`` if all are), the part with the most bytes first.
+    """Return the exactly stored tensors by role and reason (role ``all`` if all are), the part with the most bytes first.
 
     Args:
         stored: each tensor with its bytes in the container.
@@ -118,7 +118,7 @@ def added_parts(parts: Iterable[ExactPart]) -> tuple[ExactPart, ...]:
 
 
 def large_share(parts: Iterable[ExactPart], size: int, subject: str) -> tuple[str, str] | None:
-    """A warning if a substantial share of a checkpoint is exact without need: the code's word, and a sentence.
+    """Return a warning if a substantial share of a checkpoint is exact without need: the code's word, and a sentence.
 
     Args:
         parts: what is exact, the largest part first.
@@ -144,7 +144,7 @@ def parts_json(parts: Iterable[ExactPart], size: int) -> list[dict[str, "JSON"]]
 
 
 def pack_reasons(names: Iterable[str], reasons: Mapping[str, str]) -> "JSON":
-    """The member ``exact`` of a container's header (docs/format.md); None where no tensor has a reason.
+    """Return the member ``exact`` of a container's header (docs/format.md); None where no tensor has a reason.
 
     Args:
         names: of all tensors, in the header's order.

@@ -79,7 +79,7 @@ def encode_plane(
 def decode_plane(
     payload: bytes, count: int, alphabet: int, previous: UInt8s | None = None, *, columns: int | None = None
 ) -> UInt8s:
-    """Inverse of `encode_plane`; the payload says how it was coded.
+    """Invert `encode_plane`; the payload says how it was coded.
 
     Args:
         payload: the bytes.
@@ -134,12 +134,12 @@ def uses_previous(payload: bytes) -> bool:
 
 
 def deflate(data: bytes) -> bytes:
-    """Raw LZMA2 of the bytes, as inside a 7-Zip archive."""
+    """Return raw LZMA2 of the bytes, as inside a 7-Zip archive."""
     return lzma.compress(data, format=lzma.FORMAT_RAW, filters=_filters(preset=_PRESET))
 
 
 def inflate(data: bytes, size: int) -> bytes:
-    """Inverse of `deflate`; more than `size` bytes are never made.
+    """Invert `deflate`; more than `size` bytes are never made.
 
     Raises:
         CorruptionError: the data does not decode to exactly so many bytes.

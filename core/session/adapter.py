@@ -80,7 +80,7 @@ class TrainingAdapter(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """The state from which the training is continued, with live tensors; on ranks that store nothing it may be empty.
+        """Return the state from which the training is continued, with live tensors; on ranks that store nothing it may be empty.
 
         The session adds what optimizers train outside the model, what is frozen, and the order and hooks of gradients' sums.
         """
@@ -156,7 +156,7 @@ class TrainingAdapter(ABC):
         return {"model": state_of(self.model)}
 
     def live(self) -> dict[str, Any]:
-        """The part of a `state` whose live tensors ``adopt`` overwrites: weights, averages and optimizers' states."""
+        """Return the part of a `state` whose live tensors ``adopt`` overwrites: weights, averages and optimizers' states."""
         return {**self.followed(), "optimizers": [state_of(optimizer) for optimizer in self.optimizers]}
 
     def weight_names(self) -> Collection[str]:
@@ -191,7 +191,7 @@ class TrainingAdapter(ABC):
         return [*states] if self._targets is None else self._targets.reordered(states)
 
     def copied(self, spec: TensorSpec) -> bool:
-        """Parameters and their optimizers' state; of buffers the first rank's count, whose data parallelism gives them to all."""
+        """Return parameters and their optimizers' state; of buffers the first rank's count, whose data parallelism gives them to all."""
         return spec.tag.parameter is not None and spec.tag.role not in (Role.BUFFER, Role.AVERAGE)
 
     # ---- measuring; the model is in the mode that is asked for, and all is put back afterwards
@@ -224,7 +224,7 @@ class TrainingAdapter(ABC):
         return None
 
     def around(self) -> Sequence[object]:
-        """What a step or an evaluation may change in addition to the model, as of `preserved_state`."""
+        """Return what a step or an evaluation may change in addition to the model, as of `preserved_state`."""
         return ()
 
     def averages(self, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
@@ -237,7 +237,7 @@ class TrainingAdapter(ABC):
         return nullcontext()
 
     def obstacle(self, *, shards: bool) -> str | None:
-        """Why steps of this training cannot be repeated by `step_losses`, `clip` and the optimizers; None where they can."""
+        """Return why steps of this training cannot be repeated by `step_losses`, `clip` and the optimizers; None where they can."""
         lacks = type(self).step_losses is TrainingAdapter.step_losses
         return "the framework's steps cannot be repeated" if lacks else None
 

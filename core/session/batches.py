@@ -126,7 +126,7 @@ class RecentBatches:
         self._current = None
 
     def take(self) -> list[list[Any]]:
-        """The parts of each batch that is kept, the oldest first; not to be changed, `to_host` makes copies."""
+        """Return the parts of each batch that is kept, the oldest first; not to be changed, `to_host` makes copies."""
         self._wanted, self._current = self._count, None
         return [*map(list, self._kept)]
 

@@ -62,7 +62,7 @@ class WeightChanges:
         return sum(parameter._version for parameter in self._versioned)
 
     def _look(self) -> int:
-        """How many parameters have got other memory on their device, or another dtype, since the last look; training waits for it."""
+        """Return how many parameters have got other memory on their device, or another dtype, since the last look; training waits for it."""
         places = _places(self._placed)
         if places == self._places:
             return 0
@@ -98,7 +98,7 @@ class _Used:
             self._replaced = before._gradient() is not gradient
 
     def is_left(self) -> bool:
-        """Whether the gradient has not been zeroed since; a generator's loss adds to the discriminator's used ones."""
+        """Return whether the gradient has not been zeroed since; a generator's loss adds to the discriminator's used ones."""
         gradient = self._parameter.grad
         same = gradient is not None and gradient is self._gradient()
         return same and (self._replaced or gradient._version == self._version)

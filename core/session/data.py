@@ -151,7 +151,7 @@ def in_use(loader: Any) -> bool:
 
 
 def samplers(loader: Any) -> Iterator[Any]:
-    """The objects that determine a loader's order: its sampler, its batch sampler and that one's own sampler."""
+    """Yield the objects that determine a loader's order: its sampler, its batch sampler and that one's own sampler."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         if sampler is not None:
@@ -270,7 +270,7 @@ class _Witness:
 
 
 def _digests(samples: Any) -> Iterator[str]:
-    """Digests of all that some samples consist of."""
+    """Yield digests of all that some samples consist of."""
     if isinstance(samples, torch.Tensor):
         yield tensor_digest(samples.contiguous())
     elif isinstance(samples, Mapping):

@@ -54,7 +54,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def bucket_order(model: Any) -> Buckets:
-    """The buckets that DDP has made, or would make at the next step; called on every rank, between two batches."""
+    """Return the buckets that DDP has made, or would make at the next step; called on every rank, between two batches."""
     if not _has_buckets(model):
         return []
     found = _rebuilt(model)
@@ -160,7 +160,7 @@ class HookStates:
         """Of the tensors captured last, of all processes; on the first rank."""
 
     def left_out(self, model: object, *, exact_log: bool) -> str | None:
-        """A warning that the states are not stored: each process's own, and as large as the model; None where they
+        """Return a warning that the states are not stored: each process's own, and as large as the model; None where they
         are.
 
         Raises:
@@ -183,7 +183,7 @@ class HookStates:
         return None
 
     def capture(self, model: Any) -> list[Any]:
-        """The states of all processes, in the order of their ranks; on the first rank, and called on every one."""
+        """Return the states of all processes, in the order of their ranks; on the first rank, and called on every one."""
         states = _states(model)
         if not self._wanted or not states or hidden_state(model) is not None:
             return []

@@ -16,7 +16,7 @@ _ALIKE = {"torch.optim.Adam", "torch.optim.AdamW"}
 
 
 def identities(model: nn.Module, optimizers: Sequence[Any]) -> list[dict[str, Any]]:
-    """The class of each optimizer, without wrappers, and its parameters' names by groups, or the shapes of those that
+    """Return the class of each optimizer, without wrappers, and its parameters' names by groups, or the shapes of those that
     the model has not.
 
     Names are those of ``state_dict()``, with `plain_names`; shards are as they are between steps.
@@ -136,7 +136,7 @@ def scheduler_classes(named: Mapping[str, Any]) -> dict[str, str]:
 
 
 def other_schedulers(stored: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """A warning where a scheduler takes the state of one of another class, which torch merges without a word."""
+    """Return a warning where a scheduler takes the state of one of another class, which torch merges without a word."""
     differ = [name for name, kind in here.items() if stored.get(name, kind) != kind]
     if not differ:
         return None

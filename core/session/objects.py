@@ -326,7 +326,7 @@ class LoopObjects(TrainingAdapter):
         restore_rng(state["rng"], self.generators())
 
     def in_use(self) -> str | None:
-        """What is wrong with a resume inside a loop over one of the loaders, for a message; else None."""
+        """Return what is wrong with a resume inside a loop over one of the loaders, for a message; else None."""
         names = [name for name, value in self.stateful.items() if _may_load(value) and in_use(value)]
         said = (
             "{0} is being iterated over already, and that loop would not notice the position that a resume restores: call resume() first,"

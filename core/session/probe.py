@@ -42,7 +42,7 @@ class LossProbe:
         self.kept = KeptBatches(PROBE_BATCHES, MORE_BATCHES * PROBE_BATCHES)
 
     def evaluation(self) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        """The loss with given weights on each of the batches that are kept now, even if others are kept later: losses
+        """Return the loss with given weights on each of the batches that are kept now, even if others are kept later: losses
         are compared by batch.
 
         Together it is a collective, as is what is returned: each rank's losses are on its own batches, as many on all
@@ -87,7 +87,7 @@ class LossProbe:
         return measure
 
     def agreed(self) -> list[Any] | None:
-        """The batches that all ranks measure on together, a collective then; None where one rank measures by itself."""
+        """Return the batches that all ranks measure on together, a collective then; None where one rank measures by itself."""
         return self.kept.agreed() if self.together() else None
 
 

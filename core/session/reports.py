@@ -81,7 +81,7 @@ def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def numbers(report: SaveReport) -> dict[str, float]:
-    """The numbers of a save for loggers, under the names that all integrations use; unmeasured ones are left out."""
+    """Return the numbers of a save for loggers, under the names that all integrations use; unmeasured ones are left out."""
     values = {
         "step": float(report.step),
         "ratio": report.ratio,

@@ -214,7 +214,7 @@ class TrainingSession:
         return action() if self.together else self.group().on_first(action)
 
     def choose(self) -> Manifest | None:
-        """The checkpoint to continue from, by the option ``resume``: the newest sound one, the same on all ranks.
+        """Return the checkpoint to continue from, by the option ``resume``: the newest sound one, the same on all ranks.
 
         Raises:
             NoCheckpointError: there is none, and ``resume="must"``.
@@ -718,7 +718,7 @@ class TrainingSession:
         return room
 
     def owes(self, metrics: Mapping[str, float]) -> bool:
-        """Whether to save because the monitor is known now, as it was not at the last save; for the first rank.
+        """Return whether to save because the monitor is known now, as it was not at the last save; for the first rank.
 
         Without this nothing would ever be ranked where saves and validations fall on different steps.
         """

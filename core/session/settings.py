@@ -178,7 +178,7 @@ _OF_PROCESS = (_GIVEN, *_SESSIONS)
 
 
 def given(callback: Any, kind: Any) -> dict[str, Any]:
-    """The arguments of a callback's constructor by name, with the defaults of those that it was not given."""
+    """Return the arguments of a callback's constructor by name, with the defaults of those that it was not given."""
     args, kwargs = getattr(callback, _GIVEN)
     bound = inspect.signature(kind.__init__).bind(callback, *args, **kwargs)
     bound.apply_defaults()
@@ -186,7 +186,7 @@ def given(callback: Any, kind: Any) -> dict[str, Any]:
 
 
 def reduced(callback: Any, kind: type) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """What a callback's ``__reduce__`` returns: a fresh callback with the same options, and the same best and last
+    """Return what a callback's ``__reduce__`` returns: a fresh callback with the same options, and the same best and last
     checkpoints.
 
     What belongs to the process (threads, connections to the store, what was seen of a training) does not go with it:

@@ -206,7 +206,7 @@ class CopiedObjects(ShardedObjects):
         return {**super().log_options(), "share": share}
 
     def copied(self, spec: TensorSpec) -> bool:
-        """Parameters and their optimizers' state; of buffers the first rank's counts, whose DDP gives them to all."""
+        """Return parameters and their optimizers' state; of buffers the first rank's counts, whose DDP gives them to all."""
         return spec.tag.role is Role.WEIGHT or spec.name.startswith("optimizers/")
 
     def obstacle(self, *, shards: bool) -> str | None:

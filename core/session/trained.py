@@ -188,7 +188,7 @@ class Trained:
         )
 
     def values(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What parameters outside the model hold now, and their gradients: Hugging Face's Trainer sets the model's alone to zero."""
+        """Return what parameters outside the model hold now, and their gradients: Hugging Face's Trainer sets the model's alone to zero."""
         return {
             "outside": {name: parameter.detach() for name, parameter in self.outside.items()},
             "gradients": {name: p.grad for name, p in self.outside.items() if p.grad is not None},
@@ -385,7 +385,7 @@ def load_trained(stored: Mapping[str, Any], adapter: TrainingAdapter, url: str) 
 
 
 def _flags(modules: Mapping[str, nn.Module], outside: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """What freezing sets, by name: of parameters, and of normalizations with statistics, which Lightning's BaseFinetuning stops."""
+    """Return what freezing sets, by name: of parameters, and of normalizations with statistics, which Lightning's BaseFinetuning stops."""
     flags: dict[str, tuple[Any, str]] = {
         name: (parameter, "requires_grad") for name, parameter in outside.items()
     }
@@ -430,7 +430,7 @@ def _outside(
 
 
 def _adapters(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where PEFT notes, outside of tensors, which adapters are active or merged into the base, and AdaLoRA by what it chooses ranks.
+    """Return where PEFT notes, outside of tensors, which adapters are active or merged into the base, and AdaLoRA by what it chooses ranks.
 
     Metrics of torchmetrics have their states there, too, unless these are large, or each process has its own.
     """

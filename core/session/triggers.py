@@ -103,7 +103,7 @@ class Trigger:
         self.planned |= due
 
     def steps_until_due(self, step: int) -> int | None:
-        """How many steps after `step` the next checkpoint is due; None where the schedule does not count steps."""
+        """Return how many steps after `step` the next checkpoint is due; None where the schedule does not count steps."""
         every = self._schedule.every_n_train_steps
         return None if every is None else every - step % every
 

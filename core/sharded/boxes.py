@@ -58,7 +58,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def ranks_of(tensor: Any) -> str:
-    """Which ranks share a tensor, as torch knows: those of a DTensor's mesh, as a digest; ``""`` where it does not say.
+    """Return which ranks share a tensor, as torch knows: those of a DTensor's mesh, as a digest; ``""`` where it does not say.
 
     Ranks of one mesh that hold the same box of a tensor hold copies of it. Those of different meshes may, or may not.
     """
@@ -73,7 +73,7 @@ def _ranks_of_mesh(mesh: Any) -> str:
 
 
 def pieces_of(name: str, tensor: Any) -> dict[Box, torch.Tensor]:
-    """What this rank holds of a tensor, the training's own memory; pieces without elements are left out.
+    """Return what this rank holds of a tensor, the training's own memory; pieces without elements are left out.
 
     Args:
         name: for messages.
@@ -148,7 +148,7 @@ def _box_of(name: str, tensor: Any) -> Box:
 def _computed_box(
     shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], place: tuple[int, ...]
 ) -> Box:
-    """What torch says; asked once for all tensors that are cut alike, since it takes a while and training waits.
+    """Return what torch says; asked once for all tensors that are cut alike, since it takes a while and training waits.
 
     Args:
         shape: of the whole tensor.

@@ -256,7 +256,7 @@ class _Boxes:
         return cls(boxes, holders, own, low, low + size)
 
     def meeting(self, box: Box) -> list[int]:
-        """Numbers of those that have elements in common with a box."""
+        """Return numbers of those that have elements in common with a box."""
         if not self.boxes:  # nobody has any: not even the number of dimensions is known
             return []
         offset = np.array(box.offset, dtype=np.int64)
@@ -268,7 +268,7 @@ class _Boxes:
 def _buckets(
     specs: Mapping[str, TensorSpec], targets: Mapping[str, Holders], limit: int
 ) -> Iterator[list[str]]:
-    """Tensors that are moved together; by shapes alone, so that all ranks agree."""
+    """Yield tensors that are moved together; by shapes alone, so that all ranks agree."""
     names: list[str] = []
     size = 0
     for name in specs:

@@ -40,7 +40,7 @@ class Gathering:
         self._pinned: dict[str, torch.Tensor] = {}
 
     def gathered(self, tree: JSON, pieces: Pieces) -> tuple[TrainingState, DeviceCopy | None]:
-        """Whole tensors of this rank's own, in host memory; a collective, on the training thread.
+        """Return whole tensors of this rank's own, in host memory; a collective, on the training thread.
 
         From a GPU they are copied into pinned memory, which is kept for the next call, while the host goes on. The training's
         stream makes the copies, so that no later step can overtake them.
@@ -239,7 +239,7 @@ def moved_to(
     after: Owners,
     values: Mapping[str, torch.Tensor],
 ) -> TrainingState:
-    """What was stored by other owners, at those of now: the tensors that are cut as before; a collective.
+    """Return what was stored by other owners, at those of now: the tensors that are cut as before; a collective.
 
     Args:
         group: all ranks.

@@ -176,7 +176,7 @@ def _has_shape(own: RankTensors, name: str, spec: TensorSpec) -> bool:
 
 
 def _aliases(everyone: Sequence[RankTensors], specs: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Tensors that are the same memory as an earlier one on every rank that has elements of them."""
+    """Return tensors that are the same memory as an earlier one on every rank that has elements of them."""
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     for name, spec in specs.items():
@@ -197,7 +197,7 @@ Owners = Mapping[str, tuple[TensorSpec, int]]
 
 
 def owners_of(specs: Mapping[str, TensorSpec], world: int, limit: int = BLOCK_ELEMENTS) -> Owners:
-    """What is stored of whole tensors, and which rank codes each; the same on every rank and for every layout.
+    """Return what is stored of whole tensors, and which rank codes each; the same on every rank and for every layout.
 
     The tensors of one parameter have one owner, since they are coded together. It is chosen by a hash of the parameter's
     name, so that it stays from save to save; then some are moved until all ranks own about as many bytes.
@@ -224,7 +224,7 @@ def owners_of(specs: Mapping[str, TensorSpec], world: int, limit: int = BLOCK_EL
 
 
 def _folder(spec: TensorSpec) -> str:
-    """Where a tensor stands in the state: an optimizer's tensors of one parameter, its count of steps too, share it."""
+    """Return where a tensor stands in the state: an optimizer's tensors of one parameter, its count of steps too, share it."""
     return spec.name.rpartition("/")[0]
 
 

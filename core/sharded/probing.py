@@ -194,7 +194,7 @@ class SharedDesk(EvaluationDesk):
         return self._of_all(own)
 
     def _spread(self, names: Collection[str], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Stored tensors from their owners in this rank's shards; a collective.
+        """Return stored tensors from their owners in this rank's shards; a collective.
 
         Args:
             names: of the stored tensors, the same on every rank.

@@ -28,7 +28,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def unreduced(model: nn.Module) -> str | None:
-    """Why steps taken now would change gradients of the training that FSDP2 has not reduced yet; None where there are none."""
+    """Return why steps taken now would change gradients of the training that FSDP2 has not reduced yet; None where there are none."""
     for module in model.modules():
         if not type(module).__name__.startswith("FSDP"):
             continue
@@ -74,7 +74,7 @@ class Targets:
     def find(
         self, specs: Mapping[str, TensorSpec], others: Mapping[str, Any] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The tensors to be filled: the model's own; new ones for all others, with shards where a parameter has them.
+        """Return the tensors to be filled: the model's own; new ones for all others, with shards where a parameter has them.
 
         Args:
             specs: of the checkpoint's whole tensors, by name; and of frozen ones that it refers to, whose names begin with `FILLED`.
@@ -192,7 +192,7 @@ def target_for(
     averages: AverageFinder,
     names: Mapping[str, str],
 ) -> torch.Tensor:
-    """What a restore fills for one stored tensor: the training's own, or a new one with its parameter's shards.
+    """Return what a restore fills for one stored tensor: the training's own, or a new one with its parameter's shards.
 
     Args:
         spec: of the whole tensor.

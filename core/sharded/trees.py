@@ -34,7 +34,7 @@ def coded_view(state: TrainingState) -> TrainingState:
 
 
 def with_blocks(node: JSON, specs: Mapping[str, TensorSpec]) -> JSON:
-    """A tree whose optimizers have the blocks of longer tensors as parameters of their own, besides the whole ones.
+    """Return a tree whose optimizers have the blocks of longer tensors as parameters of their own, besides the whole ones.
 
     What reads an optimizer's state parameter by parameter then reads that of a rank's blocks as well.
 
@@ -70,7 +70,7 @@ def _with_blocks(node: JSON, blocks: Mapping[str, Sequence[str]], known: Mapping
 
 
 def _pairs(node: JSON) -> list[list[JSON]] | None:
-    """Keys and values of an optimizer's state, whose keys are numbers or names; None of something else."""
+    """Return keys and values of an optimizer's state, whose keys are numbers or names; None of something else."""
     if not isinstance(node, dict):
         return None
     if "$" not in node:

@@ -168,7 +168,7 @@ class Recorder:
         self._consumed = {}
 
     def fate(self, parameter: torch.Tensor) -> str | torch.Tensor | None:
-        """A parameter's present gradient: None, unchanged since its last recorded step, zeros, or another tensor."""
+        """Return a parameter's present gradient: None, unchanged since its last recorded step, zeros, or another tensor."""
         gradient = parameter.grad
         if gradient is None:
             return None

@@ -193,7 +193,7 @@ class ExactLog(Log):
         self._recorder.forget_gradients()
 
     def _patience_s(self, now: float) -> float:
-        """Seconds that the training may wait, of a share of its time so far and what it has waited."""
+        """Return seconds that the training may wait, of a share of its time so far and what it has waited."""
         share = self._options.overhead
         if share is None:
             return math.inf

@@ -75,7 +75,7 @@ class LogReader:
         ]
 
     def _newest_writer(self, problems: list[str]) -> Head | None:
-        """The first segment of the newest writer. Of several with one turn, the smallest nonce wins, as in a run."""
+        """Return the first segment of the newest writer. Of several with one turn, the smallest nonce wins, as in a run."""
         for turn, session in sorted({(-key.turn, key.session) for key in self._sizes}):
             key = Key(-turn, session, 0)
             if key not in self._sizes:

@@ -70,7 +70,7 @@ class Remainder:
         return max(_SMALL, _SHARE * nbytes_of(self._optimizers))
 
     def _early(self) -> list[str]:
-        """The objects whose states may be read at any time: loaders and samplers may start their workers for it."""
+        """Return the objects whose states may be read at any time: loaders and samplers may start their workers for it."""
         return [
             name
             for name, value in self._stateful.items()

@@ -276,7 +276,7 @@ class ReadersWeights:
         return {"step": step, **numbers, "not_finite": strange, "digest": self.digest(), "remainder": None}
 
     def _changed(self, tensors: Mapping[str, torch.Tensor]) -> dict[int, UInt8s]:
-        """The tensors stored whole whose bytes differ from the reader's, by their places; the reader gets them."""
+        """Return the tensors stored whole whose bytes differ from the reader's, by their places; the reader gets them."""
         found = {}
         for index, spec in enumerate(self.layout.exact):
             data = tensor_to_bytes(tensors[spec.name]).reshape(-1)

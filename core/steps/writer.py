@@ -231,7 +231,7 @@ class SegmentWriter:
 
 
 def chain_ends(references: Sequence[Reference]) -> dict[Place, int]:
-    """The last step of the chain that each segment belongs to, by its end: a chain is read from its beginning.
+    """Return the last step of the chain that each segment belongs to, by its end: a chain is read from its beginning.
 
     Args:
         references: in the order of their writing.

@@ -217,7 +217,7 @@ class Catalog:
         return Listing(manifests=tuple(manifests), damaged=tuple(damaged), max_seq=max_seq)
 
     def _list(self) -> list[ObjectInfo]:
-        """What lies in ``commits/``; nothing only where no checkpoint is known of, and the store can list what it has."""
+        """Return what lies in ``commits/``; nothing only where no checkpoint is known of, and the store can list what it has."""
         infos = self._list_once()
         if infos or (reason := self._reason_to_doubt()) is None:
             return infos
@@ -258,7 +258,7 @@ class Catalog:
         self._sound = self._forgotten, {info: m for info, m in known.items() if info.key not in keys}
 
     def _known(self) -> dict[ObjectInfo, Manifest]:
-        """Those that need not be read again; none if a listing from before the last `forget` was the last one to end."""
+        """Return those that need not be read again; none if a listing from before the last `forget` was the last one to end."""
         forgotten, known = self._sound
         return known if forgotten == self._forgotten else {}
 
@@ -294,7 +294,7 @@ class Catalog:
         return head
 
     def refs(self, manifest: Manifest) -> tuple[BlobRef, ...]:
-        """Every object that a restore of ``manifest`` needs: its chain, and the parts of the heads in it.
+        """Return every object that a restore of ``manifest`` needs: its chain, and the parts of the heads in it.
 
         Raises:
             ChainError, FormatError, StoreError: As :meth:`head`.
@@ -384,7 +384,7 @@ def is_listed(objects: ObjectStore, key: str) -> bool:
 
 
 def exists(objects: ObjectStore, key: str) -> bool:
-    """Whether ``key`` can be read. A damaged object counts: that it was written at all is what is asked."""
+    """Return whether ``key`` can be read. A damaged object counts: that it was written at all is what is asked."""
     try:
         objects.get(key, max_size=MAX_MANIFEST_BYTES)
     except MissingKeyError:

@@ -134,7 +134,7 @@ def _place(location: Location, options: Options | None) -> tuple[str, str, str]:
 
 
 def shared_fate(url: RunUrl, storage_options: StorageOptions = None) -> str | None:
-    """Which of several stores are lost together, as far as can be seen: folders on one device, prefixes in one bucket."""
+    """Return which of several stores are lost together, as far as can be seen: folders on one device, prefixes in one bucket."""
     locations = [parse_url(one) for one in split_urls(url)]
     groups: dict[tuple[object, ...], list[str]] = {}
     for location, options in zip(locations, _options_of_each(locations, storage_options), strict=True):

@@ -133,7 +133,7 @@ def _dead_blobs(
     before: float,
     check_fence: Callable[[Listing], None],
 ) -> tuple[list[ObjectInfo], int, list[str]]:
-    """Blobs to delete, how many more wait for the end of their grace, and trash entries to delete after them.
+    """Return blobs to delete, how many more wait for the end of their grace, and trash entries to delete after them.
 
     What manifests in `gone` name that are still listed waits.
     """

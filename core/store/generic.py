@@ -118,7 +118,7 @@ class GenericObjects:
                     self._filesystem.rm_file(self._full(key))
 
     def server_time(self) -> float:
-        """The time stamp of an object written for the purpose; this machine's clock where there is none."""
+        """Return the time stamp of an object written for the purpose; this machine's clock where there is none."""
         key = probe_key()
         self.put(key, b"time")
         try:

@@ -53,7 +53,7 @@ def check_data_key(key: str) -> None:
 
 
 def commit_key(seq: int, container_key: str | None = None) -> str:
-    """The key of manifest number ``seq``; with ``container_key``, made unique by that container's two nonces."""
+    """Return the key of manifest number ``seq``; with ``container_key``, made unique by that container's two nonces."""
     if container_key is None:
         return f"commits/{seq:010d}.json"
     check_data_key(container_key)
@@ -67,7 +67,7 @@ def seq_of_commit(key: str) -> int | None:
 
 
 def trash_key(seq: int) -> str:
-    """A new key for the copy that is kept of manifest ``seq`` while its blobs wait for their deletion."""
+    """Return a new key for the copy that is kept of manifest ``seq`` while its blobs wait for their deletion."""
     return f"trash/{seq:010d}-{new_nonce()}.json"
 
 
@@ -102,7 +102,7 @@ def pin_name(key: str) -> str | None:
 
 
 def is_own_key(key: str) -> bool:
-    """Whether a run may contain ``key``; anything else means that the prefix belongs to something else."""
+    """Return whether a run may contain ``key``; anything else means that the prefix belongs to something else."""
     return key in (FORMAT_KEY, COMMITTED_KEY) or any(
         pattern.fullmatch(key) for pattern in (_DATA_RE, _COMMIT_RE, _TRASH_RE, _PROBE_RE, _PIN_RE, _STEPS_RE)
     )

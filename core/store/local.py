@@ -303,7 +303,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _info(key: str, path: Path) -> list[ObjectInfo]:
-    """A listing's entry; what is there by name alone (a link that leads nowhere, a folder) has no size and no age."""
+    """Return a listing's entry; what is there by name alone (a link that leads nowhere, a folder) has no size and no age."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -176,7 +176,7 @@ class NearCopies:
             return manifest.chain
 
     def manifests(self, run_id: str) -> list[Manifest]:
-        """What there are copies of, newest first; none where the folder is another run's, or cannot be read."""
+        """Return what there are copies of, newest first; none where the folder is another run's, or cannot be read."""
         try:
             if _read(self._objects, NEAR_KEY) != _mark_of(run_id):
                 return []
@@ -186,7 +186,7 @@ class NearCopies:
             return []
 
     def read(self, ref: BlobRef, start: int = 0, end: int | None = None) -> bytes | None:
-        """A container, if there is a copy whose length and SHA-256 are those of the manifest; or a range of one, which the caller checks."""
+        """Return a container, if there is a copy whose length and SHA-256 are those of the manifest; or a range of one, which the caller checks."""
         try:
             if end is not None:
                 return self._objects.get(ref.key, start, end, max_size=end - start)

@@ -130,7 +130,7 @@ class ObjectStore(Protocol):
         """Write durably, whole or not at all, under a key that nobody else uses."""
 
     def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
-        """Bytes ``start`` (included) to ``end`` (excluded) of an object, or all of it.
+        """Return bytes ``start`` (included) to ``end`` (excluded) of an object, or all of it.
 
         Raises:
             MissingKeyError: There is no such object.
@@ -138,7 +138,7 @@ class ObjectStore(Protocol):
         """
 
     def list(self, prefix: str, *, limit: int | None = None) -> list[ObjectInfo]:
-        """Every object whose key begins with ``prefix``, never from a cache; at most ``limit`` of them."""
+        """Return every object whose key begins with ``prefix``, never from a cache; at most ``limit`` of them."""
 
     def delete(self, keys: Collection[str]) -> None:
         """Remove objects durably; absent ones are no error."""
@@ -246,7 +246,7 @@ def honours_put_if_absent(objects: ObjectStore) -> bool:
 
 
 def _wins(objects: ObjectStore, key: str) -> bool:
-    """Whether this attempt created ``key``; a refusal counts as a win when a lost response hid that it was one."""
+    """Return whether this attempt created ``key``; a refusal counts as a win when a lost response hid that it was one."""
     mine = new_nonce().encode()
     return objects.put_if_absent(key, mine) or objects.get(key, max_size=len(mine)) == mine
 

@@ -113,7 +113,7 @@ class RunStore:
         return self.objects.display
 
     def is_same_place(self, other: "RunStore") -> bool:
-        """Whether this run and another one are in one place, or in one of several: folders are the same where links lead to one."""
+        """Return whether this run and another one are in one place, or in one of several: folders are the same where links lead to one."""
         return not self._places().isdisjoint(other._places())
 
     def _places(self) -> frozenset[str]:
@@ -181,11 +181,11 @@ class RunStore:
         return self._catalog.sizes()
 
     def removed(self) -> list[Manifest]:
-        """Checkpoints that were removed and whose data is still there, newest first; `RunWriter.undelete` brings them back."""
+        """Return checkpoints that were removed and whose data is still there, newest first; `RunWriter.undelete` brings them back."""
         return removed(self.objects, self._catalog)
 
     def fetch(self, manifest: Manifest) -> list[bytes]:
-        """The containers of the whole chain, base first, each checked for size and SHA-256; in place of a head, its parts.
+        """Return the containers of the whole chain, base first, each checked for size and SHA-256; in place of a head, its parts.
 
         Raises:
             ChainError: A container is missing.
@@ -197,7 +197,7 @@ class RunStore:
             return list(pool.map(lambda ref: self.fetch_blob(ref, manifest), containers))
 
     def refs(self, manifest: Manifest) -> tuple[BlobRef, ...]:
-        """Every object that a restore of ``manifest`` reads: its chain, base first, each head followed by its parts.
+        """Return every object that a restore of ``manifest`` reads: its chain, base first, each head followed by its parts.
 
         Raises:
             ChainError: A head is missing.
@@ -246,7 +246,7 @@ class RunStore:
             raise ChainError(f"{shown}, which checkpoint {manifest.seq} needs, is missing") from error
 
     def fetch_range(self, ref: BlobRef, start: int, end: int, *, near: bool = True) -> bytes:
-        """Bytes ``start`` (included) to ``end`` (excluded) of one container; the caller checks them.
+        """Return bytes ``start`` (included) to ``end`` (excluded) of one container; the caller checks them.
 
         Args:
             ref: The container.
@@ -385,7 +385,7 @@ class RunStore:
         )
 
     def _warn_of_containers_alone(self) -> None:
-        """Containers without a single manifest: mostly those of a first save that was interrupted, which nobody relies on."""
+        """Return containers without a single manifest: mostly those of a first save that was interrupted, which nobody relies on."""
         listing = self._catalog.scan()
         if listing.manifests or listing.damaged or not self.objects.list("data/", limit=1):
             return
@@ -452,7 +452,7 @@ class RunStore:
             self._near.keep(manifest, own, lambda ref: self.fetch_blob(ref, manifest), self.head, share)
 
     def _nearer(self, listing: Listing, read: Callable[[Manifest], T]) -> tuple[Manifest, T] | None:
-        """A checkpoint of which only this node's copy is left, newer than all that the run lists, and not removed on purpose."""
+        """Return a checkpoint of which only this node's copy is left, newer than all that the run lists, and not removed on purpose."""
         run_id = None if self._near is None else self._catalog.run_id()
         if self._near is None or run_id is None:
             return None

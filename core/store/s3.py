@@ -260,7 +260,7 @@ _TRANSIENT_ERRORS = {
 
 
 def http_status(error: BaseException) -> int | None:
-    """The HTTP status of the response that ``error`` or one of its causes carries; None without a response."""
+    """Return the HTTP status of the response that ``error`` or one of its causes carries; None without a response."""
     return _response(error)[0]
 
 

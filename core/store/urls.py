@@ -141,7 +141,7 @@ def split_urls(url: RunUrl) -> list[str | os.PathLike[str]]:
 
 
 def url_text(url: RunUrl) -> str:
-    """The same as one string, which every command and ``ckpt_path`` take too, and which splits into the same stores again."""
+    """Return the same as one string, which every command and ``ckpt_path`` take too, and which splits into the same stores again."""
     urls = [str(one) for one in split_urls(url)]
     if len(urls) == 1:
         return urls[0]

@@ -39,7 +39,7 @@ _SLOTS_BEFORE_RESCAN = 8
 
 
 def _uptime() -> float:
-    """Seconds that also pass while the machine is suspended, which ``time.monotonic`` leaves out."""
+    """Return seconds that also pass while the machine is suspended, which ``time.monotonic`` leaves out."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
 
 

@@ -262,7 +262,7 @@ class SkippingSampler:
 
 
 def can_skip(loader: Any, *, count: int, length: int | None) -> bool:
-    """Whether skipping gives the same batches, and leaves the same generators, as reading and dropping.
+    """Return whether skipping gives the same batches, and leaves the same generators, as reading and dropping.
 
     The loader has no iterator as yet; `length` counts the batches of an epoch.
     """

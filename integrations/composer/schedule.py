@@ -36,7 +36,7 @@ def batches_between(interval: SaveInterval) -> int | None:
 
 
 def saves_until(interval: SaveInterval, end: Time | None) -> int | None:
-    """The number of saves until the end of training; None where the two have different units, or a function decides.
+    """Return the number of saves until the end of training; None where the two have different units, or a function decides.
 
     Raises:
         ConfigError: a clock decides.

@@ -46,7 +46,7 @@ class Session:
     # ---- the callback's own state in checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Which training the checkpoints of the run belong to; empty before the first one, and but on the first rank."""
+        """Return which training the checkpoints of the run belong to; empty before the first one, and but on the first rank."""
         lineage = self.run.lineage
         return {} if lineage is None else {_LINEAGE: lineage}
 

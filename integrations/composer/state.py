@@ -41,7 +41,7 @@ def trained_module(state: State) -> nn.Module:
 
 
 def parameter_names(module: nn.Module) -> dict[str, str]:
-    """The name in a checkpoint of each of the module's own names, with `plain_names`, for parameters and buffers."""
+    """Return the name in a checkpoint of each of the module's own names, with `plain_names`, for parameters and buffers."""
     own = [name for name, _ in (*named_parameters(module), *named_buffers(module))]
     return {name: without_wrappers(name) for name in own}
 
@@ -54,13 +54,13 @@ def without_wrappers(name: str) -> str:
 
 
 def shards_model(state: State) -> bool:
-    """Whether each rank has, and saves, its own shards of the state: with FSDP2, unless full states were asked for."""
+    """Return whether each rank has, and saves, its own shards of the state: with FSDP2, unless full states were asked for."""
     config = state.fsdp_config
     return type(config).__name__ == "FSDP2Config" and config.state_dict_type == "sharded"
 
 
 def model_state(state: State) -> dict[str, Any]:
-    """The model's state as it is stored; each rank's own shards where they are what is saved, and where they are.
+    """Return the model's state as it is stored; each rank's own shards where they are what is saved, and where they are.
 
     Called on every rank.
     """
@@ -70,7 +70,7 @@ def model_state(state: State) -> dict[str, Any]:
 
 
 def plain_optimizers(state: State) -> dict[str, Any]:
-    """The optimizers by the names of their classes, without the wrapper of Composer's SAM, which keeps nothing between two steps."""
+    """Return the optimizers by the names of their classes, without the wrapper of Composer's SAM, which keeps nothing between two steps."""
     return {
         type(each).__qualname__: each.base_optimizer if isinstance(each, SAMOptimizer) else each
         for each in state.optimizers
@@ -121,7 +121,7 @@ def _optimizer_states(state: State) -> dict[str, Any]:
 
 
 def _with_keys(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with other keys of its parameters; that of a container of optimizers stays as it is."""
+    """Return an optimizer's state with other keys of its parameters; that of a container of optimizers stays as it is."""
     if "state" not in state or "param_groups" not in state:
         return dict(state)
     groups = [
@@ -157,7 +157,7 @@ def _begin_next_epoch(stored: dict[str, Any], state: State) -> None:
 
 
 def place_in(stored: Mapping[str, Any], *, own: bool) -> tuple[int, Any]:
-    """How many processes saved a checkpoint, and this one's position in the data; None if it is not known.
+    """Return how many processes saved a checkpoint, and this one's position in the data; None if it is not known.
 
     `own` says whether a position of one process alone is this one's, and not the first one's.
     """

@@ -254,7 +254,7 @@ def require_supported(strategy: Strategy) -> None:
 
 
 def storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint without entries that only pickle could store and that a resume does not need: some
+    """Return the checkpoint without entries that only pickle could store and that a resume does not need: some
     hyper-parameters, and the functions of torch's ``SWALR``, which its constructor sets."""
     of_schedulers = ("lr_schedulers", "callbacks")
     checkpoint = checkpoint | {

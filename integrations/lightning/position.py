@@ -99,7 +99,7 @@ class Position:
         validation_pending: bool,
         sharded: bool = False,
     ) -> dict[str, Any]:
-        """The state that a checkpoint taken now needs in addition to Lightning's own; must be called on every rank.
+        """Return the state that a checkpoint taken now needs in addition to Lightning's own; must be called on every rank.
 
         Args:
             trainer: in a hook at the end of a batch, a validation or an epoch.

@@ -31,7 +31,7 @@ _VERSION = "pytorch-lightning_version"  # in every checkpoint of Lightning
 
 
 def is_tuning(trainer: Trainer) -> bool:
-    """Whether this fit is only a trial of `lightning.pytorch.tuner.Tuner`, which undoes it afterwards."""
+    """Return whether this fit is only a trial of `lightning.pytorch.tuner.Tuner`, which undoes it afterwards."""
     return any(getattr(callback, "_early_exit", False) is True for callback in trainer.callbacks)
 
 
@@ -78,7 +78,7 @@ def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, TrainingSessio
 
 
 def _choose(runs: Mapping[str, TrainingSession], written: str | None) -> str | None:
-    """The address of the newest sound checkpoint; with several callbacks, of the run with the highest step.
+    """Return the address of the newest sound checkpoint; with several callbacks, of the run with the highest step.
 
     A checkpoint that Lightning wrote before a requeue or at an error is chosen where it is newer.
     """
@@ -193,7 +193,7 @@ def requeueing(trainer: Trainer, *, answered: Callable[[], bool]) -> Termination
 
 
 def step_written(path: str) -> int:
-    """The step of a checkpoint of Lightning's own; -1 where it cannot be read, as one that a job's end cut short."""
+    """Return the step of a checkpoint of Lightning's own; -1 where it cannot be read, as one that a job's end cut short."""
     try:
         return int(torch.load(path, map_location="meta", mmap=True, weights_only=False)["global_step"])
     except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the run may be continued

@@ -247,7 +247,7 @@ class TransformersAdapter(TrainingAdapter):
 
 
 def _items(trainer: Any, parts: Sequence[Any]) -> Any:
-    """The number of labels by which the trainer divides the sum of a step's losses; None where it averages means.
+    """Return the number of labels by which the trainer divides the sum of a step's losses; None where it averages means.
 
     Of several processes one alone cannot know it.
     """

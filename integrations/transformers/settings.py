@@ -32,7 +32,7 @@ class Settings:
         )
 
     def for_trainer(self, args: Any) -> "Settings":
-        """The same, completed by what the trainer's arguments say of checkpoints; the callback's own options take
+        """Return the same, completed by what the trainer's arguments say of checkpoints; the callback's own options take
         precedence.
 
         Raises:
@@ -64,7 +64,7 @@ class Settings:
 
     @staticmethod
     def ranking(args: Any) -> tuple[str, Literal["min", "max"]] | None:
-        """The metric by which the trainer ranks, and whether the least or the greatest is the best; None where it does not."""
+        """Return the metric by which the trainer ranks, and whether the least or the greatest is the best; None where it does not."""
         if args.metric_for_best_model is None:
             return None
         return evaluation_metric(args.metric_for_best_model), "max" if args.greater_is_better else "min"
@@ -81,7 +81,7 @@ class Settings:
         return Schedule(every_n_epochs=1)
 
     def planned_for(self, args: Any) -> int | None:
-        """The number of saves that are planned; None where it does not follow from the trainer's arguments.
+        """Return the number of saves that are planned; None where it does not follow from the trainer's arguments.
 
         Raises:
             ConfigError: a clock decides.
@@ -94,5 +94,5 @@ class Settings:
 
 
 def evaluation_metric(name: str) -> str:
-    """A metric's name as evaluations log it; as in ``metric_for_best_model``, ``eval_`` may be left out."""
+    """Return a metric's name as evaluations log it; as in ``metric_for_best_model``, ``eval_`` may be left out."""
     return name if name.startswith(_PREFIX) or name in ("step", "epoch") else f"{_PREFIX}{name}"

@@ -43,7 +43,7 @@ def _exportable(trainer: Any) -> list[Any]:
 
 
 def stopped_early(trainer: Any) -> bool:
-    """Whether `EarlyStoppingCallback` has ended the training, and not a time limit, from which a restart continues."""
+    """Return whether `EarlyStoppingCallback` has ended the training, and not a time limit, from which a restart continues."""
     return any(
         isinstance(part, EarlyStoppingCallback)
         and part.early_stopping_patience_counter >= part.early_stopping_patience
@@ -138,7 +138,7 @@ _MODELS = 100  # of a list, which may be the data
 
 
 def reference_of(trainer: Any) -> dict[str, Any]:
-    """The model that the trainer compares with, where it is moved after the trained one: part of a stored state, by name."""
+    """Return the model that the trainer compares with, where it is moved after the trained one: part of a stored state, by name."""
     module = getattr(trainer, "ref_model", None)
     moves = getattr(trainer.args, "sync_ref_model", False) and isinstance(module, torch.nn.Module)
     return {"reference": trainer.accelerator.unwrap_model(module).state_dict()} if moves else {}
@@ -177,7 +177,7 @@ def _digest_of_ends(state: Mapping[str, Any]) -> str:
 
 
 def generated_state(trainer: Any, warned: set[str]) -> dict[str, Any]:
-    """The batches that a trainer goes on using on this rank, and its count of passes; empty for a trainer without any."""
+    """Return the batches that a trainer goes on using on this rank, and its count of passes; empty for a trainer without any."""
     kept = {name: value for name, value in vars(trainer).items() if name.startswith(_BUFFERS)}
     count = getattr(trainer, _COUNT, None)
     if not kept or type(count) is not int:

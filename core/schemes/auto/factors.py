@@ -42,7 +42,7 @@ class Factors:
 
     @classmethod
     def of_second_moment(cls, values: Float32s) -> "Factors":
-        """Factors of a matrix, the mean logarithm of whose product over its positive elements is the matrix's.
+        """Return factors of a matrix, the mean logarithm of whose product over its positive elements is the matrix's.
 
         Args:
             values: fp32 (rows, columns), finite and not negative.
@@ -60,7 +60,7 @@ class Factors:
 
     @classmethod
     def of_roots(cls, values: Float32s) -> "Factors":
-        """Factors whose product is about each element's root mean square, zero only where all of a row or column is.
+        """Return factors whose product is about each element's root mean square, zero only where all of a row or column is.
 
         Args:
             values: fp32 (rows, columns), finite.
@@ -72,7 +72,7 @@ class Factors:
         return cls._rounded(rows / 2 + shift, columns / 2)
 
     def balanced(self, values: Float32s) -> "Factors":
-        """Factors by whose product the values divided are 1 on average, in each row, and nearly so in each column.
+        """Return factors by whose product the values divided are 1 on average, in each row, and nearly so in each column.
 
         That is one round of what finds the most likely product where values are its elements times noise of one distribution (C.
         Fevotte, N. Bertin, J.-L. Durrieu, "Nonnegative matrix factorization with the Itakura-Saito divergence", 2009): means of
@@ -225,7 +225,7 @@ def _raised(exponents: Int16s, by: Float64s) -> Int16s:
 
 
 def _within(exponents: Float64s) -> Float64s:
-    """Whole numbers, those of normal fp32 numbers."""
+    """Return whole numbers, those of normal fp32 numbers."""
     whole: Float64s = np.minimum(np.maximum(np.rint(exponents), _LOW), _HIGH)
     return whole
 

@@ -256,7 +256,7 @@ class _Quantized:
     sections: dict[str, bytes]
 
     def values(self) -> Float32s:
-        """What a reader will have, before it is rounded to the tensor's dtype: a product of two fp32 numbers for each element."""
+        """Return what a reader will have, before it is rounded to the tensor's dtype: a product of two fp32 numbers for each element."""
         from shrinkpoint.schemes.auto import moment_kernels  # numba
 
         sizes = self.step * _sizes(self.centroids, self.radius)
@@ -279,7 +279,7 @@ def _longer(true: float, counts: Float64s, step: np.float32, sizes: Float32s) ->
 
 
 def _centroids(sums: Float64s, counts: Float64s, radius: int) -> tuple[int, ...]:
-    """How far the first levels' means lie from them, in 1/256 step; the first level's is not beyond it."""
+    """Return how far the first levels' means lie from them, in 1/256 step; the first level's is not beyond it."""
     last = min(radius, _CENTROIDS)
     levels, sums, counts = np.arange(1.0, last + 1), sums[1 : last + 1], counts[1 : last + 1]
     away = np.divide(sums, counts, out=levels.copy(), where=counts > 0) - levels
@@ -297,7 +297,7 @@ def _read_centroids(stored: JSON, radius: int, spec: TensorSpec) -> tuple[int, .
 
 
 def _widest(values: Float32s, units: Float32s, loss: float, *, linear: bool) -> float:
-    """The widest step size, in quarter octaves of a unit, that loses at most such a share; the one that loses least if none does.
+    """Return the widest step size, in quarter octaves of a unit, that loses at most such a share; the one that loses least if none does.
 
     What is lost of the values themselves is mostly lost of their largest rows. Where that counts, no more of them in units may
     be lost either: so small rows keep as much as large ones.
@@ -320,7 +320,7 @@ def _widest(values: Float32s, units: Float32s, loss: float, *, linear: bool) -> 
 
 
 def _widest_size(lost: Callable[[int], float], clipped: float, loss: float) -> int:
-    """The number of the widest step size that loses at most `loss`; of that which loses least if none does.
+    """Return the number of the widest step size that loses at most `loss`; of that which loses least if none does.
 
     Args:
         lost: the share that a step size loses. It falls with the step size, until the largest values are beyond the last level;
@@ -352,7 +352,7 @@ def _step_of(size: int) -> float:
 
 
 def _lost(sizes: Float64s, weights: Float64s, total: float, step: float) -> float:
-    """The share that is lost: levels' means explain a part of the moment's square, and are lengthened."""
+    """Return the share that is lost: levels' means explain a part of the moment's square, and are lengthened."""
     from shrinkpoint.schemes.auto import moment_kernels  # numba
 
     explained = float(

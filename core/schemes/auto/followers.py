@@ -32,7 +32,7 @@ class _FollowingCodec:
 
     @staticmethod
     def _of(leader: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor | None:
-        """A new tensor of the spec's dtype; None if the leader has another shape, or a dtype that is not rounded to that one."""
+        """Return a new tensor of the spec's dtype; None if the leader has another shape, or a dtype that is not rounded to that one."""
         if leader is None or tuple(leader.shape) != spec.shape:
             return None
         rounded = leader.dtype is torch.float32 and spec.dtype in (torch.float16, torch.bfloat16)

@@ -196,7 +196,7 @@ class _Levels:
         return found
 
     def cost(self, prediction: "Prediction") -> float:
-        """Bits of a level that is predicted so, without any context, by a sample of them."""
+        """Return bits of a level that is predicted so, without any context, by a sample of them."""
         starts = range(0, self.exponents.size, _CHUNK)
         some = starts[:: -(-len(starts) // _SAMPLED)]
         sample = [self.away(prediction, slice(start, start + _CHUNK)) for start in some]
@@ -209,7 +209,7 @@ class _Levels:
         return float(-(counts * np.log2(counts / counts.sum())).sum() / max(int(counts.sum()), 1))
 
     def planes(self) -> Planes:
-        """The plane ``exponent``: of levels in one byte each, where these can hold them; else as it is, as where it was clipped."""
+        """Return the plane ``exponent``: of levels in one byte each, where these can hold them; else as it is, as where it was clipped."""
         from shrinkpoint.schemes.auto import log_kernels  # numba
 
         levels = np.empty(self.exponents.size, np.int8)

@@ -32,7 +32,7 @@ _SECOND = (Role.EXP_AVG_SQ, Role.SQUARES)
 
 
 def memories(state: TrainingState) -> dict[str, float]:
-    """How many steps of gradients each first moment holds: ``beta / (1 - beta)``, beta being its decay.
+    """Return how many steps of gradients each first moment holds: ``beta / (1 - beta)``, beta being its decay.
 
     Args:
         state: of a training, as copied: hyperparameters may be tensors.
@@ -55,7 +55,7 @@ def memories(state: TrainingState) -> dict[str, float]:
 
 
 def second_memories(state: TrainingState) -> dict[str, float]:
-    """How many steps of gradients each second moment holds: ``beta2 / (1 - beta2)``, or by the decay of `FADING` ones.
+    """Return how many steps of gradients each second moment holds: ``beta2 / (1 - beta2)``, or by the decay of `FADING` ones.
 
     Args:
         state: of a training, as copied: hyperparameters may be tensors.
@@ -76,7 +76,7 @@ def second_memories(state: TrainingState) -> dict[str, float]:
 
 
 def errors_at_once(memory: float, interval: int, saves: float) -> float:
-    """How many restores' errors are in a moment at the same time, where training goes on from every checkpoint.
+    """Return how many restores' errors are in a moment at the same time, where training goes on from every checkpoint.
 
     One fades by ``exp(-interval / memory)`` until the next comes; their variances add up to so many times that of one.
 
@@ -90,7 +90,7 @@ def errors_at_once(memory: float, interval: int, saves: float) -> float:
 
 
 def epsilons(state: TrainingState) -> dict[str, float]:
-    """What each optimizer adds to the root of a second moment, by the name of that moment's tensor; `eps` of its group.
+    """Return what each optimizer adds to the root of a second moment, by the name of that moment's tensor; `eps` of its group.
 
     Args:
         state: of a training, as copied: hyperparameters may be tensors.
@@ -104,7 +104,7 @@ def epsilons(state: TrainingState) -> dict[str, float]:
 
 
 def states_of(state: TrainingState, optimizers: Collection[int]) -> frozenset[str]:
-    """Names of the tensors that some optimizers, given by their positions in the state, keep for their parameters."""
+    """Return names of the tensors that some optimizers, given by their positions in the state, keep for their parameters."""
     if not optimizers:
         return frozenset()
     kept = (entries for at, (_, entries) in enumerate(_optimizers(state.tree)) if at in optimizers)
@@ -168,7 +168,7 @@ def _members(node: JSON) -> Mapping[str, JSON]:
 
 
 def _pairs(node: JSON) -> list[tuple[JSON, JSON]]:
-    """Keys and values of a dict of any kind."""
+    """Return keys and values of a dict of any kind."""
     if not isinstance(node, Mapping):
         return []
     is_tagged = node.get("$") in ("dict", "odict")

@@ -59,7 +59,7 @@ def _exponents(means: Float64s) -> Int8s:
 
 
 def within(exponents: Float64s, most: int) -> Int8s:
-    """Whole numbers, those beyond `most` as that."""
+    """Return whole numbers, those beyond `most` as that."""
     found: Int8s = np.minimum(np.maximum(exponents, -most), most).astype(
         np.int8
     )  # in a third of np.clip's time
@@ -75,7 +75,7 @@ class Steps:
     columns: Int8s
 
     def followed(self, wanted: "Steps", slack: float) -> "Steps":
-        """The steps to go on with where `wanted` are asked for: these, these with some rows and columns changed, or those.
+        """Return the steps to go on with where `wanted` are asked for: these, these with some rows and columns changed, or those.
 
         Args:
             wanted: of the same shape.
@@ -97,14 +97,14 @@ class Steps:
 
 
 def _changed(exponents: Int8s, off: Float64s) -> Float64s:
-    """Exponents, with those that are off put right."""
+    """Return exponents, with those that are off put right."""
     far = (off <= -_NARROWER) | (off >= _WIDER)
     changed: Float64s = exponents + np.where(far, np.rint(off), 0.0)
     return changed
 
 
 def join_exponents(rows: Int8s, columns: Int8s) -> UInt8s:
-    """Every element's exponent, in quarter octaves above 1/65536 of the step, from those of rows and columns, each from -`MAX_EXPONENT` to `MAX_EXPONENT`."""
+    """Return every element's exponent, in quarter octaves above 1/65536 of the step, from those of rows and columns, each from -`MAX_EXPONENT` to `MAX_EXPONENT`."""
     shifted = (rows.astype(np.int16) + 2 * MAX_EXPONENT).astype(np.uint8)
     total = np.empty((rows.size, columns.size), np.uint8)
 
@@ -117,7 +117,7 @@ def join_exponents(rows: Int8s, columns: Int8s) -> UInt8s:
 
 
 def split_exponents(exponents: UInt8s, shape: tuple[int, int]) -> tuple[Int8s, Int8s]:
-    """Exponents of rows and columns from which `join_exponents` makes these; not always the original ones."""
+    """Return exponents of rows and columns from which `join_exponents` makes these; not always the original ones."""
     matrix = exponents.reshape(shape)
     first, columns = matrix[:, 0].astype(np.int64), matrix[0].astype(np.int64) - 2 * MAX_EXPONENT
     rows = first - first[0]

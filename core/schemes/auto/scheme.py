@@ -190,7 +190,7 @@ class Auto:
         return specs
 
     def sums(self, state: TrainingState) -> WeightSums:
-        """What step sizes depend on of all weights together: to be added where each rank has some of them (`SaveContext.sums`)."""
+        """Return what step sizes depend on of all weights together: to be added where each rank has some of them (`SaveContext.sums`)."""
         specs = self._quantized(state, _Names.of(state), {})
         return WeightSteps(self.options, self.save_context, self._scale).sums(specs, state)
 
@@ -205,13 +205,13 @@ class Auto:
         )
 
     def _is_averaged(self, state: TrainingState, spec: TensorSpec, weight: str | None) -> bool:
-        """Whether an average is more than a copy of its weight, and it is known how far it moves: else it is stored exactly."""
+        """Return whether an average is more than a copy of its weight, and it is known how far it moves: else it is stored exactly."""
         if weight is None or known_movement(self.save_context, spec) is None:
             return False
         return not _is_equal(state.tensors[spec.name], state.tensors[weight])
 
     def _is_copy(self, state: TrainingState, spec: TensorSpec, weight: str) -> bool:
-        """Whether an optimizer's average, as ASGD's, is its weight, bit by bit, and moves as that does.
+        """Return whether an optimizer's average, as ASGD's, is its weight, bit by bit, and moves as that does.
 
         What stands still is a reference, and exact; so are copies that the user keeps.
         """
@@ -251,7 +251,7 @@ class Auto:
     def _second_moment(
         self, spec: TensorSpec, second: torch.Tensor, *, first: torch.Tensor | None, memory: float
     ) -> TensorCodec:
-        """A row times a column, unless that is too far from it for too many of the steps between two checkpoints.
+        """Return a row times a column, unless that is too far from it for too many of the steps between two checkpoints.
 
         Args:
             spec: of the second moment.
@@ -312,13 +312,13 @@ def _memory(spec: TensorSpec, names: _Names, remembered: Mapping[str, float]) ->
 
 
 def _by_parameter(state: TrainingState, role: Role) -> dict[str | None, str]:
-    """Names of the tensors of a role, by their parameter."""
+    """Return names of the tensors of a role, by their parameter."""
     specs = state.specs.items()
     return {spec.tag.parameter: name for name, spec in specs if spec.tag.role is role and spec.tag.parameter}
 
 
 def _by_place(state: TrainingState, role: Role) -> dict[str, str]:
-    """Names of the tensors of a role, the first of each place where they stand."""
+    """Return names of the tensors of a role, the first of each place where they stand."""
     found: dict[str, str] = {}
     for name, spec in state.specs.items():
         if spec.tag.role is role:

@@ -88,7 +88,7 @@ class FactoredSecondMomentCodec:
 
 
 def rank_one(tensor: torch.Tensor, spec: TensorSpec) -> tuple[Factors | None, float]:
-    """The row and the column whose product is nearest to a second moment, and how far that is from it: the root mean square of
+    """Return the row and the column whose product is nearest to a second moment, and how far that is from it: the root mean square of
     ``log2(v / (row x column))``, in octaves.
 
     Elements that are zero do not count; None and 0 where the codec refuses the tensor.

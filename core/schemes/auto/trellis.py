@@ -49,7 +49,7 @@ class Grid:
         return out
 
     def points(self, values: Float32s) -> Int16s | None:
-        """The points, in half steps, that stand for these values; None where some are not the values of any."""
+        """Return the points, in half steps, that stand for these values; None where some are not the values of any."""
         from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
         out = np.empty(values.size, np.int16)
@@ -220,7 +220,7 @@ def in_rows(part: npt.NDArray[T], rows: Indices | None, shape: tuple[int, int]) 
 def deviations(
     values: Float32s, grid: Grid, reference: TrellisReference, columns: int, rows: Indices | None = None
 ) -> tuple[Float64s, Float64s]:
-    """Sums of squares of how far weights are from where they were expected to have been, and their numbers, by exponent; of
+    """Return sums of squares of how far weights are from where they were expected to have been, and their numbers, by exponent; of
     some rows, or of all."""
     from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
@@ -249,7 +249,7 @@ class KeptRows:
 def packed_planes(
     grid: Grid, points: Int16s, offsets: Int8s, shape: tuple[int, ...], kept: KeptRows | None = None
 ) -> PackedPlanes:
-    """The planes ``value``, ``exponent`` and ``offset`` in less than half of the memory that they take.
+    """Return the planes ``value``, ``exponent`` and ``offset`` in less than half of the memory that they take.
 
     A value is made of its point again, an element's exponent of its row's and its column's: both are the very numbers that they
     were, for every element's value is its own.

@@ -72,7 +72,7 @@ class WeightStep:
     """(rows,): those that keep the values of the previous checkpoint; None for none."""
 
     def sizes(self, spec: TensorSpec) -> tuple[float, tuple[Int8s, Int8s]]:
-        """The tensor's own step size, and the exponents of those of its rows and of its columns (`Steps`).
+        """Return the tensor's own step size, and the exponents of those of its rows and of its columns (`Steps`).
 
         Where the curvature allows every element of a row more noise than the row may have, elements have equal steps: none may have more.
         """
@@ -201,7 +201,7 @@ class WeightSteps:
         return self._scale
 
     def _moved(self, spec: TensorSpec, weight: torch.Tensor) -> Float64s:
-        """How far training has moved each row; where nothing is known of that, as if by a small share of its size."""
+        """Return how far training has moved each row; where nothing is known of that, as if by a small share of its size."""
         rows = known_movement(self._save_context, spec)
         if rows is not None:
             return rows

@@ -64,7 +64,7 @@ def encode_levels(
 def decode_levels(
     payload: Payload, count: int, n_levels: int, previous: UInt8s | None, previous_n_levels: int | None
 ) -> UInt8s:
-    """Inverse of :func:`encode_levels`; the payload says how it was coded.
+    """Invert :func:`encode_levels`; the payload says how it was coded.
 
     Args:
         payload: the bytes of :func:`encode_levels`, all of them and nothing else.
@@ -114,7 +114,7 @@ def _add(previous: UInt8s, delta: UInt8s, modulus: int) -> UInt8s:
 
 
 def _delta_counts(counts: Int64s) -> Int64s:
-    """Counts of (previous level, difference) from counts of (previous level, level)."""
+    """Return counts of (previous level, difference) from counts of (previous level, level)."""
     n_previous, n_levels = counts.shape
     modulus = max(n_previous, n_levels)
     delta_counts = np.zeros((n_previous, modulus), dtype=np.int64)
@@ -200,7 +200,7 @@ def encode_runs(values: UInt8s) -> Int64s:
 
 
 def decode_runs(symbols: Int64s, count: int, alphabet: int) -> UInt8s:
-    """Inverse of :func:`encode_runs`.
+    """Invert :func:`encode_runs`.
 
     Args:
         symbols: int64 (m,), from an untrusted payload.

@@ -37,11 +37,11 @@ class SizePredictor:
         self._known: dict[tuple[int, int, float, float], float] = {}
 
     def __call__(self, configuration: Configuration) -> float:
-        """Predicted bytes of all weights."""
+        """Return predicted bytes of all weights."""
         return sum(self._bytes(*part) for part in _parts(configuration))
 
     def table(self, space: ConfigurationSpace) -> list[float]:
-        """Predicted bytes for every configuration of a space, as `predicted_sizes` takes them; tables of several processes add up."""
+        """Return predicted bytes for every configuration of a space, as `predicted_sizes` takes them; tables of several processes add up."""
         return [self._bytes(*part) for part in _all_parts(space)]
 
     def _bytes(self, embeddings: bool, bins: int, prune: float, protect: float) -> float:
@@ -93,7 +93,7 @@ class _Tensor:
         self._codebooks: dict[tuple[int, float], Float64s] = {}
 
     def bits(self, bins: int, prune: float, protect: float) -> float:
-        """Predicted bits of the tensor under one configuration."""
+        """Return predicted bits of the tensor under one configuration."""
         if self.total == 0:
             return 0.0
         rest = self.counts.copy()

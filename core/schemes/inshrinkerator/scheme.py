@@ -101,7 +101,7 @@ class Weights:
         )
 
     def restored(self, configuration: Configuration) -> dict[str, torch.Tensor]:
-        """The model that a reader would restore under a configuration, by the names of its parameters and buffers."""
+        """Return the model that a reader would restore under a configuration, by the names of its parameters and buffers."""
         return self._rest | {
             _parameter(spec): self.codec(spec, configuration).quantize(tensor).value(tensor.dtype)
             for spec, tensor in zip(self.specs, self.tensors.values(), strict=True)
@@ -159,7 +159,7 @@ def _parameter(spec: TensorSpec) -> str:
 def _gradients(
     state: TrainingState, specs: list[TensorSpec], collected: Mapping[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """The gradients' EMA of each weight: as collected, or else Adam's first moment, which is one (beta1 = 0.9)."""
+    """Return the gradients' EMA of each weight: as collected, or else Adam's first moment, which is one (beta1 = 0.9)."""
     moments = {
         spec.tag.parameter: state.tensors[name]
         for name, spec in state.specs.items()
@@ -176,7 +176,7 @@ def _gradients(
 
 
 def _scores(weight: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether the sensitivities of a finite weight are finite too; of some gradients only the product overflows."""
+    """Return whether the sensitivities of a finite weight are finite too; of some gradients only the product overflows."""
     if gradient.shape != weight.shape or gradient.is_complex():
         return False
     if weight.numel() == 0:

@@ -206,7 +206,7 @@ class Search:
         return self.answers[configuration] <= self._bound
 
     def _is_better(self, other: Configuration, centre: Configuration) -> bool:
-        """Whether it alone is within the bound, or lower by more than 10 % and than twice the noise of a measurement."""
+        """Return whether it alone is within the bound, or lower by more than 10 % and than twice the noise of a measurement."""
         if self._holds(other) != self._holds(centre):
             return self._holds(other)
         low, high = self.answers[other], self.answers[centre]
@@ -462,7 +462,7 @@ class ConfigurationSearch:
         # A reprobe without a choice leaves the incumbent to the neighbourhood search that comes next.
 
     def _favourite(self, save: _Save) -> Configuration | None:
-        """The configuration to verify first: the incumbent, or the smallest that the running search found feasible."""
+        """Return the configuration to verify first: the incumbent, or the smallest that the running search found feasible."""
         if self._incumbent is not None:
             return self._incumbent
         answers = self._search.answers if self._search is not None else {}
@@ -472,7 +472,7 @@ class ConfigurationSearch:
         return feasible
 
     def _verify(self, save: _Save) -> tuple[Configuration | None, str]:
-        """The first of favourite, a milder verified configuration and the mildest that keeps the bound on these
+        """Return the first of favourite, a milder verified configuration and the mildest that keeps the bound on these
         weights."""
         favourite = self._favourite(save)
         if favourite is None:

@@ -71,7 +71,7 @@ class GradientEMA:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def should_collect(self, steps_until_save: int) -> bool:
-        """Whether this step's gradients count: one of the last 50 steps, where 0 is the step that saves."""
+        """Return whether this step's gradients count: one of the last 50 steps, where 0 is the step that saves."""
         return 0 <= steps_until_save < _STEPS
 
     def update(self, named_grads: Mapping[str, torch.Tensor]) -> None:
@@ -90,7 +90,7 @@ class GradientEMA:
             self._fold(grads)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """The average by name: float32 on the host, the shapes of the gradients; empty before the first update.
+        """Return the average by name: float32 on the host, the shapes of the gradients; empty before the first update.
 
         Waits for copies under way. The tensors are the live ones: after `reset` they belong to the caller, an
         `update` without it changes them.

@@ -131,7 +131,7 @@ class ConfigurationSpace:
         return tuple(self.at(metric, steps) for metric in self.metrics if metric != configuration.metric)
 
     def at_least_as_mild(self, mild: Configuration, harsh: Configuration) -> bool:
-        """Whether no setting of ``mild`` is harsher; different metrics compare only where ``mild`` prunes nothing."""
+        """Return whether no setting of ``mild`` is harsher; different metrics compare only where ``mild`` prunes nothing."""
         if mild.prune and mild.metric != harsh.metric:
             return False
         return all(a >= b for a, b in zip(self.steps(mild), self.steps(harsh), strict=True))

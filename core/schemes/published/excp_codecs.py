@@ -127,7 +127,7 @@ def _kmeans(kept: Float32s, size: int) -> Float32s:
 
 
 def refill_factors(second: Float32s, shape: tuple[int, ...], refill: Refill) -> Float32s:
-    """The stored values from which pruned second moments are refilled: none, the mean, or row and column means."""
+    """Return the stored values from which pruned second moments are refilled: none, the mean, or row and column means."""
     if refill == "none":
         return np.empty(0, np.float32)
     wide = second.astype(np.float64)
@@ -143,7 +143,7 @@ def refill_factors(second: Float32s, shape: tuple[int, ...], refill: Refill) -> 
 
 
 def refill_values(factors: Float32s, shape: tuple[int, ...]) -> Float32s:
-    """The refill of every element, flat, from the result of `refill_factors`: stored numbers or one product of two."""
+    """Return the refill of every element, flat, from the result of `refill_factors`: stored numbers or one product of two."""
     rows, columns = matrix_shape(shape)
     if factors.size == 1:
         same: Float32s = np.full(rows * columns, factors[0], np.float32)

@@ -20,7 +20,7 @@ _REMEMBERED = 16
 
 
 def choose_geometry(stores: int, parity: int, length: int) -> Geometry:
-    """How a blob is cut over so many stores: never with fewer spare shards than `parity`, whatever the number of stores."""
+    """Return how a blob is cut over so many stores: never with fewer spare shards than `parity`, whatever the number of stores."""
     if length < MIRROR_BELOW and parity:
         return Geometry(1, stores - 1, length)
     if stores <= parity:
@@ -78,7 +78,7 @@ class Blobs:
                 raise group.too_few(done, transient)
 
     def get(self, key: str, start: int | None, end: int | None, max_size: int) -> bytes | None:
-        """Bytes of a blob; None where no store that answers has a shard of it.
+        """Return bytes of a blob; None where no store that answers has a shard of it.
 
         Raises:
             CorruptionError: It is damaged beyond repair, longer than `max_size`, or ends before `end`.
@@ -140,7 +140,7 @@ class Blobs:
         raise problem
 
     def _guess(self, layout: Layout) -> Layout:
-        """The same, with the places that no listing shows in any store that shows none of this geometry."""
+        """Return the same, with the places that no listing shows in any store that shows none of this geometry."""
         guessed: Layout = {}
         for geometry, places in layout.items():
             shown = {store for stores in places.values() for store in stores}
@@ -193,7 +193,7 @@ class Blobs:
 
 
 def layouts_of(listed: dict[int, list[ObjectInfo]]) -> dict[str, Layout]:
-    """Where the shards are, by blob: those whose files have the size that their names say; the others are junk."""
+    """Return where the shards are, by blob: those whose files have the size that their names say; the others are junk."""
     found: dict[str, Layout] = {}
     for store, infos in listed.items():
         for info in infos:

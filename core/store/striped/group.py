@@ -161,7 +161,7 @@ class Group:
             raise StoreError(f"is store {there.number} of another set ({', '.join(there.stores)}) by now")
 
     def all_exclusive(self) -> bool:
-        """Whether every store that answers honours put-if-absent, so that a majority of them has one winner."""
+        """Return whether every store that answers honours put-if-absent, so that a majority of them has one winner."""
         working = [store for store in self.everyone if not self.health.is_failing(store)]
         self.calls.ask(working, self._is_exclusive, enough=self.quorum.write)
         self._is_conditional = all(list(self._honours.values()))

@@ -67,7 +67,7 @@ class Survey:
 
 
 def _is_mirrored(key: str) -> bool:
-    """Whether every store is to have a copy: records, but neither probes nor what says which store it is."""
+    """Return whether every store is to have a copy: records, but neither probes nor what says which store it is."""
     own = key in (MEMBER_KEY, JOINING_KEY) or key.startswith("probe/")
     return not own and ShardName.parse(key) is None
 
@@ -141,7 +141,7 @@ def _best_geometry(layout: Layout) -> tuple[Geometry, Mapping[int, list[int]]] |
 
 
 def _lacking_stores(group: Group, geometry: Geometry, places: Mapping[int, list[int]]) -> list[int]:
-    """Which stores are to be given the shards that no store has: those that hold none of this geometry."""
+    """Return which stores are to be given the shards that no store has: those that hold none of this geometry."""
     holders = {store for stores in places.values() for store in stores}
     absent = geometry.shards - len(places)
     return [store for store in group.everyone if store not in holders][:absent]
@@ -279,7 +279,7 @@ class _Repair:
                 self._healed.repaired += 1
 
     def _is_outdated(self, key: str, data: bytes, copies: int, layouts: dict[str, Layout]) -> bool:
-        """Whether a manifest's containers are gone of which there may be fewer copies than it takes to commit one."""
+        """Return whether a manifest's containers are gone of which there may be fewer copies than it takes to commit one."""
         if seq_of_commit(key) is None:
             return False
         try:

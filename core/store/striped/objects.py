@@ -143,7 +143,7 @@ class StripedObjects:
         self.group.warn_of_changes()
 
     def server_time(self) -> float:
-        """The slowest clock of all stores: with the youngest copy's time stamp, ages come out too short, never too long."""
+        """Return the slowest clock of all stores: with the youngest copy's time stamp, ages come out too short, never too long."""
         if self.group.member is None:
             return min(objects.server_time() for objects in self.group.stores)
         return min(self.group.read(lambda store: self.group.stores[store].server_time()).values())

@@ -46,7 +46,7 @@ def p_of(shards: Sequence[Shard]) -> Shard:
 
 
 def q_of(shards: Sequence[Shard]) -> Shard:
-    """The sum of g^i times shard i, by Horner's rule: multiply by g, add the next, last shard first."""
+    """Return the sum of g^i times shard i, by Horner's rule: multiply by g, add the next, last shard first."""
     size = len(shards[0])
     result = np.empty(size, np.uint8)
     scratch = np.empty(min(size, _CHUNK), np.bool_)

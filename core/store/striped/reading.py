@@ -48,7 +48,7 @@ class RangeReader:
         self._damaged: list[str] = []
 
     def read(self, start: int, end: int) -> bytes:
-        """Bytes `start` to `end`, every block of them checked.
+        """Return bytes `start` to `end`, every block of them checked.
 
         Raises:
             Insufficient: There are not enough sound shards.
@@ -95,7 +95,7 @@ class RangeReader:
         return lacking
 
     def _next(self, lacking: dict[int, list[int]]) -> dict[int, tuple[int, Blocks]]:
-        """What to fetch now: by store, the place and the blocks. The data itself where its stores work, else parity."""
+        """Return what to fetch now: by store, the place and the blocks. The data itself where its stores work, else parity."""
         chosen: dict[int, tuple[int, Blocks]] = {}
         places = sorted({place for by in lacking.values() for place in by})
         unavailable: set[int] = set()  # blocks whose own shard is in a store that fails
@@ -169,7 +169,7 @@ class RangeReader:
                 self._damaged.append(self._group.stores[store].show(str(name)))
 
     def _read_blocks(self, store: int, place: int, blocks: Blocks) -> list[Shard | None]:
-        """Blocks of a shard, None for a damaged one; nothing where the shard is gone."""
+        """Return blocks of a shard, None for a damaged one; nothing where the shard is gone."""
         cut, name = self._cut, ShardName(self._key, self._cut, place)
         objects, header_bytes = self._group.stores[store], self._cut.header_bytes
         first, last = blocks[0] * BLOCK, min(blocks[1] * BLOCK, cut.shard_bytes)

@@ -77,7 +77,7 @@ class Records:
         raise group.too_few(mine, transient or rest.transient)
 
     def _take(self, store: int, key: str, data: bytes) -> bool:
-        """Whether this store holds our record now, written by this attempt or by one whose response was lost."""
+        """Return whether this store holds our record now, written by this attempt or by one whose response was lost."""
         objects = self._group.stores[store]
         self._group.confirm(store)
         self._group.check_exclusive(store)
