@@ -8,8 +8,13 @@ import pytest
 import shrinkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.schemes.inshrinkerator.scheme import InshrinkeratorOptions
-from shrinkpoint.schemes.published.excp_codecs import ExcpOptions
+from shrinkpoint.schemes.catalogue import (
+    AutoOptions,
+    ExcpOptions,
+    InshrinkeratorOptions,
+    ItmoOptions,
+    LCCheckpointOptions,
+)
 from shrinkpoint.steps.options import StepLog
 
 NAN = float("nan")
@@ -108,8 +113,8 @@ def test_a_scheme_is_given_by_its_name_by_its_options_or_by_a_mapping():
     assert SaverConfig(scheme={"name": "lossless"}).scheme == "lossless"
     with pytest.raises(ConfigError, match=r"lacks the scheme's name: add it"):
         SaverConfig(scheme={"alpha": 1})
-    with pytest.raises(ConfigError, match=r"does not take these options: .*gamma"):
-        SaverConfig(scheme={"name": "excp", "gamma": 1})
+    with pytest.raises(ConfigError, match=r"ExcpOptions has no option 'alfa' \(did you mean alpha\?\)"):
+        SaverConfig(scheme={"name": "excp", "alfa": 1})
 
 
 @pytest.mark.parametrize(("key_every", "period"), [(1, 1), (2, 4), (8, 16), (512, 1024)])
@@ -139,7 +144,15 @@ def test_the_top_level_names_are_there():
 
 @pytest.mark.parametrize(
     ("kind", "typed", "wanted"),
-    [(SaverConfig, "schem", "scheme"), (StepLog, "segment_step", "segment_steps")],
+    [
+        (SaverConfig, "schem", "scheme"),
+        (StepLog, "segment_step", "segment_steps"),
+        (AutoOptions, "min_element", "min_elements"),
+        (ExcpOptions, "alfa", "alpha"),
+        (InshrinkeratorOptions, "min_element", "min_elements"),
+        (ItmoOptions, "alfa", "alpha"),
+        (LCCheckpointOptions, "bit", "bits"),
+    ],
 )
 def test_a_mistyped_option_is_answered_with_the_nearest(kind, typed, wanted):
     with pytest.raises(

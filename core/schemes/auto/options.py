@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from shrinkpoint.schemes.codec_io import CODED_DTYPES
 from shrinkpoint.schemes.recipe import check_number
 from shrinkpoint.state.training import Role, TensorSpec
+from shrinkpoint.warn import refuses_unknown_options
 
 MILD_SCALE = 1 / 16
 """Without a way to measure: narrower than nearly all that are found by measuring. A restore then costs the bench's convolutional network
 0.01 % of the loss, and its GPT much less."""
 
 
+@refuses_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class AutoOptions:
     """Settings of the scheme.

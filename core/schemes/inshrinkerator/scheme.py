@@ -21,8 +21,10 @@ from shrinkpoint.schemes.inshrinkerator.space import Configuration
 from shrinkpoint.schemes.recipe import check_choice, check_number, is_weight, moment_codecs
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
+from shrinkpoint.warn import refuses_unknown_options
 
 
+@refuses_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class InshrinkeratorOptions:
     """Settings that the paper leaves open, apart from the configuration that is searched.

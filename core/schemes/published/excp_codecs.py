@@ -39,6 +39,7 @@ from shrinkpoint.schemes.symbol_coders import (
 )
 from shrinkpoint.state.training import Role, TensorSpec
 from shrinkpoint.state.tree import JSON
+from shrinkpoint.warn import refuses_unknown_options
 
 Codebook = Literal["float32", "float16"]
 Refill = Literal["none", "mean", "factored"]
@@ -200,6 +201,7 @@ class ExcpSettings(ABC):
         """Return the entropy coder of the symbols: see `shrinkpoint.schemes.symbol_coders.encode_plane`."""
 
 
+@refuses_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class ExcpOptions(ExcpSettings):
     """Settings of ExCP.

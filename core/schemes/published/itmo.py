@@ -21,7 +21,7 @@ from shrinkpoint.schemes.published.excp import ExCP
 from shrinkpoint.schemes.published.excp_codecs import ExcpSettings, ExcpWeightCodec
 from shrinkpoint.schemes.recipe import reference_value
 from shrinkpoint.state.training import Role, TrainingState
-from shrinkpoint.warn import warn
+from shrinkpoint.warn import refuses_unknown_options, warn
 
 if TYPE_CHECKING:
     from shrinkpoint.entropy.lstm.coder import LstmOptions
@@ -33,6 +33,7 @@ _LONG_S = 60
 _warned = threading.Event()
 
 
+@refuses_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class ItmoOptions(ExcpSettings):
     """Settings of ExCP's quantization, and of the coder.

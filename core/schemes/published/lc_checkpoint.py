@@ -22,11 +22,13 @@ from shrinkpoint.schemes.codec_io import check_sections, floats, normal, section
 from shrinkpoint.schemes.recipe import WeightOptions, check_number, described, weight_codecs
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
+from shrinkpoint.warn import refuses_unknown_options
 
 _BUCKETS = 1 << 9  # sign and exponent of fp32
 _MAX_BITS = 5
 
 
+@refuses_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class LCCheckpointOptions(WeightOptions):
     """Settings of LC-Checkpoint; the defaults are the paper's.
