@@ -93,8 +93,8 @@ class Checkpointer:
             is 0 or -1) or `keep_every`, it is 3.
         scheme: how states are coded: ``"auto"``, our own; ``"lossless"``, bit by bit; a published scheme by its name, or its options,
             such as ``ExcpOptions(alpha=1e-4)`` (`shrinkpoint.schemes.catalogue`).
-        max_degradation: how much ten restores together may raise the held-out loss, relative. Lower it where quality matters more
-            than bytes; what would exceed a restore's share is stored finer, or bit-exactly.
+        max_degradation: how much ten restores together may raise the held-out loss, relative. What would exceed a restore's share
+            is stored finer, or bit-exactly.
         adopt: the number of planned saves of the whole run: at each, training goes on from exactly the rounded values that the
             checkpoint holds, so that a resumed run is the undisturbed one bit for bit (docs/resuming.md). Of one process, DDP or shards. The
             callbacks take True where the number follows from the trainer's limits: a schedule in steps needs ``max_steps``, one in epochs

@@ -106,7 +106,7 @@ class Advanced:
     has built (``reference``), or the values (``store``). None: ``reference`` for the base of a model that PEFT has wrapped, else
     ``store``. Set ``reference`` for other adapters (docs/adapters.md)."""
     signals: Sequence[str] = ()
-    """Names of signals that mean the same as a SIGTERM, such as ``["SIGUSR2"]``. Set it where the cluster warns by another signal."""
+    """Names of signals that save and end the training, as a SIGTERM does, such as ``["SIGUSR2"]``."""
     deadline_s: float | None = None
     """Seconds that a save at a signal may take. Set it to the time between the cluster's warning and the end, less what comes first: the
     rest of the step, its evaluation, and a save under way. What would take longer is saved as raw bytes, with the settings of planned

@@ -30,17 +30,23 @@ CompressedCheckpoint(
 ```
 
 ```yaml
-# of LightningCLI: below `init_args:`
-url: {urls: [/mnt/a/run-7, /mnt/b/run-7, /mnt/c/run-7], parity: 1}
-scheme: {name: excp, alpha: 1.0e-4}
-advanced: {busy: wait}
+# of LightningCLI
+trainer:
+  callbacks:
+    - class_path: shrinkpoint.callbacks.lightning.CompressedCheckpoint
+      init_args:
+        url: {urls: [/mnt/a/run-7, /mnt/b/run-7, /mnt/c/run-7], parity: 1}
+        train_time_interval: "0:30:00"
+        scheme: {name: excp, alpha: 1.0e-4}
+        advanced: {busy: wait}
 ```
 
 - **Schedules** exclude each other: give one. Without one Lightning and Composer save after each epoch, the Trainer as its
   `save_strategy` says, and `Checkpointer` on `save` only.
 - **Metrics** for `monitor` have the names that are logged. Composer's are `metrics/eval/LanguagePerplexity`, `loss/train/total`, or an eval
   metric's bare name. With Hugging Face `eval_` may be left out. `Checkpointer` gets them as `step(..., metrics={"val_loss": loss})`.
-- **`Checkpointer`** takes further objects by name (`scheduler=scheduler`), and goes back with `resume(step=3000)`.
+- **`Checkpointer`** takes further objects by name (`scheduler=`, a stateful `loader=`), and goes back with `resume(step=3000)`.
+  With DDP each process makes one of the wrapper.
 """
 _WAYS = {
     "Lightning": ("callbacks/lightning.py", "CompressedCheckpoint"),

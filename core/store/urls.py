@@ -35,7 +35,7 @@ class Stores:
     """A folder on this node, such as ``/local/nvme/run-7``, for copies of the newest checkpoints. Set it where restarts read slowly
     from `urls`. A copy is made after the checkpoint is stored at `urls`, and read where its digest is right; no save fails of it."""
     near_keep: int = 2
-    """How many checkpoints `near` holds at most, with the chains that they need. Set it by the space there."""
+    """How many checkpoints `near` holds at most, with the chains that they need."""
 
     def __post_init__(self) -> None:
         given = self.urls if isinstance(self.urls, list | tuple) else [self.urls]
