@@ -245,7 +245,7 @@ def chosen_scheme(given: object, options: object = None) -> tuple[str, Any]:
     if isinstance(options, Mapping) and kind is not None:
         try:
             options = kind(**options)
-        except TypeError as error:
+        except (TypeError, ConfigError) as error:
             raise ConfigError(
                 f"{options!r}: the scheme {given!r} does not take these options: {error}"
             ) from error
