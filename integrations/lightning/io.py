@@ -317,8 +317,11 @@ def answer_words(runs_of: Callable[[Trainer], list[TrainingSession]]) -> None:
             vars(self)[FOUND] = found if ckpt_path is None else None
             return found
         if ckpt_path == "best":
-            known = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
-            return known or _best(runs[0])
+            first = self.trainer.checkpoint_callback
+            found = getattr(first, "best_model_path", "") or _best(runs[0])
+            # Lightning answers what the callback knows by now, and warns where there are several.
+            known = getattr(first, "best_model_path", "")
+            return original(self, state_fn, ckpt_path, *args, **kwargs) if known else found
         if state_fn == TrainerFn.FITTING:
             return _last_to_train(runs)
         return runs[0].best.last_path or str(Address(url=runs[0].settings.url))

@@ -79,6 +79,13 @@ def test_best_is_the_best_by_the_monitored_metric(saving: Make) -> None:
     assert trainer.callback_metrics["val_loss"].item() == pytest.approx(losses[best])
 
 
+def test_best_of_several_callbacks_is_the_first_ones_with_a_warning(saving: Make) -> None:
+    fit(saving(monitor="val_loss"), max_epochs=2)
+    with pytest.warns(UserWarning, match="multiple `ModelCheckpoint` callbacks"):
+        _, trainer = evaluated("validate", "best", saving(monitor="val_loss"), ModelCheckpoint())
+    assert str(trainer.ckpt_path).startswith(str(saving().dirpath))
+
+
 def test_best_without_a_metric_says_what_to_give(saving: Make) -> None:
     fit(saving(), max_epochs=1)
     with pytest.raises(
