@@ -533,7 +533,8 @@ def _require_states(stateful: Mapping[str, Any]) -> None:
             place = whereabouts(name)
             raise ConfigError(
                 f"{name}={brief(value)}: Checkpointer has no such option{f'; {place}' if place else meant(name, _OPTIONS)}. Other"
-                f" keyword arguments are objects with state_dict and load_state_dict; the options are: {', '.join(sorted(_OPTIONS))}"
+                " keyword arguments are objects with state_dict and load_state_dict, such as torchdata's StatefulDataLoader, and never None;"
+                f" the options are: {', '.join(sorted(_OPTIONS))}"
             )
         if hasattr(value, "use_stateful_dataloader"):  # one with a state, too, draws early and reads ahead
             raise ConfigError(

@@ -41,7 +41,7 @@ def brief(value: object) -> str:
 
 def meant(name: str, options: Collection[str]) -> str:
     """Return the end of a message about an unknown option: the one that was probably meant, if there is such a one."""
-    near = get_close_matches(name, sorted(options), 1)
+    near = get_close_matches(name, sorted(options), 1, 0.65)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

@@ -237,6 +237,11 @@ def test_states_that_are_missing_on_either_side_are_told(tmp_path):
         ({"advanced": {"busy": "never"}}, "busy must be"),
         ({"advanced": {"bsuy": "wait"}}, "Advanced has no option 'bsuy' .did you mean busy"),
         ({"shceme": "lossless"}, "shceme='lossless': .*did you mean scheme"),
+        (
+            {"loader": torch.utils.data.DataLoader([1])},
+            r"=a DataLoader: \S+ has no such option\. .*StatefulDataLoader",
+        ),
+        ({"scheduler": None}, "scheduler=None: .*StatefulDataLoader, and never None"),
     ],
 )
 def test_bad_options(tmp_path, options, message):
