@@ -96,9 +96,9 @@ class Checkpointer:
         max_degradation: how much ten restores together may raise the held-out loss, relative. What would exceed a restore's share
             is stored finer, or bit-exactly.
         adopt: the number of planned saves of the whole run: at each, training goes on from exactly the rounded values that the
-            checkpoint holds, so that a resumed run is the undisturbed one bit for bit (docs/resuming.md). Of one process, DDP or shards. The
-            callbacks take True where the number follows from the trainer's limits: a schedule in steps needs ``max_steps``, one in epochs
-            ``max_epochs``.
+            checkpoint holds, so that a resumed run is the undisturbed one bit for bit (docs/resuming.md). Of ``auto``, in one process, DDP
+            or shards. The callbacks take True where the number follows from the trainer's limits: a schedule in steps needs
+            ``max_steps``, one in epochs ``max_epochs``.
         storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused. With several stores:
             one dict for all that are not folders, or a list with one entry per store.
         advanced: further options, as `Advanced` has them.
