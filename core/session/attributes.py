@@ -3,7 +3,9 @@
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
+from functools import partial
+from itertools import chain
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,13 +75,21 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return _NOT_PLAIN if depth else generator_state(value)
     if _has_state(value) and not depth:
         return _plain(value.state_dict(), 1)
-    if kind not in (list, tuple, deque, dict) or len(value) > _MOST_ITEMS or depth > _DEPTH:
+    if kind is np.ndarray and not value.dtype.hasobject and value.size <= _MOST_ELEMENTS:
+        return value
+    if kind not in (list, tuple, deque, dict, set) or len(value) > _MOST_ITEMS or depth > _DEPTH:
         return _NOT_PLAIN
     items = [_plain(item, depth + 1) for item in (value.values() if kind is dict else value)]
     keys = list(value) if kind is dict else []
     if any(item is _NOT_PLAIN for item in items) or not {type(key) for key in keys} <= {str, int}:
         return _NOT_PLAIN
-    return dict(zip(keys, items, strict=True)) if kind is dict else tuple(items) if kind is tuple else items
+    return (
+        dict(zip(keys, items, strict=True))
+        if kind is dict
+        else kind(items)
+        if kind in (tuple, set)
+        else items
+    )
 
 
 def put_back_one(owner: Any, name: str, value: Any, device: torch.device) -> None:
@@ -163,15 +173,30 @@ def _numbers_of(value: object) -> dict[str, Any]:
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """Return the attributes of an object of a class of the user's, and none of modules, optimizers, and objects of installed packages."""
-    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
-    is_own = hasattr(value, "__dict__") and not isinstance(value, _OTHERS) and not file.startswith(LIBRARIES)
-    return vars(value) if is_own and type(value).__module__ != "builtins" else {}
+    """Return the attributes of an object of a class of the user's, or what a function of the user's has bound; none of modules, optimizers,
+    and objects of installed packages."""
+    if isinstance(value, partial):
+        return {"func": value.func, "args": value.args, **value.keywords}
+    if isinstance(value, (MethodType, BuiltinMethodType)):
+        return {} if isinstance(value.__self__, _OTHERS) else {"self": value.__self__}
+    owner = value if isinstance(value, FunctionType) else type(value)
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None) or ""
+    if isinstance(value, _OTHERS) or file.startswith(LIBRARIES) or owner.__module__ == "builtins":
+        return {}
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        bound = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+        return {name: one for name, one in bound.items() if not isinstance(one, _OTHERS)}
+    slots = chain.from_iterable(vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+    named = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**named, **getattr(value, "__dict__", {})}
 
 
 def _has_tensors(value: object) -> bool:
-    """Return whether there is something in a value that is not compared, and so always stored: tensors, generators."""
-    return any(isinstance(leaf, torch.Tensor) or is_generator(leaf) for leaf in tree_leaves(value))
+    """Return whether there is something in a value that is not compared, and so always stored: tensors, arrays, generators."""
+    return any(
+        isinstance(leaf, (torch.Tensor, np.ndarray)) or is_generator(leaf) for leaf in tree_leaves(value)
+    )
 
 
 def _storages(value: object) -> set[int]:

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from types import FrameType
@@ -132,15 +132,19 @@ class StepCount:
                 self.known = False
         weakref.finalize(self, self._hooks.close)
 
-    def accumulated(self) -> dict[str, torch.Tensor]:
-        """Return the gradients that no step has used yet, by `unnamed`; none that are not finite, for which a scaler skips the step."""
+    def accumulated(self, agree: Callable[[bool], bool] = bool) -> dict[str, torch.Tensor]:
+        """Return the gradients that no step has used yet, by `unnamed`; none that are not finite, for which a scaler skips the step.
+
+        `agree` decides for all processes from what each would do.
+        """
         used = (optimizer for optimizer, one in self._used.items() if one.is_left())
         spent = {id(parameter) for optimizer in used for parameter in parameters_of(optimizer)}
         named = self._named() if self.known else ()
         found = {name: p.grad for name, p in named if p.grad is not None and id(p) not in spent}
-        values = [one.coalesce().values() if one.is_sparse else one for one in found.values()]
+        own = [getattr(one, "_local_tensor", one) for one in found.values()]  # of a shard
+        values = [one.coalesce().values() if one.is_sparse else one for one in own]
         wanted = any(one.any() for one in values) and all(one.isfinite().all() for one in values)
-        return found if wanted else {}
+        return found if agree(bool(wanted)) else {}
 
     def put_back(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Give all parameters their gradients from `accumulated`, or none."""

@@ -199,7 +199,11 @@ def generators(loaders: Iterable[Any] = (), owners: Iterable[object] = ()) -> di
             parts = inner.named_modules() if isinstance(inner, nn.Module) else [("", inner)]
             for name, part in parts:
                 own = [item for item in getattr(part, "__dict__", {}).items() if item[0] not in _MODULE]
-                near = ((key + path, one) for key, value in own for path, one in _near(value))
+                near = (
+                    (key + path, one)
+                    for key, value in own
+                    for path, one in itertools.islice(_near(value), _MOST)
+                )
                 found |= {f"{kind} {number}.{name}.{path}": one for path, one in near if is_generator(one)}
     first: dict[int, str] = {}
     for name, one in found.items():
@@ -226,7 +230,7 @@ def generators_in(value: Any) -> dict[str, Any]:
     return found
 
 
-def _near(value: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
+def _near(value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
     """Yield a value, and what lists, dicts and objects of the user's have in them, by their places."""
     yield "", value
     items = enumerate(value) if type(value) in (list, tuple) else None

@@ -14,7 +14,6 @@ from shrinkpoint.coding.selective import decode_checkpoint
 from shrinkpoint.engine.fitting import fitted, quantized_as
 from shrinkpoint.engine.resume import require_same_ties
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.group.group import world
 from shrinkpoint.optimizers.objects import with_object_states
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.quality.swap import swapped_tensors, swapped_weights
@@ -51,10 +50,10 @@ from shrinkpoint.state.stateful import (
     state_of,
     unwrapped,
 )
-from shrinkpoint.state.training import Describe, Role, TrainingState, plain
-from shrinkpoint.state.tree import join_path
+from shrinkpoint.state.training import Describe, Role, TrainingState, anonymous, plain
+from shrinkpoint.state.tree import JSON, join_path
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.warn import brief, warn
+from shrinkpoint.warn import brief, some, warn
 
 if TYPE_CHECKING:
     from shrinkpoint.session.session import TrainingSession
@@ -181,7 +180,7 @@ class LoopObjects(TrainingAdapter):
         self.changes.follow()
         self._require_steps()
         self._require_callers()
-        gradients = self._steps.accumulated() if world().size == 1 else {}  # each process has its own
+        gradients = self.gradients()
         return {
             "format": _FORMAT,
             "step": self.step,
@@ -193,6 +192,10 @@ class LoopObjects(TrainingAdapter):
             "rng": self.rng(),
             **({"gradients": gradients} if gradients else {}),
         }
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients that wait for a step."""
+        return self._steps.accumulated()
 
     def rng(self) -> dict[str, Any]:
         """Return the states of this process's generators, with those of modules, of loaders' data sets and collators."""
@@ -318,7 +321,16 @@ class LoopObjects(TrainingAdapter):
             if name in self._starts:
                 self._starts[name].begin(state["rng"].get("starts", {}).get(name))
             if name in state["stateful"]:
-                load_object(name, value, state["stateful"][name])
+                loaded = state["stateful"][name]
+                stored = {} if _may_load(value) or isinstance(value, nn.Module) else _outlines(loaded)
+                load_object(name, value, loaded)
+                here = _outlines(state_of(value)) if stored else {}
+                lost = [key for key in stored if here and stored[key] != here.get(key)]
+                if lost and warns:
+                    warn(
+                        f"resume: {name}, a {type(value).__qualname__}, has not the checkpoint's {some(lost)}, though load_state_dict() was called: set this after"
+                        " resuming, or build the object with it"
+                    )
             if warns and (unknown := unknown_order(value, state["stateful"].get(name))):
                 warn(unknown)
         # now that buffers of samples have their length back
@@ -406,6 +418,12 @@ class LoopObjects(TrainingAdapter):
 
     def settle(self) -> None:
         """Let all parameters be in memory of their own."""
+
+
+def _outlines(state: Any) -> dict[str, JSON]:
+    """Return what of each entry of a state is no tensor."""
+    entries = state if isinstance(state, Mapping) else {"state": state}
+    return {str(key): anonymous(TrainingState.capture(value).tree) for key, value in entries.items()}
 
 
 class _Generators:

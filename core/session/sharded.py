@@ -14,8 +14,8 @@ from shrinkpoint.session.ddp import bucket_order, restore_buckets, stateful_hook
 from shrinkpoint.session.objects import LoopObjects
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.restoring import RANKS_KEY
-from shrinkpoint.sharded.targets import reshard
-from shrinkpoint.sharded.trees import own_of
+from shrinkpoint.sharded.targets import reshard, unreduced
+from shrinkpoint.sharded.trees import GRADIENTS, own_of
 from shrinkpoint.state.rng import diverge_rng
 from shrinkpoint.state.stateful import parameters_of, state_of
 from shrinkpoint.state.training import Describe, Role, TensorSpec, TrainingState, plain
@@ -77,6 +77,15 @@ class ShardedObjects(LoopObjects):
     ordered = False  # `Targets` finds it by name
     writer = "a Checkpointer"
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """See `LoopObjects.gradients`; none of shards."""
+        if self._steps.accumulated() or unreduced(self.model):
+            self.session.warn_once(
+                "a save is within an accumulation of gradients, which checkpoints of shards do not hold: after a resume the next step of the optimizer lacks"
+                " them. Save after optimizer.step()"
+            )
+        return {}
+
     def state(self) -> dict[str, Any]:
         """See `LoopObjects.state`; its DTensors are this rank's."""
         reshard(self.model)
@@ -136,6 +145,7 @@ class CopiedObjects(ShardedObjects):
 
     def __init__(self, model: Any, *options: Any) -> None:
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
+        self._waiting: dict[str, torch.Tensor] = {}
         super().__init__(model if self._wrapper is None else model.module, *options)
         if world().is_first:
             self._warn_of_differences()
@@ -155,8 +165,17 @@ class CopiedObjects(ShardedObjects):
     def wrapped(self) -> Any:
         return self.model if self._wrapper is None else self._wrapper
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """See `LoopObjects.gradients`; within DDP's ``no_sync()`` each process has its own."""
+        return self._waiting
+
+    def own(self) -> dict[str, dict[str, Any]]:
+        """See `ShardedObjects.own`."""
+        return {**super().own(), GRADIENTS: self._waiting}
+
     def state(self) -> dict[str, Any]:
         """See `LoopObjects.state`; a collective, since one process alone may fail to give its own."""
+        self._waiting = self._steps.accumulated(lambda wanted: world().any_of(wanted)[0])
         return world().on_every(super().state)
 
     def logged(self, state: Callable[[], Mapping[str, Any]]) -> "Captured":
@@ -164,6 +183,7 @@ class CopiedObjects(ShardedObjects):
         from shrinkpoint.steps.capture import CannotLogError
         from shrinkpoint.steps.exact import ExactLog
 
+        self._waiting = {}  # there is no such log where some wait
         group, hook, buckets = world(), stateful_hook(self._wrapper), bucket_order(self._wrapper)
         own = group.on_every(lambda: own_of(self.own(), group.rank))
         known = group.broadcast(own.digests())

@@ -2,7 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from decimal import Decimal
+from functools import partial
 from itertools import chain, count, islice
+from types import FunctionType, GeneratorType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +28,7 @@ from shrinkpoint.session.attributes import (
 )
 from shrinkpoint.session.identity import identities
 from shrinkpoint.state.roles import unnamed
-from shrinkpoint.state.stateful import named_buffers, named_modules, named_parameters
+from shrinkpoint.state.stateful import named_buffers, named_modules, named_parameters, scheduler_in
 from shrinkpoint.warn import some
 
 _NAMED = 5
@@ -44,8 +47,18 @@ _LIBRARIES |= {
 }
 _KEEPS = ("get_extra_state", "state_dict", "_save_to_state_dict", "on_save_checkpoint")
 _LOOKS = 3  # saves at each of which attributes are compared, and later at every power of two
+_SHOWN = {count, Decimal, np.random.SeedSequence, torch.dtype, torch.device}
 _ITEMS, _DEPTH, _BYTES = 100, 3, 1 << 20  # of an attribute that is compared
-_MODULE = vars(nn.Module()).keys()
+_MODULE = {*vars(nn.Module()), "track_running_stats"}
+_CALLED = (
+    "lr_lambdas",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 _IN_ORDER = "Change or wrap the model first, then make its optimizer, then what saves both, and then resume"
 
 
@@ -78,7 +91,7 @@ class Trained:
         self._buffers = [(part, _sizes(part)) for part in model.modules()]
         self._parameters = {name: _Seen.of(parameter) for name, parameter in named_parameters(model)}
         self._counts = []
-        self._attributes, self._looks = _attributes(model), 0
+        self._attributes, self._looks = _attributes(self._adapter), 0
 
     def state(self, state: object) -> dict[str, Any]:
         """Return the entries of a checkpoint that `load_trained` and `require_same_optimizers` take.
@@ -113,11 +126,13 @@ class Trained:
         self._compare_optimizers()
         flags = _flags({"": model, **self._adapter.modules()}, self.outside)
         frozen = [name for name, (owner, flag) in flags.items() if not getattr(owner, flag)]
-        adapters = {name: owner[key] for name, (owner, key) in _adapters(model).items()}
+        adapters = {name: owner[key] for name, (owner, key) in _adapters(_parts(self._adapter)).items()}
         attributes = changed_attributes(optimizers)
         modes = _evaluating(model) if model.training else self._modes
+        others = {name: _evaluating(module) for name, module in self._adapter.modules().items()}
         trained = {
             **({} if modes == [] else {"evaluating": modes}),
+            **({"others evaluating": others} if others else {}),
             "frozen": frozen,
             "attributes": attributes,
             "adapters": adapters,
@@ -130,9 +145,9 @@ class Trained:
         self._looks += 1
         if not self._attributes or (self._looks > _LOOKS and self._looks.bit_count() > 1):
             return
-        now = _attributes(self._adapter.model)
-        before = self._attributes.items()
-        if changed := [name for name, value in before if repr(now.get(name, value)) != repr(value)]:
+        now, before = _attributes(self._adapter), self._attributes
+        self._attributes = now
+        if changed := [name for name in before if not _same(before[name], now.get(name, before[name]))]:
             self._attributes = {}
             self._say(
                 f"no state of the model has {some(changed)}, which training changes: after a resume each is what the script sets. Make what training depends"
@@ -249,26 +264,76 @@ class _Seen(NamedTuple):
         return cls(parameter, _kind(parameter), parameter.requires_grad, _version(parameter))
 
 
-def _attributes(model: nn.Module) -> dict[str, object]:
-    """Return what modules of the user's own classes have apart from their state, where these classes store nothing themselves, and numbers of torch's."""
-    found: dict[str, object] = {}
-    for name, part in named_modules(model):
+def _attributes(adapter: TrainingAdapter) -> dict[str, object]:
+    """Return what modules of the user's own classes have apart from their state, where these classes store nothing themselves, and numbers of torch's;
+    and what functions have bound, which schedulers, optimizers and modules call."""
+    parts, stored = _parts(adapter), {id(value) for value in adapter.objects().values()}
+    callers: dict[str, Any] = {
+        **parts,
+        **{f"optimizer {n}": each for n, each in enumerate(adapter.optimizers)},
+    }
+    callers |= dict(named_parameters(adapter.model))
+    for name, given in adapter.schedulers().items():
+        callers |= {f"{name}.{n}": each for n, each in enumerate(getattr(given, "_schedulers", ()))}
+        callers[name] = scheduler_in(given)
+    found: dict[str, object] = {
+        f"{name}.{key}".lstrip("."): _seen(list(_functions(getattr(caller, key))))
+        for name, caller in callers.items()
+        for key in _CALLED
+        if getattr(caller, key, None)
+    }
+    for name, part in parts.items():
         kind = type(part)
+        found[name] = kind.__qualname__
         if not all(_library(getattr(kind, each, nn.Module)) for each in _KEEPS):
             continue
         own = {**vars(part), **{key: part._buffers.get(key) for key in part._non_persistent_buffers_set}}
-        if _library(kind):  # such as the rate of a dropout
+        if _library(kind):  # such as the rate of a dropout, and what users set
             torchs = kind.__module__.startswith("torch.nn.modules.")
-            own = {key: value for key, value in own.items() if torchs and type(value) in (int, float)}
+            own = {key: value for key, value in own.items() if torchs and key[0] != "_"}
+        # What pruning and norms make of other parameters at each call.
+        made = {name.rpartition("_")[0] for name in [*part._parameters.keys()]}
         # Frameworks' classes keep what is theirs in private attributes.
         private = any(_library(base) and not issubclass(nn.Module, base) for base in kind.__mro__)
         seen = {
             key: _seen(value)
             for key, value in own.items()
-            if key not in _MODULE and (key == "_hparams" or not (private and key[0] == "_"))
+            if key not in _MODULE | made
+            and (key == "_hparams" or not (private and key[0] == "_"))
+            and id(value) not in stored
         }
         found |= {f"{name}.{key}".lstrip("."): value for key, value in seen.items() if value is not None}
     return found
+
+
+def _parts(adapter: TrainingAdapter) -> dict[str, nn.Module]:
+    """Return the parts of the model and of further modules, by name."""
+    modules = {"": adapter.model, **adapter.modules()}
+    return {
+        f"{prefix}.{name}".strip("."): part
+        for prefix, module in modules.items()
+        for name, part in named_modules(module)
+    }
+
+
+def _functions(given: Any) -> Iterator[Any]:
+    """Yield schedulers' functions, without objects, whose state torch stores; or the hooks that have bound something."""
+    if isinstance(given, list):
+        yield from (one for one in given if isinstance(one, (FunctionType, MethodType, partial)))
+    else:
+        yield from filter(attributes_of, given.values())
+
+
+class _Numbers(tuple[Any, ...]):
+    """The first ones of a list of numbers, which most trainings write as a log, and do not read."""
+
+
+def _same(one: object, now: object) -> bool:
+    """Return whether nothing has changed that `_seen` shows, but logs that have grown."""
+    if isinstance(one, (list, tuple)) and isinstance(now, (list, tuple)):
+        grown = isinstance(one, _Numbers) and isinstance(now, _Numbers) and len(now) >= len(one)
+        return (grown or len(one) == len(now)) and all(map(_same, one, now))
+    return repr(one) == repr(now)
 
 
 def _seen(value: Any, depth: int = 0) -> object:
@@ -278,24 +343,27 @@ def _seen(value: Any, depth: int = 0) -> object:
         return value
     if isinstance(value, torch.Tensor):
         return id(value), _version(value)
-    if kind is count:
+    if kind in _SHOWN:
         return repr(value)
     if isinstance(value, np.ndarray):
         return value.tobytes() if value.nbytes <= _BYTES and not value.dtype.hasobject else None
     if depth == _DEPTH:
         return None
     if kind is list and all(map(_is_plain, islice(value, _ITEMS))):
-        return "numbers"  # most are logs: training writes them and does not read them
-    if kind in (list, tuple, deque):
+        return _Numbers(value[:_ITEMS])
+    if isinstance(value, (list, tuple, deque)):
         return len(value), [_seen(item, depth + 1) for item in islice(value, _ITEMS)]
     if isinstance(value, nn.Module):  # in a list, say, which registers none
         own = (item for key, item in vars(value).items() if key not in _MODULE)
         parts = chain(value.parameters(), value.buffers(), own)
         return [_seen(part, depth + 1) for part in parts] if depth else None
     if kind is set:
-        return len(value)
-    named = value if isinstance(value, dict) else attributes_of(value)
-    return [(key, _seen(named[key], depth + 1)) for key in islice(named, _ITEMS)]
+        return len(value), sorted(map(repr, filter(_is_plain, islice(value, _ITEMS))))
+    if kind is GeneratorType:
+        value = getattr(value.gi_frame, "f_locals", {})
+    named = value if isinstance(value, Mapping) else attributes_of(value)
+    inside = [(key, _seen(named[key], depth + 1)) for key in islice(named, _ITEMS)]
+    return getattr(value, "__qualname__", kind.__qualname__), inside
 
 
 def _is_plain(value: Any) -> bool:
@@ -358,7 +426,7 @@ def load_trained(stored: Mapping[str, Any], adapter: TrainingAdapter, url: str) 
         )
     device = next(chain(model.parameters(), [torch.empty(0)])).device
     put_back(optimizers, stored["attributes"], device)
-    for name, (owner, key) in _adapters(model).items():
+    for name, (owner, key) in _adapters(_parts(adapter)).items():
         if name in stored["adapters"]:
             owner[key] = moved(stored["adapters"][name], device)
     with torch.no_grad():
@@ -374,9 +442,12 @@ def load_trained(stored: Mapping[str, Any], adapter: TrainingAdapter, url: str) 
     for name in changed:
         setattr(*flags[name], name not in frozen)
     evaluating = stored.get("evaluating", [])  # None if the model itself was
-    for name, part in named_modules(model) if evaluating is not None and model.training else ():
-        if getattr(part, "training", None) == (name in evaluating):
-            part.training = not part.training
+    modes = stored.get("others evaluating", {})
+    given = [(module, modes.get(name)) for name, module in adapter.modules().items()]
+    for module, those in (*given, (model, evaluating if model.training else None)):
+        for name, part in named_modules(module) if those is not None else ():
+            if getattr(part, "training", None) == (name in those):
+                part.training = not part.training
     return (
         f"resume: requires_grad of {some(changed)} is the checkpoint's, and not what this process set: to change it, set it after resuming"
         if changed
@@ -429,13 +500,13 @@ def _outside(
     return found
 
 
-def _adapters(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+def _adapters(parts: Mapping[str, nn.Module]) -> dict[str, tuple[dict[str, Any], str]]:
     """Return where PEFT notes, outside of tensors, which adapters are active or merged into the base, and AdaLoRA by what it chooses ranks.
 
     Metrics of torchmetrics have their states there, too, unless these are large, or each process has its own.
     """
     found: dict[str, tuple[dict[str, Any], str]] = {}
-    for name, part in named_modules(model):
+    for name, part in parts.items():
         ranks = getattr(part, "rankallocator", None)
         for noted in (
             vars(one) for one in (part, ranks, getattr(ranks, "peft_config", None)) if one is not None

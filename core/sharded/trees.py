@@ -10,6 +10,8 @@ from shrinkpoint.state.tree import JSON, replaced
 _NAMES = ("name", "indices", "values", "crow", "col")
 LARGEST = 2**20
 """Bytes of an object's tensors from which on it counts as the same on every rank, like the average of a model."""
+GRADIENTS = "gradients"
+"""The group of those that each rank has for itself, whatever their size."""
 
 
 def renamed_tensors(node: JSON, names: Mapping[str, str]) -> JSON:
@@ -157,7 +159,8 @@ def own_of(groups: Mapping[str, Mapping[str, Any]], rank: int) -> OwnState:
     for group, values in groups.items():
         for name, value in values.items():
             found = TrainingState.capture(value, shards=True, below=("ranks", str(rank), group, name))
-            if any(map(is_sharded, found.tensors.values())) or found.nbytes > LARGEST:
+            large = found.nbytes > LARGEST and group != GRADIENTS
+            if large or any(map(is_sharded, found.tensors.values())):
                 continue
             host = {key: tensor.detach().to("cpu", copy=True) for key, tensor in found.tensors.items()}
             parts[group, name] = TrainingState(found.tree, host, found.specs)

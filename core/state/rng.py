@@ -47,7 +47,13 @@ class Counters:
 
 def is_generator(value: object) -> bool:
     """Return whether a value is a generator of torch's, numpy's or Python's that has a state."""
-    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    kinds = (
+        torch.Generator,
+        np.random.Generator,
+        np.random.BitGenerator,
+        np.random.RandomState,
+        random.Random,
+    )
     return issubclass(type(value), kinds) and not isinstance(value, random.SystemRandom)
 
 
@@ -55,8 +61,8 @@ def generator_state(generator: Any) -> Any:
     """Return the state of one of the generators of `is_generator`, of `Counters`, or of the module `random`."""
     if isinstance(generator, (torch.Generator, Counters)):
         return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
+    if isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
+        return _bits(generator).state
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     version, words, gauss = generator.getstate()
@@ -67,13 +73,17 @@ def set_generator(generator: Any, state: Any) -> None:
     """Set a generator to a state from `generator_state`, of a generator of its kind."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state.cpu())
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
+    elif isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
+        _bits(generator).state = state
     elif isinstance(generator, (np.random.RandomState, Counters)):
         generator.set_state(state)
     else:
         version, words, gauss = state
         generator.setstate((version, tuple(words.tolist()), gauss))
+
+
+def _bits(generator: Any) -> Any:
+    return getattr(generator, "bit_generator", generator)
 
 
 def capture_rng(own: Mapping[str, Any] = NO_OTHERS) -> dict[str, Any]:

@@ -220,16 +220,16 @@ def _digest(part: TrainingState) -> str:
     for name, tensor in part.tensors.items():
         _, _, place = name.split("/", 2)  # behind the rank's number
         digest.update(f"{place}{tensor_digest(tensor)}".encode())
-    digest.update(repr(_anonymous(part.tree)).encode())
+    digest.update(repr(anonymous(part.tree)).encode())
     return digest.hexdigest()
 
 
-def _anonymous(node: JSON) -> JSON:
+def anonymous(node: JSON) -> JSON:
     """Return a tree without the names of its tensors."""
     if isinstance(node, list):
-        return [_anonymous(item) for item in node]
+        return [anonymous(item) for item in node]
     if isinstance(node, dict):
-        return {key: _anonymous(item) for key, item in node.items() if not ("$" in node and key == "name")}
+        return {key: anonymous(item) for key, item in node.items() if not ("$" in node and key == "name")}
     return node
 
 

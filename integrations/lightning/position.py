@@ -70,7 +70,7 @@ class Position:
     def fit_starts(self, trainer: Trainer) -> None:
         """Training is about to build the first epoch's loaders and iterator."""
         self._accumulated = trainer.accumulate_grad_batches
-        by_hand = trainer.world_size == 1 and not trainer.lightning_module.automatic_optimization
+        by_hand = not trainer.lightning_module.automatic_optimization
         self._steps = StepCount(trainer.optimizers) if by_hand else None
         self._follow_builds(trainer, {} if self._loaded is None else self._mine(trainer)["data"])
         self._note_first_epoch(trainer)
@@ -129,6 +129,10 @@ class Position:
             "seed": os.environ.get(_SEED),
             "gradients": _gradients(trainer, self._steps, mid_accumulation=mid_accumulation),
         }
+
+    def lacks_gradients(self, state: Mapping[str, Any]) -> bool:
+        """Return whether some that wait for a step by manual optimization are not in a state."""
+        return self._steps is not None and not state["gradients"] and bool(self._steps.accumulated())
 
     def load(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Read a checkpoint's position, while callbacks are restored, before Lightning restores its loops from the
@@ -324,7 +328,7 @@ def _gradients(
         return own if is_sharded(own) else trainer.strategy.reduce(own.clone(), reduce_op="mean")
 
     found = {name: p.grad for name, p in named_parameters(trainer.lightning_module) if p.grad is not None}
-    if steps is None or not steps.known:
+    if steps is None or not steps.known or trainer.world_size > 1:
         return {name: of_all(gradient) for name, gradient in found.items()} if mid_accumulation else {}
     waiting = {*map(id, steps.accumulated().values())}
     return {name: gradient.detach() for name, gradient in found.items() if id(gradient) in waiting}

@@ -408,6 +408,11 @@ class Session:
                 validation_pending=self._validation_pending,
                 sharded=self.run.shards,
             )
+            if position.lacks_gradients(checkpoint[POSITION_KEY]):
+                self.run.warn_once(
+                    "a save is within an accumulation of gradients by manual optimization, which checkpoints of several processes do not hold: after a resume the next"
+                    " step lacks them. Save after steps of all optimizers"
+                )
             checkpoint[POSITION_KEY][_SCHEDULERS] = scheduler_classes(self.adapter.schedulers())
             stopping = trainer.early_stopping_callbacks
             if trainer.should_stop and any(c.stopped_epoch == trainer.current_epoch for c in stopping):

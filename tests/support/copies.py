@@ -2,16 +2,21 @@
 
 import os
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from support.options import grouped
 from support.replicas import Replica
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import shrinkpoint
 from shrinkpoint.group import group
 
 __all__ = [
     "CopiedTraining",
+    "accumulated",
     "evaluated",
     "evaluates_alone",
     "first_alone",
@@ -38,6 +43,27 @@ def trained(rank: int, world: int, url: str, end: int, **options: Any) -> Any:
     training.checkpointer.close()
     kept = training.noted, torch.get_rng_state().tolist(), training.place.at
     return training.began, kept, [report.kind for report in training.checkpointer.reports()]
+
+
+def accumulated(rank: int, world: int, url: str, end: int) -> Any:
+    """Where it began, and the weights in the end, of a training that makes a step after four calls; each process has its own gradients."""
+    torch.manual_seed(3)
+    model = nn.Linear(600, 600)
+    wrapped, optimizer = DistributedDataParallel(model), torch.optim.Adam(model.parameters(), 0.01)
+    given = grouped(every=1, scheme="lossless", busy="wait")
+    checkpointer = shrinkpoint.Checkpointer(url, wrapped, optimizer, **given)
+    began = checkpointer.resume()
+    for step in range(began, end):
+        last = step % 4 == 3
+        with nullcontext() if last else wrapped.no_sync():
+            generator = torch.Generator().manual_seed(world * step + rank)
+            wrapped(torch.randn(2, 600, generator=generator)).square().sum().backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        checkpointer.step(step + 1)
+    checkpointer.close()
+    return began, model.weight.detach()
 
 
 def evaluated(rank: int, world: int, url: str, end: int) -> Any:

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 from support.copies import (
+    accumulated,
     evaluated,
     evaluates_alone,
     first_alone,
@@ -36,6 +38,14 @@ def test_three_processes_continue_bit_by_bit(tmp_path: Path) -> None:
     sizes = [part.ref.size for part in store.head(store.manifests()[0].chain[-1]).parts]
     assert len(sizes) == 3
     assert max(sizes) < 0.6 * sum(sizes)
+
+
+def test_gradients_that_each_process_has_accumulated_go_on(tmp_path: Path) -> None:
+    whole = launch(accumulated, 2, tmp_path, str(tmp_path / "whole"), 8)
+    launch(accumulated, 2, tmp_path, str(tmp_path / "run"), 6)
+    rest = launch(accumulated, 2, tmp_path, str(tmp_path / "run"), 8)
+    assert [began for began, _ in rest] == [6, 6]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(whole, rest, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [(3, 2), (2, 3)])

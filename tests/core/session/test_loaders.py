@@ -1,6 +1,8 @@
 """A user's own generators are found wherever they were given, and put back."""
 
 import random
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +47,41 @@ class _Noise:
         self.generator = np.random.default_rng(seed)
 
 
+@dataclass(slots=True)
+class _Slots:
+    generator: Any
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _one(generator: torch.Generator) -> float:
+    return torch.rand(1, generator=generator).item()
+
+
 class _Noisy(nn.Linear):
     def __init__(self, seed: int) -> None:
         super().__init__(2, 2)
         self.noise, self.draws = _Noise(seed), [torch.Generator().manual_seed(seed), random.Random(seed)]
+        self.method, self.bits, own = (
+            np.random.default_rng(seed).random,
+            np.random.PCG64(seed),
+            random.Random(seed),
+        )
+        self.function, self.partial = lambda: own.random(), partial(_one, generator=_generator(seed))
+        self.slots = _Slots(np.random.RandomState(seed))
 
     def drawn(self) -> list[float]:
         first, second = self.draws
-        return [self.noise.generator.random(), torch.rand(1, generator=first).item(), second.random()]
+        more = [
+            self.method(),
+            self.bits.random_raw(),
+            self.function(),
+            self.partial(),
+            self.slots.generator.rand(),
+        ]
+        return [self.noise.generator.random(), _one(generator=first), second.random(), *more]
 
 
 def test_those_that_modules_keep_or_that_are_given_by_name_go_on(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 import itertools
 import re
 import warnings
-from collections import deque
+from collections import UserDict, deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -385,8 +386,25 @@ class Counter:
         self.count = 0
 
 
+class Slots:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+
 def count(counter):
     counter.count += 1
+
+
+def calls():
+    made = 0
+
+    def call():
+        nonlocal made
+        made += 1
+
+    return call
 
 
 class Remembering(nn.Linear):
@@ -416,6 +434,13 @@ def ahead(modules):
         (itertools.count(), next),
         (Counter(), count),
         ([nn.Linear(2, 2)], ahead),
+        (Slots(), count),
+        (UserDict(calls=0), lambda kept: kept.update(calls=kept["calls"] + 1)),
+        ((number for number in range(100)), next),
+        (calls(), lambda kept: kept()),
+        (partial(count, Counter()), lambda kept: kept()),
+        ([1.0], lambda kept: kept.__setitem__(0, kept[0] * 0.9)),
+        ([0, 0], lambda kept: (kept.append(kept[-1] + 1), kept.pop(0))),
     ],
 )
 def test_what_a_module_keeps_apart_from_its_state_is_told_where_it_changes(tmp_path, kept, change):
@@ -444,6 +469,119 @@ def test_what_a_module_keeps_apart_from_its_state_is_told_where_it_changes(tmp_p
 
     assert told(kept, change) == ["no state of the model has kept"]
     assert told(None, bool) == ["no state of the model has drop.p"]  # though it changes late
+
+
+class Lazy(nn.Linear):
+    """Makes what it keeps when it is called."""
+
+    def forward(self, x):
+        self.kept = getattr(self, "kept", 0) + 1
+        return super().forward(x) / self.kept
+
+
+def scaled(by):
+    def scale(*given):
+        by["factor"] *= 0.9
+
+    return scale
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("late", "kept"),
+        ("named", "loss.temperature"),
+        ("scheduler", "schedule.lr_lambdas"),
+        ("in a scheduler", "schedule.0.lr_lambdas"),
+        ("optimizer", "optimizer 0._optimizer_step_pre_hooks"),
+        ("hook", "_forward_hooks"),
+    ],
+)
+def test_what_changes_beside_all_states_is_told_wherever_it_is(tmp_path, place, name):
+    model, loss, by = (Lazy if place == "late" else nn.Linear)(5, 5), Annealed(), {"factor": 1.0}
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: by["factor"])
+    named = {"loss": loss} if place == "named" else {}
+    if place == "scheduler":
+        named["schedule"] = schedule
+    elif place == "in a scheduler":
+        named["schedule"] = torch.optim.lr_scheduler.ChainedScheduler([schedule])
+    elif place == "optimizer":
+        optimizer.register_step_pre_hook(scaled(by))
+    elif place == "hook":
+        model.register_forward_hook(scaled(by))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        given = grouped(every=1, scheme="lossless", busy="wait", **named)
+        with Checkpointer(str(tmp_path), model, optimizer, **given) as checkpointer:
+            for step in range(4):
+                loss(model(torch.ones(2, 5))).sum().backward()
+                optimizer.step()
+                scaled(by)()
+                checkpointer.step(step + 1)
+    said = [
+        str(each.message).split(",")[0] for each in caught if "which training changes" in str(each.message)
+    ]
+    assert said == [f"no state of the model has {name}"]
+
+
+class Forgetful:
+    """Gives a state, and takes half of it."""
+
+    def __init__(self):
+        self.level, self.best = 0, [0]
+
+    def state_dict(self):
+        return {"level": self.level, "best": self.best}
+
+    def load_state_dict(self, state):
+        self.level = state["level"]
+
+
+@pytest.mark.parametrize("grown", [False, True])
+def test_what_an_object_has_not_taken_is_told(tmp_path, grown):
+    def made():
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1))
+        optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+    model, optimizer, schedule = made()
+    given = Forgetful()
+    if grown:
+        optimizer.add_param_group({"params": [*model[1].parameters()], "initial_lr": 0.1})
+        schedule.base_lrs.append(0.1)
+        schedule.lr_lambdas.append(lambda step: 0.8**step)
+    else:
+        given.level, given.best = 3, [1]
+    with Checkpointer(str(tmp_path), model, optimizer, schedule=schedule, given=given) as checkpointer:
+        checkpointer.save(1, wait=True)
+    model, optimizer, schedule = made()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Checkpointer(str(tmp_path), model, optimizer, schedule=schedule, given=Forgetful()).resume()
+    said = [
+        str(each.message).split(",")[:2] for each in caught if "has not the checkpoint's" in str(each.message)
+    ]
+    wanted = ["resume: schedule", " a LambdaLR"] if grown else ["resume: given", " a Forgetful"]
+    assert said == [wanted]
+
+
+def test_a_metric_that_is_given_by_name_goes_on(tmp_path):
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    def made():
+        model, metric = nn.Linear(5, 1), torchmetrics.MeanMetric()
+        return Checkpointer(
+            str(tmp_path), model, torch.optim.SGD(model.parameters(), 0.1), metric=metric
+        ), metric
+
+    checkpointer, metric = made()
+    metric.update(torch.tensor(3.0))
+    checkpointer.save(1, wait=True)
+    checkpointer.close()
+    again, other = made()
+    again.resume()
+    assert other.compute() == 3
 
 
 def test_an_optimizer_that_was_not_given_is_told(tmp_path):
