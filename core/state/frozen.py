@@ -228,9 +228,12 @@ def _described(module: Any, prefix: str) -> dict[str, JSON]:
     found: dict[str, JSON] = {}
     for adapter, config in module.peft_config.items():
         library = sys.modules[type(config).__module__.partition(".")[0]]
+        values = [(parameter, parameter.data) for parameter in module.parameters()]
         tensors = library.get_peft_model_state_dict(
             module, state_dict=state, adapter_name=adapter, save_embedding_layers=False
         )
+        for parameter, value in values:
+            parameter.data = value  # which CPT's prompt projects when it is computed
         known = {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
         plain = {**config.to_dict(), "inference_mode": True}
         plain.pop("runtime_config", None)
