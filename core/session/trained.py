@@ -148,7 +148,7 @@ class Trained:
         now, before = _attributes(self._adapter), self._attributes
         self._attributes = now
         if changed := [name for name in before if not _same(before[name], now.get(name, before[name]))]:
-            self._attributes = {}
+            self._attributes = {name: now[name] for name in now if name not in changed}
             self._say(
                 f"no state of the model has {some(changed)}, which training changes: after a resume each is what the script sets. Make what training depends"
                 " on a buffer, or give its module get_extra_state() and set_extra_state()"

@@ -348,3 +348,27 @@ def test_adapters_of_several_names_and_of_another_kind_are_exported(tmp_path: Pa
     TRAININGS["own loop"](tmp_path / "plain", Net(), 2)
     with pytest.raises(ConfigError, match="no adapters of PEFT"):
         export_adapters(str(tmp_path / "plain"), tmp_path / "none")
+
+
+def test_a_save_leaves_prompts_as_they_are(tmp_path: Path) -> None:
+    """PEFT projects CPT's live weights whenever it computes what it would write."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=1, n_head=1)
+    eight = list(range(8))
+    prompt = peft.CPTConfig(
+        task_type="CAUSAL_LM",
+        cpt_token_ids=eight,
+        cpt_mask=[1] * 8,
+        cpt_tokens_type_mask=[1, 2, 2, *eight[3:]],
+    )
+    model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), prompt)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 0.1)
+    with torch.no_grad():
+        for parameter in model.prompt_encoder.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with closing(
+        shrinkpoint.Checkpointer(str(tmp_path / "run"), model, optimizer, scheme="lossless")
+    ) as saver:
+        saver.save(1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
