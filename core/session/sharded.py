@@ -78,8 +78,8 @@ class ShardedObjects(LoopObjects):
     writer = "a Checkpointer"
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """See `LoopObjects.gradients`; none of shards."""
-        if self._steps.accumulated() or unreduced(self.model):
+        """See `LoopObjects.gradients`; none of shards. Those of before the first step may be of one that was not counted."""
+        if self._steps.count and (self._steps.accumulated() or unreduced(self.model)):
             self.session.warn_once(
                 "a save is within an accumulation of gradients, which checkpoints of shards do not hold: after a resume the next step of the optimizer lacks"
                 " them. Save after optimizer.step()"

@@ -1,6 +1,6 @@
 """What a training's optimizers train and keep: stored where no object's state has it, frozen again as it was, and missed where it is replaced."""
 
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
@@ -351,7 +351,7 @@ def _seen(value: Any, depth: int = 0) -> object:
         return None
     if kind is list and all(map(_is_plain, islice(value, _ITEMS))):
         return _Numbers(value[:_ITEMS])
-    if isinstance(value, (list, tuple, deque)):
+    if kind in (list, deque) or isinstance(value, tuple):  # others are iterated over by methods of the user's
         return len(value), [_seen(item, depth + 1) for item in islice(value, _ITEMS)]
     if isinstance(value, nn.Module):  # in a list, say, which registers none
         own = (item for key, item in vars(value).items() if key not in _MODULE)
@@ -361,7 +361,7 @@ def _seen(value: Any, depth: int = 0) -> object:
         return len(value), sorted(map(repr, filter(_is_plain, islice(value, _ITEMS))))
     if kind is GeneratorType:
         value = getattr(value.gi_frame, "f_locals", {})
-    named = value if isinstance(value, Mapping) else attributes_of(value)
+    named = value if isinstance(value, (dict, UserDict)) else attributes_of(value)
     inside = [(key, _seen(named[key], depth + 1)) for key in islice(named, _ITEMS)]
     return getattr(value, "__qualname__", kind.__qualname__), inside
 
