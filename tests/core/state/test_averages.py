@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import support.baseline_schemes  # noqa: F401 - for a scheme of theirs
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
