@@ -180,7 +180,7 @@ def _weights(
 
 
 def _model_nodes(header: Header) -> dict[str, JSON]:
-    """Return what stands in the tree for each entry of the model's state; of what is no tensor, what ``get_extra_state`` gave alone."""
+    """Return what the tree has for each entry of the model's state; of what is no tensor, what ``get_extra_state`` gave alone."""
     names, nodes = model_names(header), list(_dicts(header.tree))
     found = max(nodes, key=lambda items: len(items.keys() & names.keys()), default={})
     others = {

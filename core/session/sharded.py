@@ -78,7 +78,7 @@ class ShardedObjects(LoopObjects):
     writer = "a Checkpointer"
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """See `LoopObjects.gradients`; none of shards. Those of before the first step may be of one that was not counted."""
+        """Return none of shards, and warn where some wait for a step; before the first step they may be of one that was not counted."""
         if self._steps.count and (self._steps.accumulated() or unreduced(self.model)):
             self.session.warn_once(
                 "a save is within an accumulation of gradients, which checkpoints of shards do not hold: after a resume the next step of the optimizer lacks"
@@ -166,7 +166,7 @@ class CopiedObjects(ShardedObjects):
         return self.model if self._wrapper is None else self._wrapper
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """See `LoopObjects.gradients`; within DDP's ``no_sync()`` each process has its own."""
+        """Return this process's gradients that wait for a step; within DDP's ``no_sync()`` each process has its own."""
         return self._waiting
 
     def own(self) -> dict[str, dict[str, Any]]:

@@ -107,7 +107,7 @@ class SharedDesk(EvaluationDesk):
         return self._shards
 
     def close(self, why: str = "training has ended") -> None:
-        """See `EvaluationDesk.close`; no collective. Other ranks, which may wait for this one's training, measure the save no more."""
+        """Refuse requests from now on, here and on the other ranks, whose training may wait for this one; no collective."""
         super().close(why)
         if self._is_active and self.mailbox is not None:
             with suppress(StoreError):  # the first rank is gone, and with it the save
